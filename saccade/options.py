@@ -239,6 +239,12 @@ class ServerOptions:
 
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all of them")
     port: int = _option(8000, "port to listen on; 0 takes a free one")
+    replicas: int = _option(
+        1,
+        "engines behind this server, each with its own copy of the model: one per GPU (cuda:0, cuda:1 ...); "
+        "on a CPU they share the cores and the automatic cache memory. Requests go where their images and "
+        "prefixes are cached unless that engine is busy; one that dies takes no other with it",
+    )
     served_model_name: tuple[str, ...] = _option(
         (), "model names clients may use, the first is shown; automatic: MODEL, or the name of its folder"
     )
@@ -299,6 +305,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "port", self.port, "from 0 to 65535")
+        allowed = f"a whole number from 1 to {MAX_REPLICAS}"
+        is_valid = isinstance(self.replicas, int) and 1 <= self.replicas <= MAX_REPLICAS
+        _require(is_valid, "replicas", self.replicas, allowed)
         for name in ("max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"):
             _positive(name, getattr(self, name))
         if self.max_connections is not None:
@@ -337,6 +346,7 @@ class ServerOptions:
         return [_network(text) for text in self.trusted_proxies]
 
 
+MAX_REPLICAS = 64
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
@@ -400,6 +410,18 @@ class SchedulerConfig:
     restore_ms_per_block: float = 0.0  # measured: bounds what is restored in a step with decodes
     latency: LatencyProfile | None = None  # measured: bounds steps in which requests decode (GPU)
     step_time: StepTime | None = None  # measured: bounds the time of every step (serving on a CPU)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Which of several engines of one server this is."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        return self.count == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_rows import ROWS
+from saccade.engine.ipc.client import EngineStatus, ReplicaView
 from saccade.options import Options, ServerOptions
-from saccade.server.metrics import TIER_METRICS, Metrics
+from saccade.server.engine_metrics import TIER_COUNTERS, TIER_GAUGES
+from saccade.server.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -154,7 +156,7 @@ _STATS = {
     "kv_offload": {"total": 0, "used": 0, "blocks_out": 0, "blocks_in": 0, "hits": 0},
     "encoder_cache": {"hits": 0, "misses": 0, "slots_used": 0, "slots_total": 0},
     "tenants": {"": {"running": 0, "waiting": 0, "service": 0}},
-    "embedding_tiers": {"": dict.fromkeys(TIER_METRICS, 0)},
+    "embedding_tiers": {"": dict.fromkeys((*TIER_COUNTERS, *TIER_GAUGES), 0)},
     "encoder_cache_tenants": {"": {"hits": 0, "misses": 0, "slots": 0}},
 }
 
@@ -173,7 +175,8 @@ def metrics_page() -> str:
         _NOTE,
         "What `GET /metrics` exposes, from `saccade/server/metrics.py`. `docs/grafana.json` is a dashboard\n"
         "over the `saccade:` names. The `vllm:` names carry the same values for dashboards made for vLLM. A\n"
-        "counter's sample has the suffix `_total`; a histogram has `_bucket`, `_sum` and `_count`.",
+        "counter's sample has the suffix `_total`; a histogram has `_bucket`, `_sum` and `_count`. The labels\n"
+        "`replica` and `engine`, and the metrics of replicas, are there with `--replicas` above 1 only.",
     ]
     for prefix in ("saccade", "vllm"):
         rows = [
@@ -186,7 +189,8 @@ def metrics_page() -> str:
 
 
 def _metrics() -> Iterator[_Metric]:
-    metrics = Metrics("MODEL", lambda: _STATS)
+    status = EngineStatus("ready", 0.0, 0, None, None)
+    metrics = Metrics("MODEL", lambda: _STATS, replicas=lambda: [ReplicaView(status, _STATS, 0)])
     registries = (metrics.registry, metrics.tenants.registry)
     for collector in [one for registry in registries for one in registry._collector_to_names]:  # no public list
         own_labels = tuple(getattr(collector, "_labelnames", ()))

@@ -12,10 +12,11 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.engine.core import EngineCore
 from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.engine.process_tuning import freeze, switch_threads_often
-from saccade.options import Options, SchedulerConfig
+from saccade.options import Options, Replica, SchedulerConfig
 from saccade.runner.build import build_runner
 from saccade.runner.forward import Forward
 from saccade.runner.memory import plan_memory
+from saccade.runner.replica_placement import place
 from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward
 from saccade.scheduler.cpu_step_time import CpuStepTime
@@ -33,9 +34,12 @@ def build_core(
     largest: Geometry | None,
     *,
     progress: bool = True,
+    replica: Replica = Replica(),  # noqa: B008 (immutable)
 ) -> EngineCore:
     """`largest` is the most expensive image the limits allow: budget and cache are sized to hold it."""
-    plan = plan_memory(options, config, largest)
+    placement = place(options, replica)
+    options = placement.options
+    plan = plan_memory(options, config, largest, memory_parts=placement.memory_parts)
     for reason in plan.reasons:
         logger.info("%s", reason)
     runner = build_runner(path, config, image_processor, options, plan, largest, progress=progress)
@@ -47,7 +51,7 @@ def build_core(
     notes = [note for note in (runner.eager_reason, runner.grammars.problem, *tiers) if note]
     for note in notes:
         logger.info("%s", note)
-    reasons = (*plan.reasons, *more, *about_offload, *notes)
+    reasons = (*placement.reasons, *plan.reasons, *more, *about_offload, *notes)
     if not runner.is_async:
         return EngineCore(limits, runner, reasons=reasons, grammars=runner.grammars)
     core = AsyncEngineCore(limits, runner, reasons=reasons, grammars=runner.grammars)

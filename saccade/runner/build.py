@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,12 @@ from saccade.runner.forward_selector import ForwardParts, select_forward
 from saccade.runner.memory import MemoryPlan
 from saccade.runner.memory_report import MemoryReport
 from saccade.runner.recurrent_state import RecurrentStates
+from saccade.runner.replica_placement import decode_threads
 from saccade.runner.runner import Runner
 from saccade.runner.torch_threads import OneTorchThread
 from saccade.structured.grammar import Grammars
 from saccade.types import Geometry, Key
 
-_MAX_DECODE_THREADS = 8
 _MAX_SLICED_PATCHES = 2048  # per pass when encoding is sliced: a slice is one layer over the whole pass
 
 
@@ -121,6 +120,6 @@ def _encoder(
     patches = costs.patches_of(plan.scheduler.encoder_budget, vision, model.config.text)
     if options.max_step_seconds(plan.device.type):
         patches = min(patches, _MAX_SLICED_PATCHES)
-    threads = options.image_decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
+    threads = options.image_decode_threads or decode_threads()
     tiers = build_tiers(model, options, plan, largest)
     return LocalEncoder(model, patches, threads, plan.device, plan.parts.images, tiers)

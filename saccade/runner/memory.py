@@ -70,15 +70,20 @@ class MemoryParts:
 
 
 def plan_memory(
-    options: Options, model: ModelConfig, largest: Geometry | None, free_bytes: int | None = None
+    options: Options,
+    model: ModelConfig,
+    largest: Geometry | None,
+    free_bytes: int | None = None,
+    memory_parts: int = 1,  # engines that share the free memory and the automatic cache sizes
 ) -> MemoryPlan:
     """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given."""
-    device = _device(options.device)
+    device = device_of(options.device)
     dtype, why_dtype = _dtype(options.dtype, model.dtype, device)
     free = free_bytes if free_bytes is not None else _free_bytes(device, options.gpu_memory_utilization)
-    slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest)
+    free //= memory_parts
+    slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest, memory_parts)
     parts = _beside_kv(options, model, dtype, largest, slots, device.type)
-    blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type)
+    blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type, memory_parts)
     parts = replace(parts, kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size))
     free_ram = _free_ram() if device.type == "cuda" else free - parts.total
     host_blocks, why_offload = _host_blocks(options, model, dtype, free_ram)
@@ -103,7 +108,7 @@ def plan_memory(
         max_waiting=options.max_waiting,
         slot_bytes=costs.embedding_bytes_per_slot(model.text, dtype),
     )
-    parts = replace(parts, embeddings=slots * costs.embedding_bytes_per_slot(model.text, dtype))
+    parts = replace(parts, embeddings=slots * scheduler.slot_bytes)
     reasons = (
         f"device {device}",
         why_dtype,
@@ -245,7 +250,7 @@ def _why_parts(parts: MemoryParts) -> tuple[str, ...]:
     return (f"{parts.total / costs.GIB:.2f} GiB of the device in all: {', '.join(sizes)}",)
 
 
-def _device(wanted: str) -> torch.device:
+def device_of(wanted: str) -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
@@ -299,7 +304,9 @@ def _free_ram() -> int:
     return free
 
 
-def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, device: str) -> tuple[int, str]:
+def _kv_blocks(
+    options: Options, model: ModelConfig, dtype: str, left: int, device: str, memory_parts: int
+) -> tuple[int, str]:
     per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
     if options.kv_cache_gb is not None:
         size = options.kv_cache_gb * costs.GIB
@@ -318,9 +325,10 @@ def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, devi
     elif device == "cpu":
         length = options.max_model_len or model.text.max_context
         useful = (options.max_num_seqs * length // options.block_size + 1) * per_block
-        size = min(_CPU_KV_GIB * costs.GIB, left * _CPU_KV_SHARE, useful)
+        max_gib = _CPU_KV_GIB / memory_parts
+        size = min(max_gib * costs.GIB, left * _CPU_KV_SHARE, useful)
         share = f"{_CPU_KV_SHARE:.0%} of the memory left beside the weights"
-        why = f"{share}, at most {_CPU_KV_GIB:.0f} GiB on a CPU"
+        why = f"{share}, at most {max_gib:.3g} GiB on a CPU"
         if size == useful:
             why = f"what {options.max_num_seqs} requests of full length need"
     else:
@@ -418,7 +426,7 @@ def _pinned_images(options: Options, model: ModelConfig) -> int:
 
 
 def _encoder_slots(
-    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None
+    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, memory_parts: int
 ) -> tuple[int, str, bool]:
     """Slots, the reason, and whether unused embeddings stay. With 0 GiB only those of the current step do."""
     if model.vision is None:
@@ -426,7 +434,7 @@ def _encoder_slots(
     size = options.encoder_cache_gb
     why = "as asked"
     if size is None:
-        size = _EMBEDDING_CACHE_GIB
+        size = _EMBEDDING_CACHE_GIB / memory_parts
         why = "the default"
         pinned = largest.slots * _CROSS_ATTENDED if largest and model.text.num_cross_layers else 0
         wanted = pinned * costs.embedding_bytes_per_slot(model.text, dtype) / costs.GIB

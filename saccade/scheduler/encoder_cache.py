@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from saccade.scheduler.cache_log import CacheLog
 from saccade.scheduler.encoder_eviction import Charge, FairEviction
 from saccade.types import NO_TENANT, Key, Tenant, family_of
 
@@ -41,6 +42,7 @@ class EncoderCache:
         self._evicted: dict[Key, None] = {}  # not yet told to the runner
         self._used_slots = self._idle_slots = self.slots_in_flight = 0
         self._hits = self._misses = self._evictions = 0
+        self.log: CacheLog | None = None  # gets the keys that are resident, where others ask for them
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
@@ -115,6 +117,8 @@ class EncoderCache:
         """Encoding succeeded: resident, and idle if not held."""
         entry = self._entries[key]
         self._land(entry)
+        if self.log is not None:
+            self.log.add(key)
         if not entry.holders:
             self._rest(entry)
 
@@ -139,6 +143,9 @@ class EncoderCache:
         """Drop every entry. The runner is told all, and `untold` from a plan that it may never have read."""
         assert not self._held, "reset while requests hold embeddings"
         self._evicted.update(dict.fromkeys((*untold, *self._entries)))
+        if self.log is not None:
+            for key in self._entries:
+                self.log.remove(key)
         self._entries.clear()
         self._eviction.clear()
         self._used_slots = self._idle_slots = self.slots_in_flight = 0
@@ -154,6 +161,8 @@ class EncoderCache:
         self._used_slots -= entry.slots
         self._evicted[key] = None
         self._evictions += 1
+        if self.log is not None:
+            self.log.remove(key)
 
     def _land(self, entry: _Entry) -> None:
         assert entry.is_in_flight, "an embedding arrived that nobody asked for"

@@ -19,6 +19,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from saccade.options import SchedulerConfig
+from saccade.scheduler.cache_log import CacheLog
 from saccade.scheduler.kv_host_cache import HostCache
 from saccade.types import RECORD_BYTES, KVCopy
 
@@ -154,6 +155,7 @@ class BlockPool:
         self._num_taken = 0  # since the last plan
         self._num_uncached = 0
         self._queries = self._hits = self._evictions = 0
+        self.log: CacheLog | None = None  # gets the digests that can be found, where others ask for them
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> BlockPool:
@@ -272,6 +274,8 @@ class BlockPool:
                 if digest not in self._by_digest:  # the first of two equal blocks stays the one that is found
                     cached = CachedBlock(block, parent, digest, records)
                     self._by_digest[digest] = self._successor[parent] = self._cached[block] = cached
+                    if self.log is not None:
+                        self.log.add(digest)
                 pending += self._pending.pop(digest, ())
                 parent = digest
 
@@ -285,6 +289,8 @@ class BlockPool:
         if cached is None:
             return
         del self._by_digest[cached.digest]
+        if self.log is not None:
+            self.log.remove(cached.digest)
         if self._successor.get(cached.parent) is cached:
             del self._successor[cached.parent]
         self._cached[block] = None

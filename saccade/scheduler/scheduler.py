@@ -15,6 +15,7 @@ from saccade.errors import RequestError
 from saccade.options import SchedulerConfig
 from saccade.scheduler.async_decode import async_decode_windows, can_fuse
 from saccade.scheduler.budget import StepBudget, StepBuilder, are_enough, demand_of
+from saccade.scheduler.cache_log import CacheLog
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_failures import affected_requests
 from saccade.scheduler.encoder_lookahead import deadlocked, encoded_ahead, missing_items, spans_ahead
@@ -130,6 +131,11 @@ class Scheduler:
     def index(self) -> None:
         """Hash what was planned lately: for when the next plan is not waited for."""
         self._kv_cache.index()
+
+    def log_caches(self) -> CacheLog:
+        """From now on the changes of both caches are noted there."""
+        self._kv_cache.log = self._encoder_cache.log = log = CacheLog()
+        return log
 
     # --- planning -------------------------------------------------------------------------------------------
 

@@ -200,8 +200,25 @@ def _health(service: Service) -> Response:
         "engine": status.state,
         "heartbeat_age_s": round(status.heartbeat_age, 3),
         "restarts": status.restarts,
+        **_replica_views(service),
     }
     return json_response(body, 200 if is_alive else 503)
+
+
+def _replica_views(service: Service) -> dict[str, Any]:
+    """Nothing where there is one engine."""
+    views = [
+        {
+            "state": view.status.state,
+            "heartbeat_age_s": round(view.status.heartbeat_age, 3),
+            "restarts": view.status.restarts,
+            "running": view.stats.get("running", 0),
+            "waiting": view.stats.get("waiting", 0),
+            "queued_work": view.queued_work,
+        }
+        for view in service.engine.replicas()
+    ]
+    return {"replicas": views} if views else {}
 
 
 def _ready(service: Service) -> Response:
@@ -230,6 +247,7 @@ def _engine_view(service: Service) -> dict[str, Any]:
         "state": "draining" if service.gate.is_draining else status.state,
         "heartbeat_age_s": round(status.heartbeat_age, 3),
         "restarts": status.restarts,
+        **_replica_views(service),
         "open_requests": service.gate.num_open,
         "max_model_len": info.limits.max_model_len if info else None,
         "block_size": info.limits.block_size if info else None,

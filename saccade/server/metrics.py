@@ -5,14 +5,13 @@ Each instance has its own registry, so that two servers in one process do not mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from saccade.engine.ipc.client import ReplicaView
+from saccade.server.engine_metrics import EngineCollector
 from saccade.server.tenant_metrics import Stats, TenantMetrics
 from saccade.types import Bill, Usage
 
@@ -42,16 +41,25 @@ class Finished:
 
 
 class Metrics:
-    """`stats` returns the engine's counters; `model` is the label `model_name` of vLLM's metrics."""
+    """`stats` returns the engine's counters, `replicas` those of each where there are several.
 
-    def __init__(self, model: str, stats: Stats, bytes_in_flight: Callable[[], int] = lambda: 0) -> None:
+    `model` is the label `model_name` of vLLM's metrics.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        stats: Stats,
+        bytes_in_flight: Callable[[], int] = lambda: 0,
+        replicas: Callable[[], Sequence[ReplicaView]] = tuple,
+    ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         self._saccade = _SaccadeMetrics(self.registry)
         self._vllm = _VllmMetrics(self.registry, model)
         self.tenants = TenantMetrics(stats)
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
-        self.registry.register(_EngineCollector(stats, model))
+        self.registry.register(EngineCollector(stats, replicas, model))
         text = "Bytes of open requests, here and in the engine"
         Gauge("saccade:request_bytes", text, registry=self.registry).set_function(bytes_in_flight)
 
@@ -196,103 +204,3 @@ class _VllmMetrics:
                 self.queue.observe(usage.first_scheduled - usage.arrived)
                 if usage.first_token is not None:
                     self.prefill.observe(usage.first_token - usage.first_scheduled)
-
-
-class _EngineCollector(Collector):
-    """The engine's counters, read at each scrape."""
-
-    def __init__(self, stats: Stats, model: str) -> None:
-        self._stats = stats
-        self._model = model
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats:
-            yield from _saccade_metrics(stats)
-            yield from self._vllm_metrics(stats)
-
-    def _vllm_metrics(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
-        encoder = stats["encoder_cache"]
-        gauges = {
-            "num_requests_running": stats["running"],
-            "num_requests_waiting": stats["waiting"],
-            "kv_cache_usage_perc": stats["kv"]["used"] / stats["kv"]["total"],
-        }
-        counters = {
-            "prefix_cache_queries": stats["prefix_cache"]["queries"],
-            "prefix_cache_hits": stats["prefix_cache"]["hits"],
-            "mm_cache_queries": encoder["hits"] + encoder["misses"],
-            "mm_cache_hits": encoder["hits"],
-            "num_preemptions": stats["preemptions"],
-        }
-        for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, value in values.items():
-                family = kind(f"vllm:{name}", "As in vLLM", labels=["model_name"])
-                family.add_metric([self._model], value)
-                yield family
-
-
-def _saccade_metrics(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    kv = stats["kv"]
-    prefix = stats["prefix_cache"]
-    cache = stats["encoder_cache"]
-    encoder = stats.get("encoder", {})
-    slot_bytes = stats.get("embedding_bytes_per_slot", 0)
-    host = stats["kv_offload"]
-    block_bytes = stats.get("kv_bytes_per_block", 0)
-    gauges = {
-        "running": ("Requests being computed", stats["running"]),
-        "waiting": ("Requests that wait", stats["waiting"]),
-        "kv_blocks_used": ("KV blocks held by requests", kv["used"]),
-        "kv_blocks_idle": ("KV blocks kept for reuse", kv["idle"]),
-        "kv_blocks_total": ("KV blocks there are", kv["total"]),
-        "kv_offload_used_bytes": ("KV blocks in host memory", host["used"] * block_bytes),
-        "kv_offload_total_bytes": ("Host memory for KV blocks", host["total"] * block_bytes),
-        "encoder_cache_used_bytes": ("Embeddings kept", cache["slots_used"] * slot_bytes),
-        "encoder_cache_total_bytes": ("Embeddings that fit", cache["slots_total"] * slot_bytes),
-    }
-    counters = {
-        "steps": ("Steps of the engine", stats["steps"]),
-        "preemptions": ("Requests that gave their blocks back and began again", stats["preemptions"]),
-        "prefix_cache_queries": ("Prompt tokens looked up", prefix["queries"]),
-        "prefix_cache_hits": ("Prompt tokens found", prefix["hits"]),
-        "kv_offload_blocks_out": ("KV blocks copied to host memory", host["blocks_out"]),
-        "kv_offload_bytes_out": ("Bytes copied to host memory", host["blocks_out"] * block_bytes),
-        "kv_offload_blocks_in": ("KV blocks copied back to the device", host["blocks_in"]),
-        "kv_offload_bytes_in": ("Bytes copied back to the device", host["blocks_in"] * block_bytes),
-        "kv_offload_hits": ("Times that a request got blocks back from host memory", host["hits"]),
-        "encoder_cache_queries": ("Pictures looked up", cache["hits"] + cache["misses"]),
-        "encoder_cache_hits": ("Pictures found", cache["hits"]),
-        "pictures_decoded": ("Pictures decoded", encoder.get("decoded", 0)),
-        "pictures_encoded": ("Pictures encoded", encoder.get("encoded", 0)),
-        "pictures_failed": ("Pictures that could not be decoded or encoded", encoder.get("failed", 0)),
-    }
-    yield from _tier_metrics(stats.get("embedding_tiers", {}))
-    for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(f"saccade:{name}", text, value=value)
-    for name, (text, value) in counters.items():
-        yield CounterMetricFamily(f"saccade:{name}", text, value=value)
-
-
-TIER_METRICS = {  # of host memory, a folder or a server, where embeddings are kept beside the device
-    "hits": (CounterMetricFamily, "Embeddings that a tier had"),
-    "misses": (CounterMetricFamily, "Embeddings that a tier was asked for and had not"),
-    "read_bytes": (CounterMetricFamily, "Bytes of embeddings read from a tier"),
-    "written_bytes": (CounterMetricFamily, "Bytes of embeddings written to a tier"),
-    "evictions": (CounterMetricFamily, "Embeddings that a tier evicted; a Valkey server counts its own"),
-    "ignored": (CounterMetricFamily, "Damaged or foreign entries that were removed"),
-    "errors": (CounterMetricFamily, "Reads and writes of a tier that failed or came late"),
-    "dropped": (
-        CounterMetricFamily,
-        "Embeddings that a tier did not take: it was busy, or full of those in use",
-    ),
-    "used_bytes": (GaugeMetricFamily, "Bytes that a tier takes, about; 0 where only a server knows"),
-}
-
-
-def _tier_metrics(tiers: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
-    for field, (kind, text) in TIER_METRICS.items():
-        family = kind(f"saccade:embedding_tier_{field}", text, labels=["tier"])
-        for tier, values in tiers.items():
-            family.add_metric([tier], values[field])
-        yield family

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import uvicorn
 
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineUnavailable
 from saccade.engine.process_tuning import collect, freeze, trim
+from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
 from saccade.media.fetch import Fetcher, FetchPolicy
 from saccade.options import MediaPolicy, ServerOptions
@@ -36,7 +38,7 @@ from saccade.server.app import create_app
 from saccade.server.config import Settings
 from saccade.server.http.listener import Listener
 from saccade.server.http.parser import BoundedHttp
-from saccade.server.service import Service
+from saccade.server.service import Engine, Service
 from saccade.structured.schema import is_available
 from saccade.structured.schema_validation import ANY_OBJECT
 from saccade.types import Request
@@ -59,7 +61,8 @@ def serve(settings: Settings) -> int:
         options.model, weights=options.load_format != "dummy", generation_config=options.generation_config
     )
     processor = Processor(checkpoint, MediaPolicy.of(options))
-    engine = EngineClient(
+    make_client = partial(
+        EngineClient,
         options,
         checkpoint=checkpoint,
         largest=processor.largest_item(),
@@ -67,6 +70,7 @@ def serve(settings: Settings) -> int:
         heartbeat_timeout=server.heartbeat_timeout,
         progress=sys.stderr.isatty(),
     )
+    engine = make_client() if server.replicas == 1 else ReplicaSet(make_client, server.replicas)
     local = server.allowed_local_media_path
     fetch_policy = FetchPolicy(
         allowed_domains=server.allowed_media_domains,
@@ -150,7 +154,7 @@ class _Server(uvicorn.Server):
 class _Running:
     """The life of the server: start, drain, stop."""
 
-    def __init__(self, service: Service, engine: EngineClient, sock: socket.socket) -> None:
+    def __init__(self, service: Service, engine: Engine, sock: socket.socket) -> None:
         self._service = service
         self._engine = engine
         self._sock = sock

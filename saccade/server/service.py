@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from saccade.costs import max_chars
-from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable
+from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable, ReplicaView
 from saccade.errors import ConfigError, RequestError, quoted
 from saccade.fair_pool import FairPool, QueueFull
 from saccade.media.fetch import Fetcher
@@ -59,7 +59,11 @@ Reader = Callable[..., Result]
 
 
 class Engine(SubmitsRequests, Protocol):
-    """The part of the engine client that the server needs."""
+    """What the server needs of an engine: a client of one, or a set of replicas."""
+
+    async def start(self) -> EngineInfo: ...
+
+    async def stop(self) -> None: ...
 
     @property
     def info(self) -> EngineInfo | None: ...
@@ -70,6 +74,8 @@ class Engine(SubmitsRequests, Protocol):
     def status(self) -> EngineStatus: ...
 
     def stats(self) -> dict[str, Any]: ...
+
+    def replicas(self) -> Sequence[ReplicaView]: ...
 
 
 class Service:
@@ -85,11 +91,12 @@ class Service:
         self.metrics = Metrics(
             self.names[0],
             engine.stats,
+            replicas=engine.replicas,
             bytes_in_flight=lambda: self.gate.total_bytes(),
         )
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
         self.gate = AdmissionGate(
-            options.max_num_seqs + max_waiting,
+            (options.max_num_seqs + max_waiting) * server.replicas,
             server.max_inflight_mb << 20,
             # One body of the maximum size must always fit.
             max(int((server.max_inflight_mb << 20) * server.max_client_share), server.max_body_mb << 20),

@@ -10,8 +10,9 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,8 @@ from saccade.engine.core import EngineCore
 from saccade.engine.ipc.client import EngineClient, RequestStream
 from saccade.engine.ipc.loop import run_process
 from saccade.engine.ipc.messages import Start
+from saccade.engine.ipc.process import EngineProcess
+from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
 from saccade.options import Options
 from saccade.types import Request, StepPlan, StepResult, TokenEvent
@@ -66,9 +69,12 @@ def build(start: Start) -> EngineCore:
 # --- the client ---------------------------------------------------------------------------------------------------
 
 
-def fake_client(step_seconds: float = 0.0, options: Options | None = None, **how: Any) -> EngineClient:
-    how.setdefault("command", (sys.executable, "-m", "tests.helpers.fake_worker", str(step_seconds)))
-    return EngineClient(options or Options(), checkpoint=NO_FILES, largest=None, **how)
+def fake_client(
+    step_seconds: float = 0.0, options: Options | None = None, command: Sequence[str] = (), **how: Any
+) -> EngineClient:
+    command = command or (sys.executable, "-m", "tests.helpers.fake_worker", str(step_seconds))
+    launch = partial(EngineProcess.spawn, command)
+    return EngineClient(options or Options(), checkpoint=NO_FILES, largest=None, launch=launch, **how)
 
 
 @asynccontextmanager
@@ -95,7 +101,31 @@ def run_bounded(body: Coroutine[Any, Any, None], loop_factory: Any = None) -> No
         runner.run(asyncio.wait_for(body, HANG))
 
 
-async def submit(client: EngineClient, request: Request) -> RequestStream:
+def run_replicas(test: Callable[[ReplicaSet], Awaitable[None]], count: int = 2, **how: Any) -> None:
+    """The same against several fake workers as one engine. Nothing may be counted as open at the end."""
+
+    async def body() -> None:
+        replicas = ReplicaSet(partial(fake_client, **how), count)
+        pids: list[int] = []
+        try:
+            await replicas.start()
+            pids = pids_of(replicas)
+            await test(replicas)
+        finally:
+            pids += pids_of(replicas)
+            await replicas.stop()
+        replicas.check()
+        assert replicas.bytes_in_flight == 0
+        assert not any(is_running(pid) for pid in pids)
+
+    run_bounded(body())
+
+
+def pids_of(replicas: ReplicaSet) -> list[int]:
+    return [view.status.pid for view in replicas.replicas() if view.status.pid is not None]
+
+
+async def submit(client: EngineClient | ReplicaSet, request: Request) -> RequestStream:
     """One request by itself."""
     (stream,) = await client.submit([request])
     return stream

@@ -52,13 +52,14 @@ ALLOWED: dict[str, set[str]] = {
     "runner.cuda": NOUNS | MODELS | KERNELS | {"checkpoint", "runner", "torch_utils"},
     "runner": NOUNS | MODELS | {"checkpoint", "structured", "runner.cuda", "runner.encoder", "runner.embedding_tiers"},
     "engine": NOUNS | {"checkpoint", "scheduler", "runner"},
-    "engine.ipc": NOUNS | {"checkpoint", "engine"},
+    "engine.ipc": NOUNS | {"checkpoint", "engine", "scheduler"},
+    "engine.replicas": NOUNS | {"engine.ipc", "scheduler"},
     "llm": NOUNS | {"processor", "structured", "engine"},
     "server.http": {"errors", "options", "server"},
     "server.request": NOUNS | {"media", "structured", "processor", "server", "server.http"},
     "server.api": NOUNS | {"media", "processor", "server", "server.http", "server.request"},
     "server": NOUNS
-    | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc"}
+    | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc", "engine.replicas"}
     | {"server.http", "server.request", "server.api"},
     "evaluation": {"errors", "types", "options", "costs"},
     "cli": NOUNS | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation"},

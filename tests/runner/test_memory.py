@@ -310,3 +310,16 @@ def test_more_host_memory_than_is_free_is_refused_with_both_numbers() -> None:
 def test_host_memory_for_less_than_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_offload_gb=1e-06 holds no KV block of \d+ bytes"):
         plan(kv_offload_gb=1e-6)
+
+
+def test_engines_that_share_a_cpu_divide_its_memory() -> None:
+    parts = [plan_memory(Options(device="cpu", max_num_seqs=64), small(), IMAGE, 24 * GIB, count) for count in (1, 2)]
+    blocks = [part.scheduler.num_blocks for part in parts]
+    slots = [part.scheduler.encoder_cache_slots for part in parts]
+    assert blocks[1] == blocks[0] // 2 and slots[1] == slots[0] // 2
+    assert any("at most 2 GiB on a CPU" in reason for reason in parts[1].reasons)
+    asked = [
+        plan_memory(Options(device="cpu", kv_cache_gb=0.5, encoder_cache_gb=0.1), small(), IMAGE, 24 * GIB, count)
+        for count in (1, 2)
+    ]
+    assert asked[0].scheduler == asked[1].scheduler  # of each engine

@@ -41,6 +41,7 @@ from saccade.engine.ipc.messages import (
 )
 from saccade.engine.process_tuning import collect, trim
 from saccade.errors import ConfigError, RequestError
+from saccade.scheduler.cache_log import CacheLog
 from saccade.types import Request, TokenEvent
 
 BEAT_SECONDS = 0.5  # between heartbeats when idle, and between two reports of the counters
@@ -62,6 +63,7 @@ class EngineLoop:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._ended: list[TokenEvent] = []  # terminal events of aborted requests, not yet sent
         self._stats_due = 0.0
+        self._cache_log: CacheLog | None = None  # None: the only engine, nothing is routed
         self._is_tidy = self._is_trimmed = True
         self._trim_due = time.monotonic() + TRIM_SECONDS
         threading.Thread(target=self._read, name="saccade-reader", daemon=True).start()
@@ -75,6 +77,8 @@ class EngineLoop:
         core = build(start)
         try:
             warm_up(core, unpack_requests(start.warmup))
+            if not start.replica.is_alone:
+                self._cache_log = core.scheduler.log_caches()
             self.send(Ready(core.limits, core.reasons))
             while self._take_messages(core):
                 self._step(core)
@@ -154,7 +158,8 @@ class EngineLoop:
         if now >= self._stats_due or any(event.finish_reason for event in events):
             stats = core.stats()
             self._stats_due = now + BEAT_SECONDS
-        self.send(StepUpdate(events, stats))
+        cache = self._cache_log.take() if self._cache_log is not None else None
+        self.send(StepUpdate(events, stats, cache))
 
 
 def warm_up(core: EngineCore, requests: list[Request]) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import RequestError
-from saccade.options import Options, SchedulerConfig
+from saccade.options import Options, Replica, SchedulerConfig
 from saccade.sampling_params import SamplingParams
+from saccade.scheduler.cache_log import CacheChanges
 from saccade.types import Geometry, MediaItem, Prompt, Request, Span, Tenant, TokenEvent
 
 HEADER = struct.Struct("!I")
@@ -148,6 +149,7 @@ class Start(Message, frozen=True):
     largest: Geometry | None  # the most expensive image the limits allow
     warmup: list[RequestBody]  # run before Ready
     progress: bool  # whether to show progress bars while loading
+    replica: Replica = Replica()
 
 
 class Submit(Message, frozen=True):
@@ -190,6 +192,7 @@ class StepUpdate(Message, frozen=True):
 
     events: list[TokenEvent]  # since the last update
     stats: dict[str, Any] | None  # about twice a second, and when a request has ended
+    cache: CacheChanges | None = None  # from one of several replicas, when something has changed
 
 
 class Fatal(Message, frozen=True):
@@ -212,6 +215,7 @@ def start_message(
     warmup: Sequence[Request],
     *,
     progress: bool,
+    replica: Replica = Replica(),  # noqa: B008 (immutable)
 ) -> Start:
     return Start(
         path=str(path),
@@ -222,6 +226,7 @@ def start_message(
         largest=largest,
         warmup=pack_requests(warmup),
         progress=progress,
+        replica=replica,
     )
 
 

@@ -30,7 +30,6 @@ class EngineProcess:
         self._child = child
         self._reader = reader
         self._writer = writer
-        self.is_ready = False
         self.num_received = 0  # messages so far; each counts as a heartbeat
         self.last_received = time.monotonic()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from saccade.errors import EngineUnavailable, RequestError
-from saccade.types import TokenEvent
+from saccade.types import Request, TokenEvent
 
 
 class RequestStream:
@@ -23,7 +23,7 @@ class RequestStream:
         self._events: list[TokenEvent] = []
         self._lost: EngineUnavailable | None = None
         self._is_over = False
-        self._is_cancelled = False
+        self.is_cancelled = False
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -43,8 +43,8 @@ class RequestStream:
 
     def cancel(self) -> None:
         """Abort the request in the engine. The terminal event, with the usage, still follows."""
-        if not self._is_cancelled and not self._is_over:
-            self._is_cancelled = True
+        if not self.is_cancelled and not self._is_over:
+            self.is_cancelled = True
             self._abort(self.request_id)
 
     def push(self, event: TokenEvent) -> None:
@@ -61,13 +61,43 @@ class RequestStream:
 
 
 class Submission:
-    """Requests sent to the engine in one message: all are admitted or none."""
+    """Requests sent to the engine in one message: all are admitted or none.
 
-    def __init__(self, request_ids: Iterable[str], num_bytes: int, abort: Callable[[str], None]) -> None:
-        self.streams = {request_id: RequestStream(request_id, abort) for request_id in request_ids}
-        self.num_open = len(self.streams)
-        self.num_bytes = num_bytes  # on the wire; the shared prompt stays until the last request ends
+    Until its first event it can be sent again, to another engine: its readers do not notice.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        names = [request.request_id for request in requests]
+        self.requests = tuple(requests)  # empty once they will not be sent again
+        self.streams = {name: RequestStream(name, self._abort_stream) for name in names}
+        self.num_open = 0
+        self.num_deaths = 0  # of engines that had it before its first event
+        self._num_bytes = 0
+        self._abort: Callable[[str], None] | None = None
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def sent(self, num_bytes: int, abort: Callable[[str], None]) -> None:
+        """`num_bytes` on the wire: the engine keeps the shared prompt until the last request ends."""
+        self._num_bytes = num_bytes
+        self._abort = abort
+        self.num_open = len(self.streams)
+
+    @property
+    def num_bytes(self) -> int:
+        """In the engine, and here as long as it may be sent again."""
+        return self._num_bytes * (2 if self.requests else 1)
+
+    @property
+    def can_move(self) -> bool:
+        return bool(self.requests) and not any(stream.is_cancelled for stream in self.streams.values())
+
+    @property
+    def is_admitted(self) -> bool:
+        return self._admitted.done() and self._admitted.exception() is None
+
+    def _abort_stream(self, request_id: str) -> None:
+        if self._abort is not None:
+            self._abort(request_id)
 
     async def admission(self) -> None:
         """Wait until admitted; RequestError if refused. Cancelling the wait cancels the requests."""

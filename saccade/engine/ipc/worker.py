@@ -18,14 +18,21 @@ from saccade.engine.process_tuning import freeze
 
 def build(start: Start) -> EngineCore:
     files = (Path(start.path), config_of(start), start.image_processor)
-    core = build_core(*files, start.options, start.largest, progress=start.progress)
+    if not start.replica.is_alone:
+        _log_as(f"engine {start.replica.index}")
+    core = build_core(*files, start.options, start.largest, progress=start.progress, replica=start.replica)
     freeze()
     return core
 
 
+def _log_as(name: str) -> None:
+    """Warnings and errors only: reasons for automatic values reach the server in Ready, and it logs them."""
+    form = f"{name}: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
+
+
 def main() -> int:
-    # Warnings and errors only: the reasons for automatic values reach the server in Ready, which logs them.
-    logging.basicConfig(level=logging.WARNING, format="engine: %(message)s", stream=sys.stderr)
+    _log_as("engine")
     return run_process(int(sys.argv[1]), build)
 
 

@@ -1,0 +1,198 @@
+"""Which replica a submission goes to: cached prefixes and embeddings against queued work. No clock, no I/O.
+
+Everything is counted in prompt tokens of work. For each replica that is alive:
+
+    own work    tokens after the longest known prefix + embeddings to encode + tokens to generate
+    queued      the own work of its open submissions; prefill and encoding until their first token
+    score       own work + queued / 2; the lowest wins
+
+Own work delays this submission and all later ones, queued work only this one, so it counts half. A replica
+whose queue exceeds `LOAD_FACTOR` times the mean, plus `LOAD_SLACK`, is not chosen whatever it has cached.
+
+What a replica has cached is known from its reports. What it was just sent is expected to be cached soon: a
+burst of requests with one image goes to one replica.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import NamedTuple
+
+from saccade.options import SchedulerConfig
+from saccade.scheduler.cache_log import CacheChanges, entry_of
+from saccade.scheduler.fair_queue import EMBEDDING_COST
+from saccade.scheduler.kv_cache import BlockHashes
+from saccade.types import Prompt, Request
+
+LOAD_FACTOR = 1.25
+LOAD_SLACK = 8192  # tokens of work: with less than this queued, a cache hit is worth the wait
+MAX_ENTRIES = 1 << 16  # known of one replica; beyond that the oldest are forgotten
+_MAX_BLOCKS = 512  # of a prompt, from its beginning: more are not hashed here, which takes about 1 us each
+_USUAL_OUTPUT = 128  # tokens that a request generates, where max_tokens does not say fewer
+
+
+class ImageDemand(NamedTuple):
+    entry: bytes
+    end: int  # a known prefix up to here needs no embeddings
+    work: int
+
+
+class PromptDemand(NamedTuple):
+    num_tokens: int
+    block_size: int
+    blocks: tuple[bytes, ...]  # entries of its full blocks
+    images: tuple[ImageDemand, ...]
+
+    def work_on(self, replica: ReplicaState) -> int:
+        known = sum(1 for _ in takewhile(replica.knows, self.blocks)) * self.block_size
+        missing = {image.entry: image.work for image in self.images if image.end > known}
+        to_encode = sum(work for entry, work in missing.items() if not replica.knows(entry))
+        return self.num_tokens - known + to_encode
+
+    @property
+    def entries(self) -> tuple[bytes, ...]:
+        return self.blocks + tuple({image.entry: None for image in self.images})
+
+
+class Demand(NamedTuple):
+    """What a submission asks for."""
+
+    prompts: tuple[PromptDemand, ...]
+    num_requests: int
+    num_outputs: int  # tokens, as far as can be guessed
+
+
+def demand_of(requests: Sequence[Request], limits: SchedulerConfig) -> Demand:
+    """Blocks are hashed as the scheduler hashes them."""
+    prompts = {id(request.prompt): request.prompt for request in requests}
+    outputs = sum(min(request.max_tokens, _USUAL_OUTPUT) for request in requests)
+    return Demand(
+        tuple(_prompt_demand(prompt, limits) for prompt in prompts.values()), len(requests), outputs
+    )
+
+
+def _prompt_demand(prompt: Prompt, limits: SchedulerConfig) -> PromptDemand:
+    # The last token is always computed, as in `BlockPool.find`.
+    num_blocks = min((len(prompt) - 1) // limits.block_size, _MAX_BLOCKS)
+    hashes = BlockHashes(prompt.identity, prompt.salt, limits.block_size, ())
+    blocks = range(num_blocks if limits.enable_prefix_caching else 0)
+    images = [(span, int(EMBEDDING_COST * span.encode_cost)) for span in prompt.spans]
+    return PromptDemand(
+        num_tokens=len(prompt),
+        block_size=limits.block_size,
+        blocks=tuple(entry_of(hashes.digest(index)) for index in blocks),
+        images=tuple(ImageDemand(entry_of(span.key), span.pinned_until, work) for span, work in images),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """A submission on a replica, from its routing to its end."""
+
+    replica: int
+    num_requests: int
+    prefill: int  # work until its first token
+    decode: int
+    entries: tuple[bytes, ...]  # that its prefill will cache
+    is_prefilling: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaState:
+    """What is known of one replica."""
+
+    queued_work: int = 0
+    num_requests: int = 0  # open
+    _held: dict[bytes, None] = field(default_factory=dict)  # as reported; the oldest first
+    _expected: Counter[bytes] = field(default_factory=Counter)  # by submissions without a first token
+
+    def knows(self, entry: bytes) -> bool:
+        return entry in self._held or entry in self._expected
+
+    def apply(self, changes: CacheChanges) -> None:
+        if changes.is_reset:
+            self._held.clear()
+        for entry in changes.removed:
+            self._held.pop(entry, None)
+        self._held.update(dict.fromkeys(changes.added))
+        while len(self._held) > MAX_ENTRIES:
+            del self._held[next(iter(self._held))]
+
+    def forget(self) -> None:
+        self._held.clear()
+
+    def add(self, placement: Placement) -> None:
+        self.num_requests += placement.num_requests
+        self.queued_work += placement.prefill + placement.decode
+        self._expected.update(placement.entries)
+
+    def end_prefill(self, placement: Placement) -> None:
+        self.queued_work -= placement.prefill
+        for entry in placement.entries:
+            self._expected[entry] -= 1
+            if not self._expected[entry]:
+                del self._expected[entry]
+
+    def remove(self, placement: Placement) -> None:
+        self.num_requests -= placement.num_requests
+        self.queued_work -= placement.decode
+
+    def check(self, placements: Sequence[Placement]) -> None:
+        """The conservation laws: all that is counted belongs to an open submission."""
+        prefills = [placement for placement in placements if placement.is_prefilling]
+        work = sum(p.decode for p in placements) + sum(p.prefill for p in prefills)
+        expected = Counter(entry for placement in prefills for entry in placement.entries)
+        assert self.queued_work == work, "queued work miscounted"
+        assert self.num_requests == sum(p.num_requests for p in placements), "open requests miscounted"
+        assert self._expected == expected, "expected entries miscounted"
+        assert len(self._held) <= MAX_ENTRIES, "too many entries are known"
+
+
+class Router:
+    def __init__(self, num_replicas: int) -> None:
+        self.replicas = tuple(ReplicaState() for _ in range(num_replicas))
+        self._next = 0  # goes first where all else is equal
+
+    def place(self, demand: Demand, live: Sequence[int], max_requests: int | None = None) -> Placement:
+        """On one of the `live` replicas, of which there must be one.
+
+        `max_requests` may be open in a replica; one that is full is taken only where all are.
+        """
+        fits = [index for index in live if self._fits(index, demand, max_requests)] or live
+        loads = {index: self.replicas[index].queued_work for index in fits}
+        bound = LOAD_FACTOR * sum(loads.values()) / len(loads) + LOAD_SLACK
+        works = {index: self._work_on(index, demand) for index in fits if loads[index] <= bound}
+
+        def rank(index: int) -> tuple[float, int, int]:
+            turn = (index - self._next) % len(self.replicas)
+            return works[index] + loads[index] / 2, loads[index], turn
+
+        chosen = min(works, key=rank)
+        self._next = chosen + 1
+        entries = tuple(entry for prompt in demand.prompts for entry in prompt.entries)
+        placement = Placement(chosen, demand.num_requests, works[chosen], demand.num_outputs, entries)
+        self.replicas[chosen].add(placement)
+        return placement
+
+    def _fits(self, index: int, demand: Demand, max_requests: int | None) -> bool:
+        return max_requests is None or self.replicas[index].num_requests + demand.num_requests <= max_requests
+
+    def _work_on(self, index: int, demand: Demand) -> int:
+        return sum(prompt.work_on(self.replicas[index]) for prompt in demand.prompts)
+
+    def end_prefill(self, placement: Placement) -> None:
+        if placement.is_prefilling:
+            placement.is_prefilling = False
+            self.replicas[placement.replica].end_prefill(placement)
+
+    def remove(self, placement: Placement) -> None:
+        self.end_prefill(placement)
+        self.replicas[placement.replica].remove(placement)
+
+    def check(self, placements: Iterable[Placement]) -> None:
+        placements = list(placements)
+        for index, replica in enumerate(self.replicas):
+            replica.check([placement for placement in placements if placement.replica == index])

@@ -1,0 +1,65 @@
+"""Where one of several engines runs: a GPU each, or a part of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from saccade.errors import ConfigError
+from saccade.options import Options, Replica
+from saccade.runner.replica_placement import place
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_an_engine_alone_is_placed_as_before() -> None:
+    before = torch.get_num_threads()
+    options = Options(device="cpu")
+    placement = place(options, Replica())
+    assert placement.options is options and placement.memory_parts == 1 and not placement.reasons
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_each_replica_has_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    with_gpus(monkeypatch, 3)
+    placements = [place(Options(device=device), Replica(index, 3)) for index in range(3)]
+    assert [placement.options.device for placement in placements] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert {placement.memory_parts for placement in placements} == {1}
+
+
+def test_more_replicas_than_gpus_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 2)
+    with pytest.raises(ConfigError, match=r"replicas=4 need a GPU each, but PyTorch sees 2.*--replicas 2"):
+        place(Options(device="cuda"), Replica(0, 4))
+
+
+def test_one_gpu_for_several_replicas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 4)
+    with pytest.raises(ConfigError, match=r"cuda:1.*replicas=2.*CUDA_VISIBLE_DEVICES"):
+        place(Options(device="cuda:1"), Replica(0, 2))
+
+
+def test_on_a_cpu_threads_and_memory_are_divided() -> None:
+    torch.set_num_threads(6)
+    placement = place(Options(device="cpu"), Replica(1, 3))
+    assert torch.get_num_threads() == 2
+    assert placement.memory_parts == 3
+    assert placement.reasons == (
+        "3 engines share this CPU: each has 2 of its threads and 1/3 of the automatic memory for KV blocks and "
+        "embeddings",
+    )
+    assert place(Options(device="cpu", image_decode_threads=5), Replica(0, 64)).options.image_decode_threads == 5
+    assert torch.get_num_threads() == 1
