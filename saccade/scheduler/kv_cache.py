@@ -54,9 +54,18 @@ class BlockHashes:
 
     def digest(self, index: int) -> bytes:
         """Of block `index`; of -1 the root."""
-        for i in range(len(self._digests) - 1, index + 1):
-            self.content(i)
-        return self._digests[index + 1]
+        digests = self._digests
+        if index + 1 >= len(digests):
+            digest = digests[-1]
+            for records in self.iter_records(len(digests) - 1, index + 1):
+                digest = hashlib.sha256(digest + records).digest()
+                digests.append(digest)
+        return digests[index + 1]
+
+    def all_digests(self, count: int) -> list[bytes]:
+        """Of the first `count` blocks."""
+        self.digest(count - 1)
+        return self._digests[1 : count + 1]
 
     def content(self, index: int) -> tuple[bytes, bytes]:
         """Digest and records of block `index`, where that of the block before it is known."""

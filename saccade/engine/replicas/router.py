@@ -4,7 +4,7 @@ Everything is counted in prompt tokens of work. For each replica that is alive:
 
     own work    tokens after the longest known prefix + embeddings to encode + tokens to generate
     queued      the own work of its open submissions; prefill and encoding until their first token
-    score       own work + queued / 2; the lowest wins
+    score       own work + `QUEUE_WEIGHT` * queued; the lowest wins
 
 Own work delays this submission and all later ones, queued work only this one, so it counts half. A replica
 whose queue exceeds `LOAD_FACTOR` times the mean, plus `LOAD_SLACK`, is not chosen whatever it has cached.
@@ -18,15 +18,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import NamedTuple
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.cache_log import CacheChanges, entry_of
 from saccade.scheduler.fair_queue import EMBEDDING_COST
 from saccade.scheduler.kv_cache import BlockHashes
-from saccade.types import Prompt, Request
+from saccade.types import Prompt, Request, Span
 
+QUEUE_WEIGHT = 0.5
 LOAD_FACTOR = 1.25
 LOAD_SLACK = 8192  # tokens of work: with less than this queued, a cache hit is worth the wait
 MAX_ENTRIES = 1 << 16  # known of one replica; beyond that the oldest are forgotten
@@ -44,17 +44,23 @@ class PromptDemand(NamedTuple):
     num_tokens: int
     block_size: int
     blocks: tuple[bytes, ...]  # entries of its full blocks
-    images: tuple[ImageDemand, ...]
+    images: tuple[ImageDemand, ...]  # each once
 
     def work_on(self, replica: ReplicaState) -> int:
-        known = sum(1 for _ in takewhile(replica.knows, self.blocks)) * self.block_size
-        missing = {image.entry: image.work for image in self.images if image.end > known}
-        to_encode = sum(work for entry, work in missing.items() if not replica.knows(entry))
-        return self.num_tokens - known + to_encode
+        known = 0  # tokens of the prefix
+        for entry in self.blocks:
+            if not replica.knows(entry):
+                break
+            known += self.block_size
+        work = self.num_tokens - known
+        for image in self.images:
+            if image.end > known and not replica.knows(image.entry):
+                work += image.work
+        return work
 
     @property
     def entries(self) -> tuple[bytes, ...]:
-        return self.blocks + tuple({image.entry: None for image in self.images})
+        return self.blocks + tuple([image.entry for image in self.images])
 
 
 class Demand(NamedTuple):
@@ -78,14 +84,18 @@ def _prompt_demand(prompt: Prompt, limits: SchedulerConfig) -> PromptDemand:
     # The last token is always computed, as in `BlockPool.find`.
     num_blocks = min((len(prompt) - 1) // limits.block_size, _MAX_BLOCKS)
     hashes = BlockHashes(prompt.identity, prompt.salt, limits.block_size, ())
-    blocks = range(num_blocks if limits.enable_prefix_caching else 0)
-    images = [(span, int(EMBEDDING_COST * span.encode_cost)) for span in prompt.spans]
+    digests = hashes.all_digests(num_blocks) if limits.enable_prefix_caching else []
+    spans = {span.key: span for span in prompt.spans}  # of an image that comes twice, the last
     return PromptDemand(
         num_tokens=len(prompt),
         block_size=limits.block_size,
-        blocks=tuple(entry_of(hashes.digest(index)) for index in blocks),
-        images=tuple(ImageDemand(entry_of(span.key), span.pinned_until, work) for span, work in images),
+        blocks=tuple([entry_of(digest) for digest in digests]),
+        images=tuple(_image_demand(span) for span in spans.values()),
     )
+
+
+def _image_demand(span: Span) -> ImageDemand:
+    return ImageDemand(entry_of(span.key), span.pinned_until, int(EMBEDDING_COST * span.encode_cost))
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +178,7 @@ class Router:
 
         def rank(index: int) -> tuple[float, int, int]:
             turn = (index - self._next) % len(self.replicas)
-            return works[index] + loads[index] / 2, loads[index], turn
+            return works[index] + QUEUE_WEIGHT * loads[index], loads[index], turn
 
         chosen = min(works, key=rank)
         self._next = chosen + 1
