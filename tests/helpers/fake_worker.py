@@ -30,6 +30,7 @@ from saccade.types import Request, StepPlan, StepResult, TokenEvent
 from tests.helpers.scheduling import FakeRunner, make_config, make_request
 
 BREAKS_THE_STEP, BREAKS_THE_CORE = 66_000, 77_000  # first tokens
+HANGS_REPLICA = 88_000  # plus its index: first token of a prompt whose first step never ends there
 HANG = 30.0  # seconds after which a test is given up
 SHAPE = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 CONFIG = model_config({"model_type": "fake", "vocab_size": 9, "max_position_embeddings": 64, **SHAPE})
@@ -40,13 +41,16 @@ NO_FILES = SimpleNamespace(path=Path("/nowhere"), config=CONFIG, image_processor
 
 
 class WorkerRunner(FakeRunner):
-    def __init__(self, step_seconds: float, **how: Any) -> None:
+    def __init__(self, step_seconds: float, index: int = 0, **how: Any) -> None:
         super().__init__(**how)
         self.step_seconds = step_seconds
+        self.index = index
 
     def execute(self, plan: StepPlan) -> StepResult:
         time.sleep(self.step_seconds)
         first = {admission.request.prompt.token_ids[0] for admission in plan.admitted}
+        if HANGS_REPLICA + self.index in first:
+            time.sleep(10 * HANG)
         if BREAKS_THE_STEP in first:
             raise RuntimeError("the step broke")
         result = super().execute(plan)
@@ -63,7 +67,8 @@ def build(start: Start) -> EngineCore:
     if start.options.device != "auto":
         raise ConfigError(f"the fake engine has no device {start.options.device}")
     limits = make_config(max_waiting=start.options.max_waiting, max_num_seqs=min(start.options.max_num_seqs, 8))
-    return EngineCore(limits, WorkerRunner(float(sys.argv[1]), config=limits), reasons=["a fake engine"])
+    runner = WorkerRunner(float(sys.argv[1]), start.replica.index, config=limits)
+    return EngineCore(limits, runner, reasons=["a fake engine"])
 
 
 # --- the client ---------------------------------------------------------------------------------------------------

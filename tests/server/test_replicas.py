@@ -100,7 +100,7 @@ def test_a_replica_killed_half_way_ends_its_streams_and_no_other(pair: RunningSe
         os.kill(engines(pair)[0], signal.SIGKILL)
         for future in done:
             future.result()
-    broken, whole = sorted(streams, key=len)
+    whole, broken = sorted(streams, key=lambda events: "error" in events[-1])
     assert broken[-1]["error"]["code"] == "engine_unavailable"
     assert whole[-1]["choices"][0]["finish_reason"] == "length"
     assert pair.get("/ready").status_code == 200

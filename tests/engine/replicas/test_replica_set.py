@@ -15,6 +15,7 @@ from saccade.errors import ConfigError, EngineUnavailable, RequestError
 from saccade.options import Options
 from tests.helpers.fake_worker import (
     BREAKS_THE_CORE,
+    HANGS_REPLICA,
     collect,
     endless,
     fake_client,
@@ -122,7 +123,7 @@ def test_replicas_that_cannot_start_say_why_and_leave_nothing() -> None:
 def test_a_request_without_a_token_moves_and_its_reader_does_not_notice() -> None:
     async def test(replicas: ReplicaSet) -> None:
         first, second = pids_of(replicas)
-        os.kill(first, signal.SIGSTOP)
+        os.kill(first, signal.SIGSTOP)  # it does not even admit it
         waiting = asyncio.create_task(submit(replicas, make_request("a", 9, max_tokens=7)))
         await until(lambda: replicas.replicas()[0].queued_work)
         kill(first)
@@ -136,11 +137,11 @@ def test_a_request_without_a_token_moves_and_its_reader_does_not_notice() -> Non
 
 def test_an_admitted_request_moves_too() -> None:
     async def test(replicas: ReplicaSet) -> None:
-        stream = await submit(replicas, make_request("a", 9, max_tokens=2))
-        kill(pids_of(replicas)[0])  # its first step still sleeps
+        stream = await submit(replicas, make_request("a", [HANGS_REPLICA] * 9, max_tokens=2))
+        kill(pids_of(replicas)[0])
         assert len(await collect(stream)) == 2
 
-    run_replicas(test, step_seconds=0.3)
+    run_replicas(test)
 
 
 def test_a_request_with_tokens_gets_the_error_and_the_other_replica_goes_on() -> None:
@@ -195,25 +196,26 @@ def test_a_request_under_which_two_replicas_died_is_not_moved_again() -> None:
 
 def test_a_refusal_after_a_move_ends_the_stream_with_its_error() -> None:
     async def test(replicas: ReplicaSet) -> None:
-        running, moving = [await submit(replicas, endless(str(number))) for number in range(2)]
-        await anext(running)
+        await anext(await submit(replicas, endless()))  # replica 0 is full
+        moving = await submit(replicas, make_request("a", [HANGS_REPLICA + 1] * 9))
         kill(pids_of(replicas)[1])
         last = (await collect(moving))[-1]
         assert last.finish_reason == "error" and last.error is not None and last.error.code == "overloaded"
 
-    run_replicas(test, step_seconds=0.4, options=Options(max_waiting=0, max_num_seqs=1))
+    run_replicas(test, options=Options(max_waiting=0, max_num_seqs=1))
 
 
 def test_a_cancelled_request_does_not_move() -> None:
     async def test(replicas: ReplicaSet) -> None:
-        stream = await submit(replicas, endless())
+        stream = await submit(replicas, make_request("a", [HANGS_REPLICA] * 9))
         stream.cancel()
         kill(pids_of(replicas)[0])
         with pytest.raises(EngineUnavailable):
             await collect(stream)
-        assert replicas.stats().get("moved", 0) == 0
+        await until(replicas.stats)
+        assert replicas.stats()["moved"] == 0
 
-    run_replicas(test, step_seconds=0.3)
+    run_replicas(test)
 
 
 def test_when_all_are_dead_requests_are_told() -> None:
