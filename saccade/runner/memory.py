@@ -70,17 +70,13 @@ class MemoryParts:
 
 
 def plan_memory(
-    options: Options,
-    model: ModelConfig,
-    largest: Geometry | None,
-    free_bytes: int | None = None,
-    memory_parts: int = 1,  # engines that share the free memory and the automatic cache sizes
+    options: Options, model: ModelConfig, largest: Geometry | None, free_bytes: int = 0, memory_parts: int = 1
 ) -> MemoryPlan:
     """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given."""
     device = device_of(options.device)
     dtype, why_dtype = _dtype(options.dtype, model.dtype, device)
-    free = free_bytes if free_bytes is not None else _free_bytes(device, options.gpu_memory_utilization)
-    free //= memory_parts
+    # Engines on one CPU share its memory: each takes its part, of the automatic cache sizes too.
+    free = (free_bytes or _free_bytes(device, options.gpu_memory_utilization)) // memory_parts
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest, memory_parts)
     parts = _beside_kv(options, model, dtype, largest, slots, device.type)
     blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type, memory_parts)

@@ -17,7 +17,7 @@ def entry_of(digest: bytes) -> bytes:
 
 
 class CacheChanges(NamedTuple):
-    is_reset: bool  # forget all earlier entries: there was too much to tell
+    is_reset: bool  # forget all earlier entries: they are gone, or there was too much to tell
     added: tuple[bytes, ...]
     removed: tuple[bytes, ...]
 
@@ -36,10 +36,14 @@ class CacheLog:
     def remove(self, digest: bytes) -> None:
         self._note(digest, False)
 
+    def reset(self) -> None:
+        """All is gone."""
+        self._is_held.clear()
+        self._is_reset = True
+
     def _note(self, digest: bytes, is_held: bool) -> None:
         if len(self._is_held) >= self._max_changes:
-            self._is_held.clear()
-            self._is_reset = True
+            self.reset()
         self._is_held[entry_of(digest)] = is_held
 
     def take(self) -> CacheChanges | None:

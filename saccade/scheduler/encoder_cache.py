@@ -144,8 +144,7 @@ class EncoderCache:
         assert not self._held, "reset while requests hold embeddings"
         self._evicted.update(dict.fromkeys((*untold, *self._entries)))
         if self.log is not None:
-            for key in self._entries:
-                self.log.remove(key)
+            self.log.reset()
         self._entries.clear()
         self._eviction.clear()
         self._used_slots = self._idle_slots = self.slots_in_flight = 0

@@ -164,7 +164,7 @@ class BlockPool:
         self._num_taken = 0  # since the last plan
         self._num_uncached = 0
         self._queries = self._hits = self._evictions = 0
-        self.log: CacheLog | None = None  # gets the digests that can be found, where others ask for them
+        self.log: CacheLog | None = None
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> BlockPool:
@@ -298,8 +298,7 @@ class BlockPool:
         if cached is None:
             return
         del self._by_digest[cached.digest]
-        if self.log is not None:
-            self.log.remove(cached.digest)
+        self._log_loss(cached.digest)
         if self._successor.get(cached.parent) is cached:
             del self._successor[cached.parent]
         self._cached[block] = None
@@ -308,6 +307,16 @@ class BlockPool:
             del self._idle[block]
             self._uncopied.pop(block, None)
             self._free.append(block)
+
+    def log_changes(self) -> CacheLog:
+        """From now on, the digests that are gained and lost, on the device and in host memory together."""
+        log = self.log = CacheLog()
+        self.host.on_evict = self._log_loss
+        return log
+
+    def _log_loss(self, digest: bytes) -> None:
+        if self.log is not None and digest not in self._by_digest and digest not in self.host.by_digest:
+            self.log.remove(digest)
 
     # --- allocation -----------------------------------------------------------------------------------------
 
@@ -380,6 +389,8 @@ class BlockPool:
         for block in range(self.num_blocks):
             self.evict(block)
         self.host.reset()
+        if self.log is not None:
+            self.log.reset()
 
     def _take(self) -> int:
         if not self._free:

@@ -10,6 +10,7 @@ A restored block keeps its host copy, so that evicting it again copies nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from saccade.options import SchedulerConfig
@@ -30,6 +31,7 @@ class HostCache:
         self.max_restored: int | None = None  # blocks that the next plan may still restore; None: any number
         self._min_restored = min_restored  # fewer are computed
         self._num_out = self._num_in = self._hits = self._evictions = 0
+        self.on_evict: Callable[[bytes], None] | None = None  # gets the digest
         self.reset()
 
     @classmethod
@@ -80,6 +82,8 @@ class HostCache:
         self._free.append(copy.block)
         self._num_out -= self._out.pop(copy.block, None) is not None  # it would be overwritten at once
         self._evictions += 1
+        if self.on_evict is not None:
+            self.on_evict(digest)
         return True
 
     def pin(self, digests: list[bytes]) -> None:

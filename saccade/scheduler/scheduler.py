@@ -134,7 +134,7 @@ class Scheduler:
 
     def log_caches(self) -> CacheLog:
         """From now on the changes of both caches are noted there."""
-        self._kv_cache.log = self._encoder_cache.log = log = CacheLog()
+        log = self._encoder_cache.log = self._kv_cache.log_changes()
         return log
 
     # --- planning -------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ def applied(held: set[bytes], changes: CacheChanges | None) -> set[bytes]:
 def held_by(rig: Rig) -> set[bytes]:
     rig.scheduler.index()
     resident = [key for key in rig.runner.embeddings if rig.scheduler._encoder_cache.is_resident(key)]
-    return {entry_of(digest) for digest in (*rig.scheduler._kv_cache._by_digest, *resident)}
+    pool = rig.scheduler._kv_cache
+    return {entry_of(digest) for digest in (*pool._by_digest, *pool.host.by_digest, *resident)}
 
 
 @settings(max_examples=60, deadline=None)
