@@ -38,6 +38,14 @@ _MAX_CHECKPOINTS = 32
 _CROSS_ATTENDED = 8  # images that the cache holds at least, where requests pin them until they finish
 _LIBRARY_BYTES = 32 << 20  # cuBLAS workspace, for each stream it is called on
 _SEGMENT_BYTES = 20 << 20  # that the allocator takes for graphs at a time, so about as much stays unused
+_AS_ASKED = (  # options that the scheduler takes as they are
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "block_size",
+    "enable_prefix_caching",
+    "encode_layers_per_step",
+    "max_waiting",
+)
 _SPARE_BYTES = 1 << 30  # of a GPU: the driver's memory for graphs and kernels, library workspaces, rounding
 
 
@@ -70,13 +78,18 @@ class MemoryParts:
 
 
 def plan_memory(
-    options: Options, model: ModelConfig, largest: Geometry | None, free_bytes: int = 0, memory_parts: int = 1
+    options: Options,
+    model: ModelConfig,
+    largest: Geometry | None,
+    free_bytes: int | None = None,
+    memory_parts: int = 1,
 ) -> MemoryPlan:
     """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given."""
     device = device_of(options.device)
     dtype, why_dtype = _dtype(options.dtype, model.dtype, device)
-    # Engines on one CPU share its memory: each takes its part, of the automatic cache sizes too.
-    free = (free_bytes or _free_bytes(device, options.gpu_memory_utilization)) // memory_parts
+    if free_bytes is None:
+        free_bytes = _free_bytes(device, options.gpu_memory_utilization)
+    free = free_bytes // memory_parts  # engines on one CPU share it, and the automatic cache sizes
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest, memory_parts)
     parts = _beside_kv(options, model, dtype, largest, slots, device.type)
     blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type, memory_parts)
@@ -89,19 +102,14 @@ def plan_memory(
     needed = biggest if keep_idle else max(budget, biggest * _pinned_images(options, model))
     slots, why_cache = _hold_largest(options, slots, why_cache, needed)
     scheduler = SchedulerConfig(
+        **{name: getattr(options, name) for name in _AS_ASKED},
         max_model_len=length,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_num_seqs=options.max_num_seqs,
-        block_size=options.block_size,
         num_blocks=blocks,
         encoder_budget=budget,
         encoder_cache_slots=slots,
         keep_idle_embeddings=keep_idle,
-        enable_prefix_caching=options.enable_prefix_caching,
         state_rows=_num_checkpoints(options) if model.text.linear else None,
         host_blocks=host_blocks,
-        encode_layers_per_step=options.encode_layers_per_step,
-        max_waiting=options.max_waiting,
         slot_bytes=costs.embedding_bytes_per_slot(model.text, dtype),
     )
     parts = replace(parts, embeddings=slots * scheduler.slot_bytes)
