@@ -152,7 +152,7 @@ def fused_prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
     hidden = text.hidden_size
     workspace = max(attention, 2 * text.intermediate_size)
     if text.experts:  # of each of its experts a row between the two GEMMs, and one of outputs
-        slots = text.experts.per_token + 1
+        slots = text.experts.per_token + max(1, text.experts.stacked_shared)
         workspace += slots * (text.experts.width + hidden) + 2 * text.experts.shared
     if text.linear:
         workspace = max(workspace, text.linear.channels + 2 * text.linear.value_heads * text.linear.value_dim)

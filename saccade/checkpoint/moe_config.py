@@ -28,6 +28,11 @@ class MoEConfig:
         return self.choice == "noaux_tc"
 
     @property
+    def stacked_shared(self) -> int:
+        """Routed experts that are as wide as the shared one: kernels run it as so many more of them."""
+        return 0 if self.shared % self.width else self.shared // self.width
+
+    @property
     def active_width(self) -> int:
         """Intermediate size of all experts of one token together."""
         return self.per_token * self.width + self.shared

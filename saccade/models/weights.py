@@ -187,7 +187,9 @@ def _fill(template: str, blanks: tuple[str, ...]) -> str:
 
 
 def _as_shaped(stored: Tensor, target: Tensor) -> Tensor:
-    """Stacked matrices are published both as [n, out, in] and as [n, in, out]."""
+    """Stacked matrices are published as [n, out, in], [n, in, out] and [out, n * in]; `_copy` cuts rows."""
+    if stored.dim() == 2 and target.dim() == 3 and len(stored) == target.shape[1]:
+        return stored.view(len(stored), len(target), -1).transpose(0, 1)
     is_rotated = stored.dim() == 3 and stored.shape != target.shape and stored.mT.shape == target.shape
     return stored.mT if is_rotated else stored
 

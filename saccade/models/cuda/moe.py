@@ -17,7 +17,7 @@ _prepared: WeakKeyDictionary[MoE, MoEWeights] = WeakKeyDictionary()
 
 def runs_in_one(experts: MoE) -> bool:
     """Whether kernels take all its experts, also the shared one."""
-    return experts.shared is None or experts.is_shared_last
+    return experts.shared is None
 
 
 def run_moe(x: Tensor, experts: MoE, residual: Tensor | None = None) -> Tensor:
@@ -35,7 +35,7 @@ def run_moe(x: Tensor, experts: MoE, residual: Tensor | None = None) -> Tensor:
 
 def _prepare(experts: MoE) -> MoEWeights:
     """The router in bfloat16 parts for models of that dtype: their sum is the float32 weight."""
-    rows = experts.routers if experts.is_shared_last else experts.routers[: experts.rules.count]
+    rows = experts.routers if experts.shared is None else experts.routers[: experts.rules.count]
     router = split_router(rows) if experts.down.dtype == torch.bfloat16 else rows
     return MoEWeights(router, experts.router_bias, experts.gate_up, experts.down)
 
@@ -49,6 +49,6 @@ def routing_rules(experts: MoE) -> RoutingRules:
         scale=rules.scale,
         groups=rules.groups,
         groups_kept=rules.groups_kept,
-        shared=int(experts.is_shared_last),
-        shared_gate=experts.is_shared_last and rules.shared_gate,
+        shared=rules.stacked_shared,
+        shared_gate=rules.stacked_shared > 0 and rules.shared_gate,
     )

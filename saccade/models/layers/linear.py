@@ -27,12 +27,11 @@ class Linear:
         bias: bool = False,
         pad_inputs: int = 1,
         pad_outputs: int = 1,
-        memory: Tensor | None = None,  # for the weight
     ) -> None:
         parts = {"": outputs} if isinstance(outputs, int) else outputs
         sizes = [_up_to(size, pad_outputs) for size in parts.values()]
         shape = (sum(sizes), _up_to(inputs, pad_inputs))
-        self.weight = params.empty(*shape) if memory is None else memory  # [outputs, inputs]
+        self.weight = params.empty(*shape)  # [outputs, inputs]
         self.bias = params.empty(sum(sizes)) if bias else None  # [outputs]
         for (name, size), rows in zip(parts.items(), torch.split(self.weight, sizes), strict=True):
             params.add(_join(name, "weight"), _own_part(rows, size, inputs))

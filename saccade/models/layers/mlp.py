@@ -10,8 +10,6 @@ from saccade.models.state_dict import Parameters
 
 
 class GatedMLP:
-    """`memory`: for the two weights, where they lie inside a larger tensor."""
-
     def __init__(
         self,
         params: Parameters,
@@ -19,12 +17,10 @@ class GatedMLP:
         wide: int,
         *,
         bias: bool = False,
-        memory: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        gate_up, down = memory or (None, None)
         both = {"gate": wide, "up": wide}
-        self.gate_up = Linear(params.within("gate_up"), hidden, both, bias=bias, memory=gate_up)
-        self.down = Linear(params.within("down"), wide, hidden, bias=bias, memory=down)
+        self.gate_up = Linear(params.within("gate_up"), hidden, both, bias=bias)
+        self.down = Linear(params.within("down"), wide, hidden, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(silu_and_mul(self.gate_up(x)))

@@ -34,20 +34,19 @@ class MoE:
         self.router_bias = _float32(params, count) if rules.has_bias else None
         if self.router_bias is not None:
             params.add("router.bias", self.router_bias)
-        # A shared expert of an expert's size is one more of them, for kernels that run all in one launch.
-        self.is_shared_last = rules.shared == rules.width
-        stacked = count + self.is_shared_last
+        stacked = count + rules.stacked_shared
         self.gate_up = params.empty(stacked, 2 * rules.width, hidden)  # [E, 2 I, H], gates first
         self.down = params.empty(stacked, hidden, rules.width)  # [E, H, I]
-        self._name(params)
-        last = (self.gate_up[-1], self.down[-1]) if self.is_shared_last else None
-        self.shared = None
-        if rules.shared:
-            self.shared = GatedMLP(params.within("shared"), hidden, rules.shared, memory=last)
+        self._name_experts(params)
+        self.shared = None  # of another width: it runs by itself
+        if rules.stacked_shared:
+            self._name_shared(params.within("shared"))
+        elif rules.shared:
+            self.shared = GatedMLP(params.within("shared"), hidden, rules.shared)
         if rules.shared_gate:
             params.add("shared_gate.weight", self.routers[count:])
 
-    def _name(self, params: Parameters) -> None:
+    def _name_experts(self, params: Parameters) -> None:
         """Register each expert's weights, and the stacked tensors that a checkpoint may have instead."""
         count = self.rules.count
         gates, ups = self.gate_up.chunk(2, dim=1)
@@ -59,14 +58,24 @@ class MoE:
             parts = [f"{expert}.{name}.weight" for name in names for expert in range(count)]
             params.add_whole(whole, tensor[:count], parts)
 
+    def _name_shared(self, params: Parameters) -> None:
+        """The parts of the shared expert that lie in the stacked tensors, and as a checkpoint has them."""
+        gates, ups = self.gate_up[self.rules.count :].chunk(2, dim=1)
+        down = self.down[self.rules.count :]
+        for name, parts in {"gate_up.gate": gates, "gate_up.up": ups, "down": down}.items():
+            names = [f"{name}.{part}.weight" for part in range(len(parts))]
+            for part_name, part in zip(names, parts, strict=True):
+                params.add(part_name, part)
+            params.add_whole(f"{name}.weight", parts, names)
+
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]"""
         weights, indices = self.route(x)
         # A small GEMM per token sums its experts in a fixed order, accumulated in float32.
         out = torch.bmm(weights.to(x.dtype)[:, None], self._run_experts(x, indices))[:, 0]
-        if self.shared is None:
+        if not self.rules.shared:
             return out
-        common = self.shared(x)
+        common = self._run_shared(x) if self.shared is None else self.shared(x)
         if self.rules.shared_gate:
             common.mul_(F.linear(x.float(), self.routers[-1:]).sigmoid_())
         return out.add_(common)
@@ -95,6 +104,15 @@ class MoE:
             if len(part):
                 self._run_expert(part, expert)
         return rows[order.argsort()].view(*indices.shape, x.shape[-1])
+
+    def _run_shared(self, x: Tensor) -> Tensor:
+        """The shared expert, whose parts are the last experts: their outputs add up to its own."""
+        common = torch.zeros_like(x)
+        for expert in range(self.rules.count, len(self.down)):
+            rows = x.clone()
+            self._run_expert(rows, expert)
+            common.add_(rows)
+        return common
 
     def _run_expert(self, rows: Tensor, expert: int) -> None:
         """One expert over its tokens, in place. A method: its memory is free before the next one begins."""

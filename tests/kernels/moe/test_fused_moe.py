@@ -97,14 +97,9 @@ def test_a_shared_expert_is_added(launch: MoELaunch, has_gate: bool) -> None:
 @LAUNCHES
 @pytest.mark.parametrize("has_gate", [False, True], ids=["added", "gated"])
 def test_a_shared_expert_may_be_further_experts(launch: MoELaunch, has_gate: bool) -> None:
-    """One as wide as two experts is the sum of two: its rows of gate and up, and its columns of down, are cut."""
+    """One as wide as two experts is two more of them."""
     layer, x = make_layer(config(shared=48, shared_gate=has_gate)), random(6, HIDDEN)
-    assert layer.shared is not None
-    gates, ups = layer.shared.gate_up.weight.chunk(2)
-    parts = torch.cat([gates.view(2, 24, HIDDEN), ups.view(2, 24, HIDDEN)], dim=1)
-    downs = layer.shared.down.weight.view(HIDDEN, 2, 24).transpose(0, 1)
-    router = layer.routers
-    weights = MoEWeights(router, None, torch.cat([layer.gate_up, parts]), torch.cat([layer.down, downs]))
+    weights = MoEWeights(layer.routers, None, layer.gate_up, layer.down)
     rules = rules_of(layer.rules)._replace(shared=2, shared_gate=has_gate)
     assert_close(fused_moe(x, weights, rules, launch=launch), layer(x))
 

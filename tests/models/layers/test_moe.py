@@ -233,8 +233,9 @@ def test_experts_are_read_in_every_published_layout(layout: str, tmp_path: Path)
     assert torch.equal(experts(tokens()), source(tokens()))
 
 
-def test_all_names_of_a_checkpoint_are_views_of_the_two_tensors_that_are_used() -> None:
-    experts, params = built(RULES)
+@pytest.mark.parametrize("shared", [0, 10, 30])
+def test_all_names_of_a_checkpoint_are_views_of_the_two_tensors_that_are_used(shared: int) -> None:
+    experts, params = built(replace(RULES, shared=shared))
     own = {experts.gate_up.untyped_storage().data_ptr(), experts.down.untyped_storage().data_ptr()}
     parts = [tensor for name, tensor in params.targets.items() if "router" not in name]
     assert {t.untyped_storage().data_ptr() for t in [*parts, *(w.tensor for w in params.wholes.values())]} == own
