@@ -245,6 +245,12 @@ class ServerOptions:
         "on a CPU they share the cores and the automatic cache memory. Requests go where their images and "
         "prefixes are cached unless that engine is busy; one that dies takes no other with it",
     )
+    encoders: int = _option(
+        0,
+        "processes that only encode images, shared by all engines; each loads the vision tower alone, on a "
+        "GPU after those of the engines if there is one, else beside an engine, or on a part of the CPU. An "
+        "embedding that is lost or late is encoded in the engine; 0: engines encode all images themselves",
+    )
     served_model_name: tuple[str, ...] = _option(
         (), "model names clients may use, the first is shown; automatic: MODEL, or the name of its folder"
     )
@@ -308,6 +314,8 @@ class ServerOptions:
         allowed = f"a whole number from 1 to {MAX_REPLICAS}"
         is_valid = isinstance(self.replicas, int) and 1 <= self.replicas <= MAX_REPLICAS
         _require(is_valid, "replicas", self.replicas, allowed)
+        is_valid = isinstance(self.encoders, int) and 0 <= self.encoders <= MAX_ENCODERS
+        _require(is_valid, "encoders", self.encoders, f"a whole number from 0 to {MAX_ENCODERS}")
         for name in ("max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"):
             _positive(name, getattr(self, name))
         if self.max_connections is not None:
@@ -347,6 +355,7 @@ class ServerOptions:
 
 
 MAX_REPLICAS = 64
+MAX_ENCODERS = 64
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
@@ -414,14 +423,22 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Which of several engines of one server this is."""
+    """Which worker of a server this is: one of its engines, or one of its encoder workers."""
 
-    index: int = 0
-    count: int = 1
+    index: int = 0  # of this engine
+    count: int = 1  # engines
+    encoders: tuple[str, ...] = ()  # addresses of the encoder workers that all engines share
+    encoder: int | None = None  # the index of this encoder worker; None: it is an engine
 
     @property
     def is_alone(self) -> bool:
+        """Whether there is no other engine."""
         return self.count == 1
+
+    @property
+    def num_workers(self) -> int:
+        """Engines and encoder workers."""
+        return self.count + len(self.encoders)
 
 
 @dataclass(frozen=True, slots=True)

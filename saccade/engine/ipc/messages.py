@@ -174,7 +174,7 @@ class Stop(Message, frozen=True):
 class Ready(Message, frozen=True):
     """Weights are loaded, encoder and decoder are warm."""
 
-    limits: SchedulerConfig
+    limits: SchedulerConfig | None  # None: it is an encoder worker, which schedules nothing
     reasons: tuple[str, ...]  # what was chosen and why
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from saccade.engine.ipc.client import EngineInfo, EngineStatus, State
+from saccade.engine.ipc.client import EngineInfo
+from saccade.engine.ipc.supervisor import EngineStatus, State
 
 _MINIMA = ("max_model_len", "num_blocks", "encoder_budget", "encoder_cache_slots")
 _STATES: tuple[State, ...] = ("ready", "draining", "starting", "restarting", "stopped")  # the best first

@@ -152,8 +152,8 @@ runpy.run_module("tests.helpers.fake_worker", run_name="__main__")
 def test_a_worker_that_keeps_dying_is_started_ever_more_rarely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("saccade.engine.ipc.client.FIRST_BACKOFF", 0.1)
-    monkeypatch.setattr("saccade.engine.ipc.client.MAX_BACKOFF", 0.4)
+    monkeypatch.setattr("saccade.engine.ipc.supervisor.FIRST_BACKOFF", 0.1)
+    monkeypatch.setattr("saccade.engine.ipc.supervisor.MAX_BACKOFF", 0.4)
 
     async def test(client: EngineClient) -> None:
         os.kill(pid_of(client), signal.SIGKILL)

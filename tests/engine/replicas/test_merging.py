@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from saccade.engine.ipc.client import EngineInfo, EngineStatus, State
+from saccade.engine.ipc.client import EngineInfo
+from saccade.engine.ipc.supervisor import EngineStatus, State
 from saccade.engine.replicas.merging import merged_info, merged_stats, merged_status
 from tests.helpers.scheduling import make_config
 
