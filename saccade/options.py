@@ -413,6 +413,7 @@ class SchedulerConfig:
     encode_layers_per_step: int | None = None  # see Options
     max_waiting: int | None = None
     slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
+    num_encoders: int = 0  # encoder workers; each may have as much in flight as the engine itself
     state_rows: int | None = None  # recurrent-state checkpoints; None: the model has no recurrent layers
     host_blocks: int = 0  # KV blocks in host memory, beside `num_blocks` on the device
     min_restored_blocks: int = 1  # fewer are computed again: measured, where copying becomes cheaper

@@ -325,6 +325,7 @@ class StepResult:
     unsampled: Mapping[str, RequestError] = field(default_factory=dict)  # requests that cannot go on, by id
     slice: Slice = Slice()  # noqa: RUF009 (immutable)
     restored: frozenset[Key] = frozenset()  # those of `encoded` that a tier of embeddings had
+    local_work: int | None = None  # embeddings in flight that the engine itself encodes; None: all
 
 
 Collect = Callable[[], StepResult]

@@ -13,9 +13,11 @@ from saccade.engine.core import EngineCore
 from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.engine.process_tuning import freeze, switch_threads_often
 from saccade.options import Options, Replica, SchedulerConfig
-from saccade.runner.build import build_runner
+from saccade.runner.build import EncoderLinks, build_runner
+from saccade.runner.build_encoder import plan_encoder
+from saccade.runner.encoder.encoder_channel import Connect
 from saccade.runner.forward import Forward
-from saccade.runner.memory import plan_memory
+from saccade.runner.memory import Encoders, plan_memory
 from saccade.runner.replica_placement import place
 from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward
@@ -35,14 +37,25 @@ def build_core(
     *,
     progress: bool = True,
     replica: Replica = Replica(),  # noqa: B008 (immutable)
+    connect: Connect | None = None,
 ) -> EngineCore:
-    """`largest` is the most expensive image the limits allow: budget and cache are sized to hold it."""
+    """`largest` is the most expensive image the limits allow: budget and cache are sized to hold it.
+
+    `connect` opens the encoder workers that `replica` names.
+    """
     placement = place(options, replica)
     options = placement.options
-    plan = plan_memory(options, config, largest, memory_parts=placement.memory_parts)
+    links = None
+    encoders = Encoders()
+    if replica.encoders and connect:
+        links = EncoderLinks(replica.encoders, connect, replica.count)
+        each = plan_encoder(options, config, largest).total_bytes
+        encoders = Encoders(len(replica.encoders), placement.encoders_beside * each)
+    plan = plan_memory(options, config, largest, memory_parts=placement.memory_parts, encoders=encoders)
     for reason in plan.reasons:
         logger.info("%s", reason)
-    runner = build_runner(path, config, image_processor, options, plan, largest, progress=progress)
+    files = (path, config, image_processor)
+    runner = build_runner(*files, options, plan, largest, progress=progress, links=links)
     if largest and runner.is_async:
         runner.warm_up(largest)
     limits, more = _bounded(plan.scheduler, runner, options, largest)

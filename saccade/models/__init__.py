@@ -47,22 +47,28 @@ def load_model(
     progress: bool = True,
     image_processor: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
+    is_encoder: bool = False,
 ) -> VisionLanguageModel:
     """Build the model and load its weights from the folder, or ("dummy") fill it at random from the seed.
 
     The fallback supports any model up to `max_model_len` tokens whose behaviour changes only beyond.
+    `is_encoder`: only `prepare` and `encode` will be used. Where they need no weights of the decoder, it is
+    left without memory. The fallback is always whole.
     """
     if config.model_type not in _FAMILIES and path is not None:
         how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len}
         other = import_module("saccade.models.transformers_backend")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
-    params = Parameters(dtype, device)
     ops: VisionOps = TorchVision()
     if device.type == "cuda":
         ops = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
+    params = Parameters(dtype, device, left_out="decoder" if is_encoder else None)
     model = _family(config)(ModelParts(config, params, image_processor or {}, ops))
+    if is_encoder and any(weight.is_meta for weight in model.encoder_weights().values()):
+        params = Parameters(dtype, device)
+        model = _family(config)(ModelParts(config, params, image_processor or {}, ops))
     if load_format == "dummy":
-        fill_random(params.targets, seed)
+        fill_random(params.targets, seed, device)
     elif path is None:
         problem = "needs a folder to load from; only 'dummy' works without one"
         raise ConfigError(f"load_format={load_format!r} {problem}")

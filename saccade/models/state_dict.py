@@ -20,19 +20,22 @@ class Parameters:
     """Allocates a model's tensors and registers each under a name.
 
     `targets` has one entry per tensor of a checkpoint. For fused projections (such as q, k and v) the entries
-    are views of the parts. `wholes` has tensors that a checkpoint may store fused instead.
+    are views of the parts. `wholes` has tensors that a checkpoint may store fused instead. What is under the
+    level `left_out` has names and shapes, but no memory.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, left_out: str | None = None) -> None:
         self.dtype = dtype
         self.device = device
+        self._left_out = left_out
         self.targets: dict[str, Tensor] = {}
         self.wholes: dict[str, Whole] = {}
         self._prefix = ""
 
     def within(self, name: str | int) -> Parameters:
         """The same collection, with this level added to the prefix."""
-        inner = Parameters(self.dtype, self.device)
+        device = torch.device("meta") if name == self._left_out else self.device
+        inner = Parameters(self.dtype, device)
         inner.targets = self.targets
         inner.wholes = self.wholes
         inner._prefix = f"{self._prefix}{name}."

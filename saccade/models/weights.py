@@ -51,16 +51,17 @@ def load_weights(
 ) -> None:
     """Load a folder's safetensors into `targets`, one tensor at a time. Every target is loaded exactly once.
 
-    A fused tensor of `wholes` counts as all targets that it covers.
+    A fused tensor of `wholes` counts as all targets that it covers. Targets without memory are not read.
     """
     tensor_files = _tensor_files(folder)
     wholes = wholes or {}
     targets = _stored_targets(tensor_files, targets, rules, wholes)
     plan = _plan(tensor_files, targets, rules)
     by_file: dict[Path, list[str]] = {}
-    for name in plan:
+    wanted = [name for name, target in plan.items() if not targets[target].is_meta]
+    for name in wanted:
         by_file.setdefault(tensor_files[name], []).append(name)
-    with tqdm(total=len(plan), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
+    with tqdm(total=len(wanted), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for file, names in by_file.items():
             with _open(file) as handle:
                 for name in names:
@@ -210,16 +211,19 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(shown) + (", ..." if len(names) > _SHOWN else "")
 
 
-def fill_random(targets: Mapping[str, Tensor], seed: int) -> None:
-    """Random weights, scaled by fan-in so that activations neither vanish nor explode."""
-    generators: dict[torch.device, torch.Generator] = {}
-    for name, tensor in targets.items():
+def fill_random(targets: Mapping[str, Tensor], seed: int, device: torch.device | None = None) -> None:
+    """Random weights, scaled by fan-in so that activations neither vanish nor explode.
+
+    For targets without memory numbers are made too: the others are the same with and without them.
+    """
+    device = device or next(iter(targets.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, target in targets.items():
+        tensor = torch.empty_like(target, device=device) if target.is_meta else target
         if name.endswith("bias"):
             tensor.zero_()
         elif name.endswith("weight") and tensor.dim() == 1:  # of a norm
             tensor.fill_(1)
         else:
-            if tensor.device not in generators:
-                generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
             fan_in = math.prod(tensor.shape[1:]) if tensor.dim() > 1 else len(tensor)
-            tensor.normal_(std=fan_in**-0.5, generator=generators[tensor.device])
+            tensor.normal_(std=fan_in**-0.5, generator=generator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,15 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.build_embedding_tiers import build_tiers
+from saccade.runner.build_encoder import max_patches
 from saccade.runner.cuda.attention_selector import AttentionTarget, check
 from saccade.runner.cuda.kv_host_blocks import HostBlocks
 from saccade.runner.embedding_cache import EmbeddingSlab
+from saccade.runner.embedding_tiers.entry import Namespace
+from saccade.runner.encoder.encoder_channel import Connect
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.graph_capture import capture_tower
+from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.forward_selector import ForwardParts, select_forward
 from saccade.runner.memory import MemoryPlan
 from saccade.runner.memory_report import MemoryReport
@@ -31,7 +35,16 @@ from saccade.runner.torch_threads import OneTorchThread
 from saccade.structured.grammar import Grammars
 from saccade.types import Geometry, Key
 
-_MAX_SLICED_PATCHES = 2048  # per pass when encoding is sliced: a slice is one layer over the whole pass
+_REMOTE_IMAGES = 4  # of the largest size, that may be under way in one encoder worker
+_MIN_ARENA_BYTES = 16 << 20
+
+
+class EncoderLinks(NamedTuple):
+    """How an engine reaches encoder workers."""
+
+    addresses: tuple[str, ...]
+    connect: Connect
+    num_engines: int  # that share them
 
 
 def build_runner(
@@ -43,6 +56,7 @@ def build_runner(
     largest: Geometry | None,
     *,
     progress: bool = True,
+    links: EncoderLinks | None = None,
 ) -> Runner:
     memory = MemoryReport(plan)
     sizes = plan.scheduler
@@ -76,7 +90,7 @@ def build_runner(
         parts = ForwardParts(model, kv, sizes, states, embeddings, max(1, images))
         forward, eager_reason = select_forward(parts, target, options.attention_backend)
         capture_tower(model)
-    encoder = _encoder(model, options, plan, largest)
+    encoder = _encoder(model, options, plan, largest, links)
     grammars = Grammars(path, config.text.vocab_size)
     # Beside a GPU, PyTorch only copies a few kilobytes on the host. Splitting a copy over all cores takes
     # microseconds, or ten milliseconds while image decoding keeps them busy.
@@ -112,14 +126,29 @@ def new_slab(text: TextConfig, slots: int, dtype: torch.dtype, device: torch.dev
 
 
 def _encoder(
-    model: VisionLanguageModel, options: Options, plan: MemoryPlan, largest: Geometry | None
+    model: VisionLanguageModel,
+    options: Options,
+    plan: MemoryPlan,
+    largest: Geometry | None,
+    links: EncoderLinks | None,
 ) -> LocalEncoder | None:
     vision = model.config.vision
     if vision is None:
         return None
-    patches = costs.patches_of(plan.scheduler.encoder_budget, vision, model.config.text)
-    if options.max_step_seconds(plan.device.type):
-        patches = min(patches, _MAX_SLICED_PATCHES)
+    budget = plan.scheduler.encoder_budget
+    patches = max_patches(options, model.config, budget, plan.device)
     threads = options.image_decode_threads or decode_threads()
     tiers = build_tiers(model, options, plan, largest)
-    return LocalEncoder(model, patches, threads, plan.device, plan.parts.images, tiers)
+    how = (model, patches, threads, plan.device, plan.parts.images, tiers)
+    if links is None or largest is None:
+        return LocalEncoder(*how)
+    # On a GPU embeddings that arrive take device memory, which is planned for two passes.
+    ahead = 2 * costs.patches_of(budget, vision, model.config.text)
+    ahead *= 1 if plan.device.type == "cuda" else len(links.addresses)
+    return LocalEncoder(*how, _remote(model.config.text, plan, largest, links), ahead)
+
+
+def _remote(text: TextConfig, plan: MemoryPlan, largest: Geometry, links: EncoderLinks) -> RemoteEncoders:
+    form = Namespace(text.embedding_size, str(plan.dtype).removeprefix("torch."), b"")
+    arena = max(_REMOTE_IMAGES * largest.slots * plan.scheduler.slot_bytes, _MIN_ARENA_BYTES)
+    return RemoteEncoders(links.addresses, links.connect, form, arena, links.num_engines)

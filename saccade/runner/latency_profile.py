@@ -53,7 +53,7 @@ def encode_seconds(model: VisionLanguageModel, grid: Grid) -> float:
     vision = model.config.vision
     assert vision is not None
     with torch.inference_mode():
-        if model.decoder.table.is_cuda:
+        if blank_patches(model, [grid]).is_cuda:
             return timed(partial(_encode, model, grid)) / 1e3
         if seconds := seconds_per_layer(model, grid) * vision.num_layers:
             return seconds

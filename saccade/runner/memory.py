@@ -10,6 +10,7 @@ import math
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -46,7 +47,7 @@ _AS_ASKED = (  # options that the scheduler takes as they are
     "encode_layers_per_step",
     "max_waiting",
 )
-_SPARE_BYTES = 1 << 30  # of a GPU: the driver's memory for graphs and kernels, library workspaces, rounding
+SPARE_BYTES = 1 << 30  # of a GPU: the driver's memory for graphs and kernels, library workspaces, rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +78,30 @@ class MemoryParts:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
+class Encoders(NamedTuple):
+    """Encoder workers of the server that an engine belongs to."""
+
+    number: int = 0
+    bytes_beside: int = 0  # device memory of those on the engine's own GPU
+
+
 def plan_memory(
     options: Options,
     model: ModelConfig,
     largest: Geometry | None,
     free_bytes: int | None = None,
     memory_parts: int = 1,
+    encoders: Encoders = Encoders(),  # noqa: B008 (immutable)
 ) -> MemoryPlan:
     """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given."""
     device = device_of(options.device)
-    dtype, why_dtype = _dtype(options.dtype, model.dtype, device)
+    dtype, why_dtype = dtype_of(options.dtype, model.dtype, device)
     if free_bytes is None:
-        free_bytes = _free_bytes(device, options.gpu_memory_utilization)
+        free_bytes = _free_bytes(device, options.gpu_memory_utilization, encoders.bytes_beside)
     free = free_bytes // memory_parts  # engines on one CPU share it, and the automatic cache sizes
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest, memory_parts)
-    parts = _beside_kv(options, model, dtype, largest, slots, device.type)
+    restores = options.has_embedding_tiers or encoders.number > 0
+    parts = _beside_kv(options, model, dtype, largest, slots, device.type, restores=restores)
     blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type, memory_parts)
     parts = replace(parts, kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size))
     free_ram = _free_ram() if device.type == "cuda" else free - parts.total
@@ -111,6 +121,7 @@ def plan_memory(
         state_rows=_num_checkpoints(options) if model.text.linear else None,
         host_blocks=host_blocks,
         slot_bytes=costs.embedding_bytes_per_slot(model.text, dtype),
+        num_encoders=encoders.number,
     )
     parts = replace(parts, embeddings=slots * scheduler.slot_bytes)
     reasons = (
@@ -128,7 +139,14 @@ def plan_memory(
 
 
 def _beside_kv(
-    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, slots: int, device: str
+    options: Options,
+    model: ModelConfig,
+    dtype: str,
+    largest: Geometry | None,
+    slots: int,
+    device: str,
+    *,
+    restores: bool,
 ) -> MemoryParts:
     """All that has to fit beside the KV cache. The largest image counts whole, for any context."""
     weights = costs.weight_bytes(model, dtype)
@@ -141,24 +159,24 @@ def _beside_kv(
     return MemoryParts(
         weights=weights,
         kv=0,
-        embeddings=max(slots or _budget(options, biggest), biggest) * per_slot,
+        embeddings=max(slots or budget_of(options, biggest), biggest) * per_slot,
         work=_work_bytes(options, model, dtype, largest),
-        images=_image_bytes(options, model, dtype, largest),
+        images=image_bytes(options, model, dtype, largest, restores=restores),
         graphs=_graph_bytes(options, model, dtype) + _cross_table_bytes(options, model, slots, biggest),
-        spare=_SPARE_BYTES,
+        spare=SPARE_BYTES,
         states=states,
         staging=_staging_bytes(options, model, dtype),
     )
 
 
-def _pass_patches(options: Options, model: ModelConfig, largest: Geometry | None) -> int:
+def pass_patches(options: Options, model: ModelConfig, largest: Geometry | None) -> int:
     """Patches of a full encoder pass. An image in tiles may have far more patches than embeddings."""
     assert model.vision is not None
     slots, patches = (largest.slots, largest.grid.patches) if largest else (0, 0)
-    return max(costs.patches_of(_budget(options, slots), model.vision, model.text), patches)
+    return max(costs.patches_of(budget_of(options, slots), model.vision, model.text), patches)
 
 
-def _budget(options: Options, biggest: int) -> int:
+def budget_of(options: Options, biggest: int) -> int:
     """Embeddings encoded per step: a full step, and the largest image."""
     return options.encoder_budget or max(options.max_num_batched_tokens, biggest)
 
@@ -173,19 +191,24 @@ def _work_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geome
     if model.vision is None:
         return max(prefill, sampling)
     per_patch = costs.encode_bytes_per_patch(model.vision, model.text, dtype)
-    return max(prefill, sampling) + _pass_patches(options, model, largest) * per_patch
+    return max(prefill, sampling) + pass_patches(options, model, largest) * per_patch
 
 
-def _image_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
-    """One image at a time is resized; two passes may wait, as patches or restored, while a third runs."""
+def image_bytes(
+    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, *, restores: bool
+) -> int:
+    """One image at a time is resized; two passes may wait, as patches or embeddings, while a third runs.
+
+    `restores`: embeddings also come from tiers or encoder workers.
+    """
     if model.vision is None or largest is None:
         return 0
     # Squares: the intermediate of a resize depends only on both areas, since the aspect ratio is kept.
     source, resized = (math.isqrt(area) for area in (options.max_image_pixels, math.prod(largest.resized)))
-    patches = _pass_patches(options, model, largest)
+    patches = pass_patches(options, model, largest)
     prepared = costs.prepared_bytes_per_patch(model.vision, dtype)
     slot_bytes = costs.embedding_bytes_per_slot(model.text, dtype)
-    restored = -(-largest.slots * slot_bytes // largest.grid.patches) if options.has_embedding_tiers else 0
+    restored = -(-largest.slots * slot_bytes // largest.grid.patches) if restores else 0
     held = patches * (prepared + 2 * max(prepared, restored))
     return held + costs.prepare_bytes(Size(source, source), Size(resized, resized))
 
@@ -206,7 +229,7 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     tables = 2 * rows * costs.blocks_for(length, options.block_size) * 4
     activations = max([largest, *mixed]) * _prefill_bytes_per_token(model, dtype)
     fixed = _LIBRARY_BYTES + _SEGMENT_BYTES
-    return activations + fixed + embeds + logits + tables + _tower_graph_bytes(model, dtype)
+    return activations + fixed + embeds + logits + tables + tower_graph_bytes(model, dtype)
 
 
 def _cross_table_bytes(options: Options, model: ModelConfig, slots: int, biggest: int) -> int:
@@ -214,7 +237,7 @@ def _cross_table_bytes(options: Options, model: ModelConfig, slots: int, biggest
     if not model.text.num_cross_layers:
         return 0
     rows = options.max_num_seqs + 1 + GRAPH_STRETCHES
-    attended = max(slots, _budget(options, biggest) * _pinned_images(options, model))
+    attended = max(slots, budget_of(options, biggest) * _pinned_images(options, model))
     return rows * (attended // costs.cross_slots_per_state(model.text)) * 4
 
 
@@ -223,7 +246,7 @@ def _prefill_bytes_per_token(model: ModelConfig, dtype: str) -> int:
     return per_token(model.text, dtype)
 
 
-def _tower_graph_bytes(model: ModelConfig, dtype: str) -> int:
+def tower_graph_bytes(model: ModelConfig, dtype: str) -> int:
     """CUDA graphs of the tower: all share the memory of the largest."""
     if model.vision is None:
         return 0
@@ -266,7 +289,7 @@ def device_of(wanted: str) -> torch.device:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {wanted!r}") from None
 
 
-def _dtype(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
+def dtype_of(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
     if wanted != "auto":
         _check_dtype(wanted, "give another --dtype")
         return wanted, f"dtype {wanted}: as asked"
@@ -286,12 +309,13 @@ def _check_dtype(name: str, remedy: str) -> None:
         raise ConfigError(f"{error}; {remedy}") from None
 
 
-def _free_bytes(device: torch.device, utilization: float) -> int:
+def _free_bytes(device: torch.device, utilization: float, beside: int) -> int:
+    """`beside`: what others will take of a GPU, or have taken."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()  # memory that a closed engine left with the allocator counts as taken
         free, total = torch.cuda.mem_get_info(device)
-        return int(free - total * (1 - utilization))
+        return int(min(free - total * (1 - utilization), total * utilization - beside))
     return _free_ram()
 
 
@@ -406,7 +430,7 @@ def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, 
 
 def _encoder_budget(options: Options, biggest: int) -> tuple[int, str]:
     if options.encoder_budget is None:
-        budget = _budget(options, biggest)
+        budget = budget_of(options, biggest)
         why = f"a full step, and the largest picture ({biggest})"
         return budget, f"encoder budget {budget} embeddings a step: {why}"
     if options.encoder_budget < biggest:

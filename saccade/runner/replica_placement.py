@@ -1,4 +1,8 @@
-"""One of several engines on this machine: which GPU it takes, or which part of the CPU."""
+"""One of several workers on this machine: which GPU it takes, or which part of the CPU.
+
+Engines take a GPU each, from the first on. Encoder workers take the GPUs after them in turn; where there are
+none, those of the engines.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +21,54 @@ _MAX_DECODE_THREADS = 8
 
 class Placement(NamedTuple):
     options: Options
-    memory_parts: int = 1  # engines between which the automatic cache memory is divided
+    memory_parts: int = 1  # workers between which the automatic cache memory is divided
     reasons: tuple[str, ...] = ()
+    encoders_beside: int = 0  # encoder workers on the same GPU
 
 
 def place(options: Options, replica: Replica) -> Placement:
-    """Sets the number of PyTorch threads of this process where several engines share a CPU."""
-    if replica.is_alone:
+    """Sets the number of PyTorch threads of this process where several workers share a CPU."""
+    if replica.num_workers == 1:
         return Placement(options)
     options = replace(options, image_decode_threads=options.image_decode_threads or decode_threads(replica))
     if device_of(options.device).type == "cuda":
-        return Placement(replace(options, device=_gpu(options.device, replica)))
-    threads = max(1, torch.get_num_threads() // replica.count)
+        return _place_on_gpu(options, replica)
+    threads = max(1, torch.get_num_threads() // replica.num_workers)
     torch.set_num_threads(threads)
+    encoders = f" and {_some(len(replica.encoders), 'encoder worker')}" if replica.encoders else ""
     reason = (
-        f"{replica.count} engines share this CPU: each has {threads} of its threads and "
-        f"1/{replica.count} of the automatic memory for KV blocks and embeddings"
+        f"{_some(replica.count, 'engine')}{encoders} share this CPU: each has {threads} of its threads and "
+        f"1/{replica.num_workers} of the automatic memory for KV blocks and embeddings"
     )
-    return Placement(options, replica.count, (reason,))
+    return Placement(options, replica.num_workers, (reason,))
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def decode_threads(replica: Replica = Replica()) -> int:  # noqa: B008 (immutable)
     """Threads that decode images, where no option says how many."""
-    return max(1, min((os.cpu_count() or 1) // replica.count, _MAX_DECODE_THREADS))
+    return max(1, min((os.cpu_count() or 1) // replica.num_workers, _MAX_DECODE_THREADS))
+
+
+def _place_on_gpu(options: Options, replica: Replica) -> Placement:
+    devices = [_encoder_gpu(options.device, replica, index) for index in range(len(replica.encoders))]
+    if replica.encoder is not None:
+        return Placement(replace(options, device=devices[replica.encoder]))
+    own = options.device if replica.is_alone else _gpu(options.device, replica)
+    beside = sum((device_of(device).index or 0) == (device_of(own).index or 0) for device in devices)
+    named = ", ".join(devices)
+    reasons = (f"encoder workers on {named}",) if replica.encoders else ()
+    return Placement(replace(options, device=own), reasons=reasons, encoders_beside=beside)
+
+
+def _encoder_gpu(wanted: str, replica: Replica, index: int) -> str:
+    if ":" in wanted:
+        return wanted
+    spare = torch.cuda.device_count() - replica.count
+    gpu = replica.count + index % spare if spare > 0 else index % replica.count
+    return f"cuda:{gpu}"
 
 
 def _gpu(wanted: str, replica: Replica) -> str:

@@ -145,6 +145,7 @@ class Runner:
         return {
             "encoder": asdict(self.encoder.counters) if self.encoder else {},
             "embedding_tiers": self.encoder.tier_stats() if self.encoder else {},
+            "remote_encoders": self.encoder.remote_stats() if self.encoder else {},
             "memory": self.memory,
             "kv_bytes_per_block": self.host_blocks.block_bytes if self.host_blocks else 0,
             "embedding_bytes_per_slot": costs.embedding_bytes_per_slot(self.model.config.text, dtype),
@@ -198,8 +199,14 @@ class Runner:
         done = self.encoder.poll()
         self.embeddings.update(done.embeddings)
         self._coordinates.update(done.coordinates)
-        restored = frozenset(done.restored)
-        return StepResult({}, done.times, done.errors, slice=advanced, restored=restored)
+        return StepResult(
+            {},
+            done.times,
+            done.errors,
+            slice=advanced,
+            restored=frozenset(done.restored),
+            local_work=self.encoder.local_work,
+        )
 
     def _before_failed(self, window: ScheduledWindow, failed: Container[Key]) -> ScheduledWindow | None:
         """Cut a window before an image that failed: others may share the blocks of the text before it."""

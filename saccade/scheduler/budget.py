@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from saccade.options import SchedulerConfig
+from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.fair_queue import LAST, Rank
 from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.step_policy import IMAGE_SHARE, Demand, StepLimits
@@ -94,9 +95,12 @@ def are_enough(requests: Sequence[ScheduledRequest], config: SchedulerConfig) ->
 
 
 def demand_of(
-    requests: Iterable[ScheduledRequest], step: int, in_flight: int, can_fuse: bool, latency_bounded: bool
+    requests: Iterable[ScheduledRequest],
+    step: int,
+    encoder: EncoderScheduler,
+    can_fuse: bool,
+    latency_bounded: bool,
 ) -> Demand:
-    """`in_flight`: embeddings that the encoder is making."""
     decoding = text_decoding = prompts = work = 0
     text_tokens: Counter[str] = Counter()
     ranks: dict[str, Rank] = {}  # of tenants with text
@@ -123,9 +127,10 @@ def demand_of(
         text_tokens=text_tokens,
         text_before_images=before_images,
         waiting_work=work,
-        work_in_flight=in_flight,
+        work_in_flight=encoder.own_work,
         can_fuse=can_fuse,
         latency_bounded=latency_bounded,
+        has_workers=encoder.has_workers,
     )
 
 

@@ -94,15 +94,27 @@ class EncoderScheduler:
     themselves. Anything else (blocks it waits for, its own earlier spans) may depend on later requests.
     """
 
-    def __init__(self, cache: EncoderCache, encoder_budget: int) -> None:
+    def __init__(self, cache: EncoderCache, encoder_budget: int, num_workers: int = 0) -> None:
         self.encode: list[MediaItem] = []  # given to the encoder in this step
         self.is_sliced = False
         self._cache = cache
-        self._encoder_budget = encoder_budget
+        self._own_budget = encoder_budget
+        self._encoder_budget = encoder_budget * (1 + num_workers)
+        self.local_work: int | None = None  # embeddings that the engine itself makes; None: all in flight
         self._budget = 0  # work that may still be given to the encoder in this step
         self._in_flight: dict[Key, _InFlight] = {}
         self._encode_queue = _FifoTurn()
         self._space_queue = _FifoTurn()  # even pinning what is resident would keep space away
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether encoder workers are up, which make embeddings beside the engine."""
+        return self.local_work is not None
+
+    @property
+    def own_work(self) -> int:
+        """The part of `work_in_flight` that steps of this engine spend time on."""
+        return self.work_in_flight if self.local_work is None else self.local_work
 
     @property
     def work_in_flight(self) -> int:
@@ -117,7 +129,8 @@ class EncoderScheduler:
         self.is_sliced = is_sliced
         self.encode = []
         # What earlier steps left in flight counts too: the budget bounds the encoder's memory.
-        maximum = self._encoder_budget if max_work is None else min(max_work, self._encoder_budget)
+        maximum = self._encoder_budget if self.has_workers and is_sliced else self._own_budget
+        maximum = maximum if max_work is None else min(max_work, maximum)
         self._budget = maximum - self.work_in_flight
         self._encode_queue.turn()
         self._space_queue.turn()

@@ -53,7 +53,7 @@ class Scheduler:
         self._block_size = config.block_size
         self._kv_cache = BlockPool.of(config)
         self._encoder_cache = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
-        self._encoder = EncoderScheduler(self._encoder_cache, config.encoder_budget)
+        self._encoder = EncoderScheduler(self._encoder_cache, config.encoder_budget, config.num_encoders)
         self.policy = make_policy(config)
         self._begun = 0.0  # when the latest step was planned
         self._state_cache = StateCache(config.state_rows, config.block_size)
@@ -170,7 +170,7 @@ class Scheduler:
         demand = demand_of(
             self._candidates(),
             step=self._num_steps,
-            in_flight=self._encoder.work_in_flight,
+            encoder=self._encoder,
             can_fuse=can_fuse(served, self._running, coming),
             latency_bounded=bounded,
         )
@@ -185,8 +185,7 @@ class Scheduler:
             self._queue.begin_step()
             self._fill(draft, limits)
         self._is_short = draft.is_short or draft.needs_sync
-        num_prefills = draft.budget.num_prefills
-        layers = self.policy.encode_layers(limits, demand, num_prefills, self._encoder.work_in_flight)
+        layers = self.policy.encode_layers(limits, demand, draft.budget.num_prefills, self._encoder.own_work)
         prefetch = self._prefetch(limits)
         encodes = self._encoder.encode or (layers != 0 and self._encoder_cache.slots_in_flight > 0)
         if served and not (draft.has_windows or draft.admitted or prefetch or encodes):
@@ -398,6 +397,7 @@ class Scheduler:
         """Take over what a step did. Returns one event for each request that has a new token or ended."""
         self._plans.remove(plan)
         self.policy.observe(plan, result, now - self._begun)
+        self._encoder.local_work = result.local_work
         for key in result.encoded:
             self._book_encoded(key, result)
         events = self._end_failed(plan, result, now) if result.failed else []

@@ -26,6 +26,9 @@ from saccade.types import LatencyProfile, StepPlan, StepResult
 IMAGE_SHARE = 4  # images keep a quarter of a step's tokens, and some encoding in every fourth step
 
 
+_ALL_LAYERS = 1 << 16  # of the vision tower, for as many images as there are
+
+
 class Demand(NamedTuple):
     """What open requests want of the next step."""
 
@@ -36,9 +39,10 @@ class Demand(NamedTuple):
     text_tokens: Mapping[str, int]  # prefill tokens of requests that wait for no image, by tenant
     text_before_images: int  # of those, of tenants not after the first one that waits for the encoder
     waiting_work: int  # embeddings of the first image that a request waits for
-    work_in_flight: int  # embeddings that the encoder is making
+    work_in_flight: int  # embeddings that the engine's own encoder is making
     can_fuse: bool  # prefill may be fused with the next decode step
     latency_bounded: bool  # tokens are wanted as they come, not only whole outputs
+    has_workers: bool = False  # encoder workers are up: only `work_in_flight` is encoded by steps
 
 
 class StepLimits(NamedTuple):
@@ -67,6 +71,11 @@ class StepPolicy(Protocol):
 
 
 def make_policy(config: SchedulerConfig) -> StepPolicy:
+    policy = _own_policy(config)
+    return WorkersPolicy(policy) if config.num_encoders else policy
+
+
+def _own_policy(config: SchedulerConfig) -> StepPolicy:
     if config.latency is not None:
         return LatencyPolicy(
             config.latency, config.max_num_batched_tokens, restore_ms=config.restore_ms_per_block
@@ -166,3 +175,28 @@ class LatencyPolicy(ThroughputPolicy):
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
         return mixed_is_faster(self.profile, demand.decoding, prefill_tokens)
+
+
+class WorkersPolicy:
+    """Another policy, beside encoder workers: no step waits for their embeddings or keeps time for them."""
+
+    def __init__(self, inner: StepPolicy) -> None:
+        self._inner = inner
+
+    def limits(self, demand: Demand) -> StepLimits:
+        if not demand.has_workers:
+            return self._inner.limits(demand)
+        limits = self._inner.limits(demand._replace(waiting_work=demand.work_in_flight))
+        layers = _ALL_LAYERS if limits.encode_layers is None else limits.encode_layers
+        return limits._replace(encode_layers=layers, max_encode_in_flight=None)
+
+    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work: int) -> int | None:
+        if limits.encode_layers == _ALL_LAYERS:
+            return _ALL_LAYERS
+        return self._inner.encode_layers(limits, demand, num_prefills, work)
+
+    def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
+        return self._inner.fuses(demand, prefill_tokens)
+
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        self._inner.observe(plan, result, seconds)

@@ -200,13 +200,13 @@ def _health(service: Service) -> Response:
         "engine": status.state,
         "heartbeat_age_s": round(status.heartbeat_age, 3),
         "restarts": status.restarts,
-        **_replica_views(service),
+        **_worker_views(service),
     }
     return json_response(body, 200 if is_alive else 503)
 
 
-def _replica_views(service: Service) -> dict[str, Any]:
-    """Nothing where there is one engine."""
+def _worker_views(service: Service) -> dict[str, Any]:
+    """Nothing where there is one engine and no encoder worker."""
     views = [
         {
             "state": view.status.state,
@@ -218,7 +218,16 @@ def _replica_views(service: Service) -> dict[str, Any]:
         }
         for view in service.engine.replicas()
     ]
-    return {"replicas": views} if views else {}
+    encoders = [
+        {
+            "state": view.status.state,
+            "restarts": view.status.restarts,
+            "queue": view.queue,
+            "encoded": view.encoded,
+        }
+        for view in service.encoders()
+    ]
+    return {**({"replicas": views} if views else {}), **({"encoders": encoders} if encoders else {})}
 
 
 def _ready(service: Service) -> Response:
@@ -247,7 +256,7 @@ def _engine_view(service: Service) -> dict[str, Any]:
         "state": "draining" if service.gate.is_draining else status.state,
         "heartbeat_age_s": round(status.heartbeat_age, 3),
         "restarts": status.restarts,
-        **_replica_views(service),
+        **_worker_views(service),
         "open_requests": service.gate.num_open,
         "max_model_len": info.limits.max_model_len if info else None,
         "block_size": info.limits.block_size if info else None,

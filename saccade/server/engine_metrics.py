@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import ReplicaView
 from saccade.server.tenant_metrics import Stats
 
@@ -16,9 +17,16 @@ Values = Mapping[str, tuple[str, float]]  # what it counts, and the value
 
 
 class EngineCollector(Collector):
-    def __init__(self, stats: Stats, replicas: Callable[[], Sequence[ReplicaView]], model: str) -> None:
+    def __init__(
+        self,
+        stats: Stats,
+        replicas: Callable[[], Sequence[ReplicaView]],
+        encoders: Callable[[], Sequence[EncoderView]],
+        model: str,
+    ) -> None:
         self._stats = stats
         self._replicas = replicas
+        self._encoders = encoders
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
@@ -33,9 +41,13 @@ class EngineCollector(Collector):
                 _add(families, "saccade", own, _gauges(values), _counters(values))
                 for tier, fields in values.get("embedding_tiers", {}).items():
                     _add(families, "saccade", {**own, "tier": tier}, *_tier_values(fields))
+                if values.get("remote_encoders"):
+                    _add(families, "saccade", own, {}, _remote_counters(values["remote_encoders"]))
                 _add(families, "vllm", as_vllm, _vllm_gauges(values), _vllm_counters(values))
         for index, view in enumerate(replicas):
             _add(families, "saccade", {"replica": str(index)}, _state_gauges(view), _state_counters(view))
+        for index, encoder in enumerate(self._encoders()):
+            _add(families, "saccade", {"encoder": str(index)}, *_encoder_values(encoder))
         if replicas:
             text = "Requests that moved to another replica when theirs died"
             _add(families, "saccade", {}, {}, {"requests_moved": (text, stats.get("moved", 0))})
@@ -147,3 +159,30 @@ def _state_gauges(view: ReplicaView) -> Values:
 
 def _state_counters(view: ReplicaView) -> Values:
     return {"replica_restarts": ("Restarts of a replica", view.status.restarts)}
+
+
+REMOTE_COUNTERS = {  # of an engine with encoder workers
+    "encoded": "Pictures that encoder workers encoded",
+    "fallbacks": "Pictures encoded in the engine although there are encoder workers",
+    "lost": "Pictures in an encoder worker when it died",
+    "late": "Pictures that an encoder worker did not encode in time",
+    "wrong": "Embeddings from an encoder worker that had another size than the bill",
+    "quarantined": "Pictures that two encoder workers died of",
+    "refused": "Times that such a picture was sent again",
+}
+
+
+def _remote_counters(fields: Mapping[str, float]) -> Values:
+    return {f"remote_encoder_{name}": (text, fields[name]) for name, text in REMOTE_COUNTERS.items()}
+
+
+def _encoder_values(view: EncoderView) -> tuple[Values, Values]:
+    gauges: Values = {
+        "encoder_up": ("1 where an encoder worker takes pictures", view.status.state == "ready"),
+        "encoder_queue": ("Pictures that an encoder worker has", view.queue),
+    }
+    counters: Values = {
+        "encoder_encoded": ("Pictures that an encoder worker encoded", view.encoded),
+        "encoder_restarts": ("Restarts of an encoder worker", view.status.restarts),
+    }
+    return gauges, counters

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import ReplicaView
 from saccade.server.engine_metrics import EngineCollector
 from saccade.server.tenant_metrics import Stats, TenantMetrics
@@ -52,6 +53,7 @@ class Metrics:
         stats: Stats,
         bytes_in_flight: Callable[[], int] = lambda: 0,
         replicas: Callable[[], Sequence[ReplicaView]] = tuple,
+        encoders: Callable[[], Sequence[EncoderView]] = tuple,
     ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
@@ -59,7 +61,7 @@ class Metrics:
         self._vllm = _VllmMetrics(self.registry, model)
         self.tenants = TenantMetrics(stats)
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
-        self.registry.register(EngineCollector(stats, replicas, model))
+        self.registry.register(EngineCollector(stats, replicas, encoders, model))
         text = "Bytes of open requests, here and in the engine"
         Gauge("saccade:request_bytes", text, registry=self.registry).set_function(bytes_in_flight)
 

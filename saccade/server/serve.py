@@ -22,6 +22,7 @@ from typing import Any
 
 import uvicorn
 
+from saccade.engine.encoders.encoder_set import EncoderSet
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineUnavailable
 from saccade.engine.process_tuning import collect, freeze, trim
 from saccade.engine.replicas.replica_set import ReplicaSet
@@ -61,14 +62,19 @@ def serve(settings: Settings) -> int:
         options.model, weights=options.load_format != "dummy", generation_config=options.generation_config
     )
     processor = Processor(checkpoint, MediaPolicy.of(options))
+    how: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "largest": processor.largest_item(),
+        "heartbeat_timeout": server.heartbeat_timeout,
+    }
+    encoders = EncoderSet(options, server.encoders, server.replicas, **how)
     make_client = partial(
         EngineClient,
         options,
-        checkpoint=checkpoint,
-        largest=processor.largest_item(),
         warmup=warmup_requests(processor),
-        heartbeat_timeout=server.heartbeat_timeout,
         progress=sys.stderr.isatty(),
+        encoders=encoders.addresses,
+        **how,
     )
     engine = make_client() if server.replicas == 1 else ReplicaSet(make_client, server.replicas)
     local = server.allowed_local_media_path
@@ -80,8 +86,8 @@ def serve(settings: Settings) -> int:
         allow_private_addresses=server.allow_private_media_addresses,
     )
     with _listening(server) as sock:
-        service = Service(options, server, processor, engine, Fetcher(fetch_policy))
-        running = _Running(service, engine, sock)
+        service = Service(options, server, processor, engine, Fetcher(fetch_policy), encoders.views)
+        running = _Running(service, engine, encoders, sock)
         with asyncio.Runner(loop_factory=running.http.config.get_loop_factory()) as runner:
             return runner.run(running.run())
 
@@ -154,9 +160,10 @@ class _Server(uvicorn.Server):
 class _Running:
     """The life of the server: start, drain, stop."""
 
-    def __init__(self, service: Service, engine: Engine, sock: socket.socket) -> None:
+    def __init__(self, service: Service, engine: Engine, encoders: EncoderSet, sock: socket.socket) -> None:
         self._service = service
         self._engine = engine
+        self._encoders = encoders
         self._sock = sock
         self._stop: asyncio.Task[None] | None = None
         self._skip_drain = asyncio.Event()
@@ -196,11 +203,13 @@ class _Running:
             for task in (starting, reporting, warming):
                 task.cancel()
             await self._engine.stop()
+            await self._encoders.stop()
             await self._service.close()
 
     async def _start_engine(self) -> bool:
         try:
-            self._announce(await self._engine.start())
+            started = await asyncio.gather(self._engine.start(), self._encoders.start())
+            self._announce(*started)
             freeze()
         except (ConfigError, EngineUnavailable) as error:
             if not self._service.gate.is_draining:
@@ -209,9 +218,9 @@ class _Running:
             return self._service.gate.is_draining
         return True
 
-    def _announce(self, info: EngineInfo) -> None:
+    def _announce(self, info: EngineInfo, about_encoders: tuple[str, ...]) -> None:
         host, port = self._sock.getsockname()[:2]
-        for reason in info.reasons:
+        for reason in (*info.reasons, *about_encoders):
             logger.info("%s", reason)
         logger.info("%s", capacity_line(self._service))
         logger.info("%s", defaults_line(self._service.defaults))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from saccade.costs import max_chars
+from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable, ReplicaView
 from saccade.errors import ConfigError, RequestError, quoted
 from saccade.fair_pool import FairPool, QueueFull
@@ -80,9 +81,17 @@ class Engine(SubmitsRequests, Protocol):
 
 class Service:
     def __init__(
-        self, options: Options, server: ServerOptions, processor: Processor, engine: Engine, fetcher: Fetcher
+        self,
+        options: Options,
+        server: ServerOptions,
+        processor: Processor,
+        engine: Engine,
+        fetcher: Fetcher,
+        encoders: Callable[[], Sequence[EncoderView]] = tuple,
     ) -> None:
+        """`encoders` returns the state of each encoder worker."""
         self.options = options
+        self.encoders = encoders
         self.server = server
         self.processor = processor
         self.engine = engine
@@ -92,6 +101,7 @@ class Service:
             self.names[0],
             engine.stats,
             replicas=engine.replicas,
+            encoders=encoders,
             bytes_in_flight=lambda: self.gate.total_bytes(),
         )
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING

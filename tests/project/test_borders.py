@@ -51,15 +51,17 @@ ALLOWED: dict[str, set[str]] = {
     "runner.encoder": NOUNS | MODELS | {"checkpoint", "media", "runner.cuda", "runner.embedding_tiers"},
     "runner.cuda": NOUNS | MODELS | KERNELS | {"checkpoint", "runner", "torch_utils"},
     "runner": NOUNS | MODELS | {"checkpoint", "structured", "runner.cuda", "runner.encoder", "runner.embedding_tiers"},
-    "engine": NOUNS | {"checkpoint", "scheduler", "runner"},
-    "engine.ipc": NOUNS | {"checkpoint", "engine", "scheduler"},
+    "engine": NOUNS | {"checkpoint", "scheduler", "runner", "runner.encoder"},
+    "engine.ipc": NOUNS | {"checkpoint", "engine", "engine.encoders", "scheduler"},
+    "engine.encoders": NOUNS | {"engine", "engine.ipc", "runner", "runner.encoder"},
     "engine.replicas": NOUNS | {"engine.ipc", "scheduler"},
     "llm": NOUNS | {"processor", "structured", "engine"},
     "server.http": {"errors", "options", "server"},
     "server.request": NOUNS | {"media", "structured", "processor", "server", "server.http"},
     "server.api": NOUNS | {"media", "processor", "server", "server.http", "server.request"},
     "server": NOUNS
-    | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc", "engine.replicas"}
+    | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc", "engine.encoders"}
+    | {"engine.replicas"}
     | {"server.http", "server.request", "server.api"},
     "evaluation": {"errors", "types", "options", "costs"},
     "cli": NOUNS | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation"},

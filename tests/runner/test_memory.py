@@ -17,7 +17,7 @@ from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
-from saccade.runner.memory import MemoryPlan, _dtype, plan_memory
+from saccade.runner.memory import MemoryPlan, dtype_of, plan_memory
 from saccade.types import Geometry, Grid, Size
 from tests.helpers.fake_tower import FakeTower, picture
 from tests.helpers.published import PUBLISHED
@@ -94,7 +94,7 @@ def test_float32_checkpoints_stay_float32() -> None:
 
 def test_a_checkpoint_in_a_type_that_no_device_computes_in_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"not 'float8_e4m3fn'; config.json says so .*choose with --dtype"):
-        _dtype("auto", "float8_e4m3fn", torch.device("cuda"))
+        dtype_of("auto", "float8_e4m3fn", torch.device("cuda"))
 
 
 def test_an_unknown_device_or_dtype_is_refused() -> None:

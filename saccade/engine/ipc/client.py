@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -99,10 +99,15 @@ class EngineClient(WorkerSupervisor):
         launch: Launcher = partial(EngineProcess.spawn, WORKER),  # noqa: B008 (immutable)
         replica: Replica = Replica(),  # noqa: B008
         watcher: Watcher | None = None,
+        encoders: tuple[str, ...] = (),
     ) -> None:
-        """`warmup` requests run in every new worker before it is ready."""
+        """`warmup` requests run in every new worker before it is ready.
+
+        `encoders`: addresses of the encoder workers.
+        """
         files = (checkpoint.path, checkpoint.config, checkpoint.image_processor)
         shown = progress and not replica.index
+        replica = replace(replica, encoders=encoders)
         start = start_message(*files, options, largest, warmup, progress=shown, replica=replica)
         name = "the engine" if replica.is_alone else f"engine {replica.index}"
         super().__init__(start, name, launch=launch, heartbeat_timeout=heartbeat_timeout)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from ctypes import CDLL
 from queue import Empty, SimpleQueue
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from saccade.engine.core import EngineCore
 from saccade.engine.ipc.messages import (
@@ -53,27 +53,66 @@ logger = logging.getLogger("saccade.engine")
 Build = Callable[[Start], EngineCore]
 
 
-class EngineLoop:
-    """Steps one core for the other end of one socket."""
+class WorkerLoop:
+    """The worker's end of the socket to its supervisor: messages from a reader thread, and replies."""
 
     def __init__(self, connection: socket.socket, on_close: Callable[[], None]) -> None:
         """`on_close` is called in the reader thread when the client is gone or sends garbage."""
         self._connection = connection
         self._on_close = on_close
         self._inbox: SimpleQueue[Command] = SimpleQueue()
+        threading.Thread(target=self._read, name="saccade-reader", daemon=True).start()
+
+    def run(self, build: Callable[[Start], Any]) -> None:
+        """Build from the first message, then work until told to stop."""
+        raise NotImplementedError
+
+    def send(self, message: Report) -> None:
+        self._connection.sendall(frame(message))
+
+    def _start(self) -> Start | None:
+        """The first message; None: it is Stop."""
+        start = self._inbox.get()
+        if isinstance(start, Stop):
+            return None
+        if not isinstance(start, Start):
+            raise WireError(f"the first message must be Start, not {type(start).__name__}")
+        return start
+
+    def _read(self) -> None:
+        """Runs in its own thread, so that messages are read and decoded while a step runs."""
+        try:
+            with self._connection.makefile("rb") as stream:
+                while self._receive(stream):
+                    pass
+        except Exception as error:  # garbage, a broken socket, no memory: the connection is useless
+            logger.error("the connection to the server broke: %s", error)
+        self._on_close()
+
+    def _receive(self, stream: BinaryIO) -> bool:
+        """One message; False at the end. A function of its own: no local holds the message while waiting."""
+        body = read_body(stream)
+        if body is None:
+            return False
+        self._inbox.put(command_in(body))
+        return True
+
+
+class EngineLoop(WorkerLoop):
+    """Steps one core for the other end of one socket."""
+
+    def __init__(self, connection: socket.socket, on_close: Callable[[], None]) -> None:
         self._ended: list[TokenEvent] = []  # terminal events of aborted requests, not yet sent
         self._stats_due = 0.0
         self._cache_log: CacheLog | None = None  # None: the only engine, nothing is routed
         self._is_tidy = self._is_trimmed = True
         self._trim_due = time.monotonic() + TRIM_SECONDS
-        threading.Thread(target=self._read, name="saccade-reader", daemon=True).start()
+        super().__init__(connection, on_close)
 
     def run(self, build: Build) -> None:
-        start = self._inbox.get()
-        if isinstance(start, Stop):
+        start = self._start()
+        if start is None:
             return
-        if not isinstance(start, Start):
-            raise WireError(f"the first message must be Start, not {type(start).__name__}")
         core = build(start)
         try:
             warm_up(core, unpack_requests(start.warmup))
@@ -100,28 +139,7 @@ class EngineLoop:
             self._is_trimmed = True
             self._trim_due = now + TRIM_SECONDS
 
-    def send(self, message: Report) -> None:
-        self._connection.sendall(frame(message))
-
     # --- incoming -------------------------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        """Runs in its own thread, so that messages are read and decoded while a step runs."""
-        try:
-            with self._connection.makefile("rb") as stream:
-                while self._receive(stream):
-                    pass
-        except Exception as error:  # garbage, a broken socket, no memory: the connection is useless
-            logger.error("the connection to the server broke: %s", error)
-        self._on_close()
-
-    def _receive(self, stream: BinaryIO) -> bool:
-        """One message; False at the end. A function of its own: no local holds the message while waiting."""
-        body = read_body(stream)
-        if body is None:
-            return False
-        self._inbox.put(command_in(body))
-        return True
 
     def _take_messages(self, core: EngineCore) -> bool:
         """Handle what has arrived; block, for a heartbeat, only when idle. False: it is time to stop."""
@@ -178,14 +196,16 @@ def warm_up(core: EngineCore, requests: list[Request]) -> None:
 # --- the process --------------------------------------------------------------------------------------------
 
 
-def run_process(fd: int, build: Build) -> int:
+def run_process(
+    fd: int, build: Callable[[Start], Any], make_loop: Callable[..., WorkerLoop] = EngineLoop
+) -> int:
     """Serve the inherited socket until the client stops us or is gone; returns the exit status."""
     if sys.platform == "linux":  # it kills us with the parent; elsewhere the closed socket ends us
         CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.set_inheritable(fd, False)  # a child process that held it would hide our exit from the client
     with socket.socket(fileno=fd) as connection:
         # Without a client the rest of a step is of no use.
-        loop = EngineLoop(connection, on_close=lambda: os._exit(0))
+        loop = make_loop(connection, on_close=lambda: os._exit(0))
         try:
             loop.run(build)
         except ConnectionError:
@@ -196,7 +216,7 @@ def run_process(fd: int, build: Build) -> int:
     return 0
 
 
-def _tell_fatal(loop: EngineLoop, error: Exception) -> None:
+def _tell_fatal(loop: WorkerLoop, error: Exception) -> None:
     """The client gets one sentence; paths and library text stay in the log."""
     is_config = isinstance(error, ConfigError)
     if not is_config:

@@ -243,7 +243,7 @@ def _encode_error(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no form on the wire")
 
 
-def _decode_error(kind: type, value: Any) -> Any:
+def decode_error(kind: type, value: Any) -> Any:
     if kind is not RequestError:
         raise TypeError(f"{kind.__name__} has no form on the wire")
     message, code, param, key = value
@@ -251,11 +251,11 @@ def _decode_error(kind: type, value: Any) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_error)
-_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_decode_error)
-_REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_hook=_decode_error)
+_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=decode_error)
+_REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_hook=decode_error)
 
 
-def frame(message: Command | Report) -> bytearray:
+def frame(message: Message) -> bytearray:
     """One message, ready to be sent. RequestError if a client's value cannot be encoded."""
     buffer = bytearray(HEADER.size)
     try:
@@ -300,14 +300,14 @@ def read_body(stream: BinaryIO) -> bytes | None:
 
 
 def command_in(body: bytes) -> Command:
-    return _decoded(_COMMANDS, body)
+    return decoded(_COMMANDS, body)
 
 
 def report_in(body: bytes) -> Report:
-    return _decoded(_REPORTS, body)
+    return decoded(_REPORTS, body)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[_Kind], body: bytes) -> _Kind:
+def decoded(decoder: msgspec.msgpack.Decoder[_Kind], body: bytes) -> _Kind:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, TypeError, ValueError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from saccade.engine.build import build_core
 from saccade.engine.core import EngineCore
+from saccade.engine.encoders.socket_channel import SocketChannel
 from saccade.engine.ipc.loop import run_process
 from saccade.engine.ipc.messages import Start, config_of
 from saccade.engine.process_tuning import freeze
@@ -20,7 +21,14 @@ def build(start: Start) -> EngineCore:
     files = (Path(start.path), config_of(start), start.image_processor)
     if not start.replica.is_alone:
         _log_as(f"engine {start.replica.index}")
-    core = build_core(*files, start.options, start.largest, progress=start.progress, replica=start.replica)
+    core = build_core(
+        *files,
+        start.options,
+        start.largest,
+        progress=start.progress,
+        replica=start.replica,
+        connect=SocketChannel,
+    )
     freeze()
     return core
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saccade.costs import dtype_bytes
 from saccade.media.hashing import digest_of
-from saccade.types import Key, MediaItem, Size
+from saccade.types import Key, MediaItem, MediaTimes, Size
 
 EPOCH = 1
 """To be raised whenever the encoder computes other embeddings from the same image and weights."""
@@ -34,10 +34,11 @@ Buffer = memoryview  # of bytes
 
 
 class Restored(NamedTuple):
-    """An embedding that a tier had, on the device."""
+    """An embedding that was made elsewhere, on the device."""
 
     embedding: Tensor  # [slots, width]
     coordinates: Ints | None  # [2, slots] of a pruned frame group
+    times: MediaTimes | None = None  # None: a tier had it; else a worker has just encoded it
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class EncoderLate(Exception):
 
 
 class RemoteEmbedding(NamedTuple):
-    data: memoryview  # its bytes, in memory that the engine reads and the worker has finished writing
+    data: memoryview  # its bytes, which the worker has finished writing
     shape: tuple[int, ...]
     dtype: str  # as in torch.<dtype>
     times: MediaTimes
@@ -48,26 +48,21 @@ class EncoderChannel(Protocol):
         """False: no image can be sent; every `encode` under way raises EncoderLost."""
 
     @property
-    def max_bytes(self) -> int:
-        """Of one embedding: a larger one finds no space."""
-
-    @property
     def seconds_per_patch(self) -> float:
         """What the worker measured at its start."""
 
     def encode(
-        self, item: MediaItem, num_bytes: int, seconds: Callable[[], float]
+        self, item: MediaItem, num_bytes: int, seconds: float
     ) -> AbstractContextManager[RemoteEmbedding]:
         """Reserve space for the embedding, send the image, wait for the result.
 
-        Where the space is taken, calls wait in order. `seconds` is read once the image is sent: how long the
-        result may take. The data is valid inside the context; then its space is free again. Raises
-        EncoderLost, EncoderLate, or the RequestError of an image that cannot be decoded or encoded. After
-        EncoderLate the space stays reserved until the worker is done with it.
+        Where the space is taken, calls wait in order. The data is valid inside the context; then its space is
+        free again. Raises EncoderLost; EncoderLate after so many seconds, and then the space stays reserved
+        until the worker is done with it; or the RequestError of an image that cannot be encoded.
         """
 
     def close(self) -> None: ...
 
 
-Connect = Callable[[str], EncoderChannel]
-"""Opens the channel to the worker at an address, at once. OSError: it is not there now."""
+Connect = Callable[[str, int], EncoderChannel]
+"""(address, bytes of all embeddings under way) -> a channel to the worker there. OSError: it is not there."""

@@ -5,7 +5,7 @@ that is resident or in flight.
 
     submit ─► queue ─► decode + prepare (threads) ─► pass (packed patches, layer by layer) ─► poll
               bounded: patches decoded ahead <= 2 passes
-                       or: load from a tier (threads) ──────────────────────────────────────► poll
+                       or: load from a tier or an encoder worker (threads) ─────────────────► poll
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from threading import BoundedSemaphore
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,9 +31,10 @@ from saccade.models.layers.forward_types import Encoding
 from saccade.runner.cuda.staging import to_device
 from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
+from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.encoder.upload import Prepare, Upload, joined, pinned, use_on_current_stream
-from saccade.types import Geometry, Key, MediaItem, Slice
+from saccade.types import Geometry, Key, MediaItem, MediaTimes, Slice
 
 _MAX_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger image is decoded alone
 _IDLE_WAIT = 0.005  # seconds that an otherwise idle step waits for image decoding
@@ -68,6 +70,10 @@ class Encoder(Protocol):
     counters: EncoderCounters
     max_patches: int  # that go through the tower together
 
+    @property
+    def local_work(self) -> int | None:
+        """Embeddings that this process encodes; None: all that were submitted."""
+
     def submit(self, items: Sequence[MediaItem]) -> None: ...
 
     def prefetch_media(self, items: Sequence[MediaItem]) -> None: ...
@@ -81,6 +87,9 @@ class Encoder(Protocol):
     def poll(self) -> Encoded: ...
 
     def tier_stats(self) -> dict[str, Any]: ...
+
+    def remote_stats(self) -> dict[str, Any]:
+        """Of encoder workers; empty without them."""
 
     def clear(self) -> None: ...
 
@@ -105,7 +114,10 @@ class _Pass:
 
 
 class LocalEncoder:
-    """Encodes on the model's own device, in the engine's thread; images are decoded in a thread pool."""
+    """Encodes on the model's own device, in the engine's thread; images are decoded in a thread pool.
+
+    With encoder workers the threads wait for them instead, and images that no worker encoded are left.
+    """
 
     def __init__(
         self,
@@ -115,9 +127,12 @@ class LocalEncoder:
         device: torch.device | None = None,
         upload_bytes: int = 0,  # device memory reserved for preprocessing
         tiers: EmbeddingTiers | None = None,
+        remote: RemoteEncoders | None = None,
+        max_ahead: int | None = None,  # patches decoded ahead or in workers; None: two passes
     ) -> None:
         self.model = model
         self.tiers = tiers
+        self.remote = remote
         self.place: Place = joined
         self._on_cuda = device is not None and device.type == "cuda"
         self._is_async = self._on_cuda  # a pass is launched, and runs while the host goes on
@@ -128,7 +143,10 @@ class LocalEncoder:
             self.place = upload.place
         self.max_patches = max_patches  # per pass; a larger single image gets a pass of its own
         self.counters = EncoderCounters()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
+        self._max_ahead = 2 * max_patches if max_ahead is None else max_ahead
+        waiting = remote.max_images if remote else 0  # threads that only wait for workers
+        self._pool = ThreadPoolExecutor(threads + waiting, thread_name_prefix="saccade-decode")
+        self._decoders = BoundedSemaphore(threads)
         self._readers = VideoReaders()
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
         self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared | Restored]]] = OrderedDict()
@@ -150,6 +168,14 @@ class LocalEncoder:
     @property
     def is_idle(self) -> bool:
         return not self._queue and self._current is None
+
+    @property
+    def local_work(self) -> int | None:
+        if self.remote is None or not self.remote.is_up:
+            return None
+        own = list(self._current.items) if self._current else []
+        own += [item for item in self._queue.values() if isinstance(self._ready(item.key), Prepared)]
+        return sum(map(_work, own))
 
     def submit(self, items: Sequence[MediaItem]) -> None:
         for item in items:
@@ -211,6 +237,9 @@ class LocalEncoder:
     def tier_stats(self) -> dict[str, Any]:
         return self.tiers.stats() if self.tiers else {}
 
+    def remote_stats(self) -> dict[str, Any]:
+        return self.remote.stats() if self.remote else {}
+
     def clear(self) -> None:
         """Drop everything in flight, after a failed step."""
         for _, future in self._decoding.values():
@@ -223,6 +252,8 @@ class LocalEncoder:
 
     def close(self) -> None:
         self.clear()
+        if self.remote:
+            self.remote.close()  # or threads would wait for it
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._readers.close()
         if self.tiers:
@@ -231,7 +262,7 @@ class LocalEncoder:
     # --- decoding -------------------------------------------------------------------------------------------
 
     def _start_decoding(self, items: Iterable[MediaItem]) -> None:
-        """Fill the pool in order: one image, or up to the patches of two passes and some source pixels."""
+        """Fill the pool in order: one image, or up to some patches and some source pixels."""
         leaving = list(self._leaving.values())
         decoding = [item for item, _ in self._decoding.values()]
         held = sum(item.geometry.grid.patches for item in (*decoding, *leaving))
@@ -240,7 +271,7 @@ class LocalEncoder:
         for item in items:
             if item.key in self._decoding:
                 continue
-            if held and held + item.geometry.grid.patches > 2 * self.max_patches:
+            if held and held + item.geometry.grid.patches > self._max_ahead:
                 break
             if pixels and pixels + _source_pixels(item) > _MAX_SOURCE_PIXELS:
                 break
@@ -250,19 +281,28 @@ class LocalEncoder:
         self.counters.peak_patches = max(self.counters.peak_patches, held + self._current_patches)
 
     def _prepare(self, item: MediaItem) -> Prepared | Restored:
-        start = time.perf_counter()
         with torch.inference_mode():
             if self.tiers and (restored := self.tiers.load(item, self.place)):
                 return restored
-            into = {"new": pinned} if self._on_cuda else {}
-            pixels = decode_item(item, self._readers, **into)
-            kept = kept_of(item, pixels)
-            own = pixels[item.leading :] if item.leading else pixels
-            patches = self._to_patches(own, item.geometry)
+            if self.remote and (encoded := self.remote.load(item, self.place)):
+                return encoded
+            with self._decoders:
+                start = time.perf_counter()
+                into = {"new": pinned} if self._on_cuda else {}
+                pixels = decode_item(item, self._readers, **into)
+                kept = kept_of(item, pixels)
+                own = pixels[item.leading :] if item.leading else pixels
+                patches = self._to_patches(own, item.geometry)
         return Prepared(patches, kept, (time.perf_counter() - start) * 1e3)
 
+    def _ready(self, key: Key) -> Prepared | Restored | None:
+        """What its thread has brought; None: nothing yet, or an error."""
+        _, future = self._decoding.get(key, (None, None))
+        is_ready = future is not None and future.done() and future.exception() is None
+        return future.result() if future is not None and is_ready else None
+
     def _take(self, item: MediaItem) -> Prepared | None:
-        """The decoded image, or None: a tier had the embedding, or it failed (see the errors)."""
+        """The decoded image, or None: its embedding is there already, or it failed (see the errors)."""
         try:
             started = self._decoding.pop(item.key, None)  # None: it did not fit the limits of decoding ahead
             prepared = started[1].result() if started else self._prepare(item)
@@ -281,11 +321,9 @@ class LocalEncoder:
         return prepared
 
     def _take_restored(self) -> None:
-        """What a tier had needs no pass, and does not wait for the one that runs."""
+        """What a tier had or a worker encoded needs no pass, and does not wait for the one that runs."""
         for item in list(self._queue.values()):
-            _, future = self._decoding.get(item.key, (item, None))
-            is_ready = future is not None and future.done() and future.exception() is None
-            if future is not None and is_ready and isinstance(future.result(), Restored):
+            if isinstance(self._ready(item.key), Restored):
                 del self._queue[item.key]
                 self._take(item)
 
@@ -294,9 +332,15 @@ class LocalEncoder:
         if restored.coordinates is not None:
             self._done.coordinates[item.key] = restored.coordinates
         self._done.embeddings[item.key] = restored.embedding
-        self._done.times.add(item.key, 0.0, HostWatch(), 0.0)
-        self._done.restored.add(item.key)
-        self.counters.restored += 1
+        if restored.times is None:
+            self._done.times.put(item.key, MediaTimes(0.0, 0.0))
+            self._done.restored.add(item.key)
+            self.counters.restored += 1
+            return
+        self._done.times.put(item.key, restored.times)
+        self.counters.encoded += 1
+        if self.tiers:
+            self.tiers.put(item, restored.embedding, restored.coordinates)
 
     @property
     def _current_patches(self) -> int:
@@ -430,6 +474,12 @@ def _is_of_the_device(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
         return False
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+
+
+def _work(item: MediaItem) -> int:
+    """Embeddings before pruning."""
+    cells = item.geometry.cells
+    return item.geometry.slots if cells is None else cells.width * cells.height
 
 
 def _source_pixels(item: MediaItem) -> int:

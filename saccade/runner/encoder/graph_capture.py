@@ -85,4 +85,7 @@ def _rows_of(square: Grid) -> int:
 def blank_patches(model: VisionLanguageModel, grids: list[Grid]) -> torch.Tensor:
     vision = model.config.vision
     assert vision is not None
-    return model.decoder.table.new_ones(sum(grid.patches for grid in grids), vision.patch_dim)
+    like = model.decoder.table
+    if like.is_meta:  # an encoder worker's
+        like = next(iter(model.encoder_weights().values()))
+    return like.new_ones(sum(grid.patches for grid in grids), vision.patch_dim)

@@ -65,6 +65,10 @@ class Times(Mapping[Key, MediaTimes]):
         """`share`: this image's part of what the watch measured."""
         self._read[key] = lambda: MediaTimes(decode_ms, watch.ms() * share)
 
+    def put(self, key: Key, times: MediaTimes) -> None:
+        """Measured elsewhere."""
+        self._read[key] = lambda: times
+
     def __getitem__(self, key: Key) -> MediaTimes:
         return self._read[key]()
 

@@ -1,0 +1,109 @@
+"""What an encoder worker does: images of several engines through one vision tower. Knows no transport.
+
+submit (any thread) ─► a queue for each engine ─► in turn, up to two passes ─► LocalEncoder ─► done
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from threading import Condition
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.errors import RequestError
+from saccade.runner.encoder.encoder_runner import LocalEncoder
+from saccade.types import Key, MediaItem, MediaTimes
+
+_LAYERS = 8  # between two heartbeats
+_IDLE_SECONDS = 0.5
+
+
+class Outcome(NamedTuple):
+    embedding: Tensor | None  # [slots, hidden] on the worker's device; None: see the error
+    times: MediaTimes | None
+    error: RequestError | None
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderJob:
+    engine: Hashable  # which connection it came over
+    item: MediaItem
+    begin: Callable[[], None]  # called in the thread of `step`, like `done`
+    done: Callable[[Outcome], None]
+
+
+class EncoderCore:
+    def __init__(
+        self, encoder: LocalEncoder, seconds_per_patch: float, reasons: tuple[str, ...] = ()
+    ) -> None:
+        self.encoder = encoder
+        self.seconds_per_patch = seconds_per_patch
+        self.reasons = reasons
+        self._arrived = Condition()  # guards the queues
+        self._queues: OrderedDict[Hashable, deque[EncoderJob]] = OrderedDict()  # the next engine first
+        self._running: dict[Key, list[EncoderJob]] = {}  # given to the encoder; several engines may want one
+        self._num_encoded = 0
+
+    def submit(self, job: EncoderJob) -> None:
+        with self._arrived:
+            self._queues.setdefault(job.engine, deque()).append(job)
+            self._arrived.notify()
+
+    def forget(self, engine: Hashable) -> None:
+        """It is gone: its images that wait are dropped."""
+        with self._arrived:
+            self._queues.pop(engine, None)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Some layers for what is there; waits for a moment where there is nothing."""
+        self._admit()
+        if not self._running:
+            with self._arrived:
+                if not self._queues:
+                    self._arrived.wait(_IDLE_SECONDS)
+            return
+        self.encoder.advance(_LAYERS)
+        done = self.encoder.poll()
+        for key, embedding in done.embeddings.items():
+            self._finish(key, Outcome(embedding, done.times[key], None))
+        for key, error in done.errors.items():
+            self._finish(key, Outcome(None, None, error))
+
+    def _admit(self) -> None:
+        while job := self._next():
+            job.begin()
+            if job.item.key in self._running:
+                self._running[job.item.key].append(job)
+            else:
+                self._running[job.item.key] = [job]
+                self.encoder.submit([job.item])
+
+    def _next(self) -> EncoderJob | None:
+        """One image of each engine in turn, while two passes are not full."""
+        with self._arrived:
+            held = sum(jobs[0].item.geometry.grid.patches for jobs in self._running.values())
+            if not self._queues or held >= 2 * self.encoder.max_patches:
+                return None
+            engine, queue = self._queues.popitem(last=False)
+            job = queue.popleft()
+            if queue:
+                self._queues[engine] = queue
+            return job
+
+    def _finish(self, key: Key, outcome: Outcome) -> None:
+        self._num_encoded += outcome.error is None
+        for job in self._running.pop(key):
+            job.done(outcome)
+
+    def stats(self) -> dict[str, Any]:
+        with self._arrived:
+            queued = sum(map(len, self._queues.values()))
+        return {"queue": queued + len(self._running), "encoded": self._num_encoded}
+
+    def close(self) -> None:
+        self.encoder.close()

@@ -1,0 +1,74 @@
+"""The encoder workers of a server: started, watched and restarted by the front door. Never imports torch.
+
+Owns a private folder with one socket for each worker, which engines connect to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from saccade.engine.ipc.client import CheckpointFiles
+from saccade.engine.ipc.messages import start_message
+from saccade.engine.ipc.process import EngineProcess
+from saccade.engine.ipc.supervisor import EngineStatus, Launcher, WorkerSupervisor
+from saccade.options import Options, Replica
+from saccade.types import Geometry
+
+WORKER = (sys.executable, "-m", "saccade.engine.encoders.worker")
+
+
+class EncoderView(NamedTuple):
+    """One encoder worker, for those that watch it."""
+
+    status: EngineStatus
+    queue: int  # images it has
+    encoded: int  # since its process started
+
+
+class EncoderSet:
+    def __init__(
+        self,
+        options: Options,
+        count: int,
+        num_engines: int,
+        *,
+        checkpoint: CheckpointFiles,
+        largest: Geometry | None,
+        heartbeat_timeout: float = 60.0,
+        launch: Launcher = partial(EngineProcess.spawn, WORKER),  # noqa: B008 (immutable)
+    ) -> None:
+        self._folder = tempfile.mkdtemp(prefix="saccade-") if count else None  # mode 0700
+        folder = Path(self._folder or ".")
+        self.addresses = tuple(str(folder / f"encoder-{index}") for index in range(count))
+        files = (checkpoint.path, checkpoint.config, checkpoint.image_processor)
+        self._workers = []
+        for index in range(count):
+            replica = Replica(0, num_engines, self.addresses, encoder=index)
+            start = start_message(*files, options, largest, (), progress=False, replica=replica)
+            name = f"encoder {index}"
+            worker = WorkerSupervisor(start, name, launch=launch, heartbeat_timeout=heartbeat_timeout)
+            self._workers.append(worker)
+
+    async def start(self) -> tuple[str, ...]:
+        """Wait until all are warm; returns lines for the log."""
+        ready = await asyncio.gather(*[worker.wait_ready() for worker in self._workers])
+        return tuple(reason for one in ready for reason in one.reasons)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*[worker.stop() for worker in self._workers])
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def views(self) -> Sequence[EncoderView]:
+        return [_view(worker.status(), worker.stats()) for worker in self._workers]
+
+
+def _view(status: EngineStatus, stats: dict[str, Any]) -> EncoderView:
+    return EncoderView(status, stats.get("queue", 0), stats.get("encoded", 0))

@@ -1,0 +1,104 @@
+"""An encoder worker's part of a model: its memory, and the encoder stage over the vision tower alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from saccade import costs
+from saccade.checkpoint.config import ModelConfig
+from saccade.errors import ConfigError
+from saccade.models import is_native, load_model
+from saccade.options import Options
+from saccade.runner.encoder.encoder_runner import LocalEncoder
+from saccade.runner.encoder.graph_capture import capture_tower
+from saccade.runner.latency_profile import encode_seconds, largest_within
+from saccade.runner.memory import (
+    SPARE_BYTES,
+    budget_of,
+    device_of,
+    dtype_of,
+    image_bytes,
+    pass_patches,
+    tower_graph_bytes,
+)
+from saccade.runner.replica_placement import decode_threads
+from saccade.types import Geometry
+
+MAX_SLICED_PATCHES = 2048  # per pass when encoding is sliced: a slice is one layer over the whole pass
+_MEASURED_PATCHES = 1024
+
+
+class EncoderPlan(NamedTuple):
+    device: torch.device
+    dtype: torch.dtype
+    max_patches: int  # in a pass
+    upload_bytes: int  # of the device, for images before the tower
+    total_bytes: int  # of the device
+    is_whole: bool  # encoding reads weights of the decoder, so all are loaded
+
+
+def plan_encoder(options: Options, model: ModelConfig, largest: Geometry | None) -> EncoderPlan:
+    if model.vision is None or largest is None:
+        raise ConfigError("encoders > 0, but the model or its limits allow no pictures; leave out --encoders")
+    device = device_of(options.device)
+    dtype, _ = dtype_of(options.dtype, model.dtype, device)
+    is_whole = not is_native(model) or bool(model.text.num_cross_layers)
+    weights = costs.encoder_params(model.vision, model.text) * costs.dtype_bytes(dtype)
+    patches = pass_patches(options, model, largest)
+    images = image_bytes(options, model, dtype, largest, restores=False)
+    work = patches * costs.encode_bytes_per_patch(model.vision, model.text, dtype)
+    total = costs.weight_bytes(model, dtype) if is_whole else weights
+    total += images + work + tower_graph_bytes(model, dtype) + SPARE_BYTES
+    budget = budget_of(options, largest.slots)
+    return EncoderPlan(
+        device,
+        getattr(torch, dtype),
+        max_patches(options, model, budget, device),
+        images if device.type == "cuda" else 0,
+        total,
+        is_whole,
+    )
+
+
+def max_patches(options: Options, model: ModelConfig, budget: int, device: torch.device) -> int:
+    """That go through the tower together. `budget`: embeddings encoded per step."""
+    assert model.vision is not None
+    patches = costs.patches_of(budget, model.vision, model.text)
+    return min(patches, MAX_SLICED_PATCHES) if options.max_step_seconds(device.type) else patches
+
+
+def build_encoder(
+    path: Path,
+    config: ModelConfig,
+    image_processor: Mapping[str, Any],
+    options: Options,
+    plan: EncoderPlan,
+    largest: Geometry,
+    *,
+    progress: bool = True,
+) -> tuple[LocalEncoder, float]:
+    """The stage, warm, and the seconds that a patch takes it."""
+    if plan.device.index is not None:
+        torch.cuda.set_device(plan.device)  # kernels launch on the current device, not the tensors'
+    model = load_model(
+        path,
+        config,
+        dtype=plan.dtype,
+        device=plan.device,
+        load_format=options.load_format,
+        seed=options.seed,
+        progress=progress,
+        image_processor=image_processor,
+        is_encoder=True,
+    )
+    capture_tower(model)
+    threads = options.image_decode_threads or decode_threads()
+    encoder = LocalEncoder(model, plan.max_patches, threads, plan.device, plan.upload_bytes)
+    assert config.vision is not None
+    encoder.warm_up(largest, config.vision.temporal_patch_size)
+    grid = largest_within(config, largest.grid, min(plan.max_patches, _MEASURED_PATCHES))
+    return encoder, encode_seconds(model, grid) / grid.patches
