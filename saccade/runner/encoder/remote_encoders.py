@@ -183,7 +183,8 @@ class RemoteEncoders:
         """
         patches = item.geometry.grid.patches
         with self._changed:
-            choose = self._choose_alone if item.key in self._suspects else self._choose
+            is_alone = item.key in self._suspects
+            choose = self._choose_alone if is_alone else self._choose
             worker = choose() if form.embedding_bytes <= self._arena_bytes else None
             if worker is not None:
                 worker.images += 1
@@ -195,7 +196,7 @@ class RemoteEncoders:
                 with self._changed:
                     worker.images -= 1
                     worker.patches -= patches
-                    worker.is_reserved = False
+                    worker.is_reserved = worker.is_reserved and not is_alone
                     self._changed.notify_all()
 
     def _choose(self) -> _Worker | None:
