@@ -63,3 +63,36 @@ def test_on_a_cpu_threads_and_memory_are_divided() -> None:
     )
     assert place(Options(device="cpu", image_decode_threads=5), Replica(0, 64)).options.image_decode_threads == 5
     assert torch.get_num_threads() == 1
+
+
+def encoders(count: int, engines: int = 1, encoder: int | None = None, index: int = 0) -> Replica:
+    return Replica(index, engines, tuple(str(number) for number in range(count)), encoder)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engines", "count", "devices", "beside"),
+    [
+        (4, 2, 2, ["cuda:2", "cuda:3"], [0, 0]),
+        (3, 2, 2, ["cuda:2", "cuda:2"], [0, 0]),
+        (2, 2, 3, ["cuda:0", "cuda:1", "cuda:0"], [2, 1]),
+        (1, 1, 1, ["cuda:0"], [1]),
+        (2, 1, 1, ["cuda:1"], [0]),
+    ],
+)
+def test_encoder_workers_take_gpus_after_the_engines_or_share_theirs(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, engines: int, count: int, devices: list[str], beside: list[int]
+) -> None:
+    with_gpus(monkeypatch, gpus)
+    options = Options(device="cuda")
+    placed = [place(options, encoders(count, engines, encoder)).options.device for encoder in range(count)]
+    assert placed == devices
+    own = [place(options, encoders(count, engines, index=index)) for index in range(engines)]
+    assert [placement.encoders_beside for placement in own] == beside
+    assert own[0].reasons == (f"encoder workers on {', '.join(devices)}",)
+
+
+def test_on_a_cpu_encoder_workers_have_their_part_too() -> None:
+    torch.set_num_threads(6)
+    placement = place(Options(device="cpu"), encoders(1, 2))
+    assert torch.get_num_threads() == 2 and placement.memory_parts == 3
+    assert placement.reasons[0].startswith("2 engines and 1 encoder worker share this CPU: each has 2 of its threads")

@@ -79,6 +79,8 @@ def test_an_unknown_environment_variable_is_only_logged(caplog: pytest.LogCaptur
         {"port": 70000},
         {"replicas": 0},
         {"replicas": 65},
+        {"encoders": -1},
+        {"encoders": 65},
         {"max_body_mb": 0},
         {"max_inflight_mb": 1},
         {"drain_timeout": -1.0},
