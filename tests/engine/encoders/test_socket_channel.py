@@ -13,44 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob
+from saccade.engine.encoders.encoder_core import EncoderJob
 from saccade.engine.encoders.messages import Begun, Encoded, Welcome
 from saccade.engine.encoders.socket_channel import SocketChannel
-from saccade.engine.encoders.socket_server import SocketServer
 from saccade.engine.ipc.messages import frame
 from saccade.errors import RequestError
 from saccade.runner.encoder.encoder_channel import EncoderLate, EncoderLost
-from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.types import MediaItem, MediaTimes
-from tests.helpers.fake_tower import FakeTower, picture
+from tests.helpers.encoder_workers import Puppet, Worker
+from tests.helpers.fake_tower import picture
 
 PATIENT = 20.0  # seconds, only to end a broken test
-
-
-class Worker:
-    """A core that serves a socket, stepped by a thread."""
-
-    def __init__(self, address: Path) -> None:
-        self.address = str(address)
-        self.tower = FakeTower()
-        self.core = EncoderCore(LocalEncoder(self.tower, 64, 2), 0.25)  # type: ignore[arg-type]
-        self.server = SocketServer(self.core, self.address)
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            self.core.step()
-
-    def close(self) -> None:
-        self._is_over.set()
-        self.core._arrived.acquire()
-        self.core._arrived.notify_all()
-        self.core._arrived.release()
-        self._thread.join()
-        self.server.close()
-        self.core.close()
 
 
 @pytest.fixture
@@ -58,24 +31,6 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     made = Worker(tmp_path / "encoder")
     yield made
     made.close()
-
-
-class Puppet:
-    """The other end of a channel, played by the test."""
-
-    def __init__(self, address: Path) -> None:
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(str(address))
-        self.listener.listen()
-
-    def accept(self) -> None:
-        self.connection, _ = self.listener.accept()
-        _, fds, _, _ = socket.recv_fds(self.connection, 1, 1)
-        os.close(fds[0])
-        self.connection.sendall(frame(Welcome(0.5)))
-
-    def close(self) -> None:
-        self.listener.close()
 
 
 @pytest.fixture
