@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_rows import ROWS
+from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import EngineStatus, ReplicaView
 from saccade.options import Options, ServerOptions
-from saccade.server.engine_metrics import TIER_COUNTERS, TIER_GAUGES
+from saccade.server.engine_metrics import REMOTE_COUNTERS, TIER_COUNTERS, TIER_GAUGES
 from saccade.server.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
@@ -157,6 +158,7 @@ _STATS = {
     "encoder_cache": {"hits": 0, "misses": 0, "slots_used": 0, "slots_total": 0},
     "tenants": {"": {"running": 0, "waiting": 0, "service": 0}},
     "embedding_tiers": {"": dict.fromkeys((*TIER_COUNTERS, *TIER_GAUGES), 0)},
+    "remote_encoders": dict.fromkeys(REMOTE_COUNTERS, 0),
     "encoder_cache_tenants": {"": {"hits": 0, "misses": 0, "slots": 0}},
 }
 
@@ -176,7 +178,8 @@ def metrics_page() -> str:
         "What `GET /metrics` exposes, from `saccade/server/metrics.py`. `docs/grafana.json` is a dashboard\n"
         "over the `saccade:` names. The `vllm:` names carry the same values for dashboards made for vLLM. A\n"
         "counter's sample has the suffix `_total`; a histogram has `_bucket`, `_sum` and `_count`. The labels\n"
-        "`replica` and `engine`, and the metrics of replicas, are there with `--replicas` above 1 only.",
+        "`replica` and `engine`, and the metrics of replicas, are there with `--replicas` above 1 only;",
+        "those of encoder workers with `--encoders` only.",
     ]
     for prefix in ("saccade", "vllm"):
         rows = [
@@ -190,7 +193,12 @@ def metrics_page() -> str:
 
 def _metrics() -> Iterator[_Metric]:
     status = EngineStatus("ready", 0.0, 0, None, None)
-    metrics = Metrics("MODEL", lambda: _STATS, replicas=lambda: [ReplicaView(status, _STATS, 0)])
+    metrics = Metrics(
+        "MODEL",
+        lambda: _STATS,
+        replicas=lambda: [ReplicaView(status, _STATS, 0)],
+        encoders=lambda: [EncoderView(status, 0, 0)],
+    )
     registries = (metrics.registry, metrics.tenants.registry)
     for collector in [one for registry in registries for one in registry._collector_to_names]:  # no public list
         own_labels = tuple(getattr(collector, "_labelnames", ()))

@@ -91,11 +91,10 @@ def build_runner(
         forward, eager_reason = select_forward(parts, target, options.attention_backend)
         capture_tower(model)
     encoder = _encoder(model, options, plan, largest, links)
-    grammars = Grammars(path, config.text.vocab_size)
     # Beside a GPU, PyTorch only copies a few kilobytes on the host. Splitting a copy over all cores takes
     # microseconds, or ten milliseconds while image decoding keeps them busy.
     on_close = OneTorchThread().end if plan.device.type == "cuda" else None
-    held = (model, kv, encoder, grammars, forward, embeddings)
+    held = (model, kv, encoder, Grammars(path, config.text.vocab_size), forward, embeddings)
     return Runner(*held, memory.report(), on_close, eager_reason, host)
 
 

@@ -82,6 +82,8 @@ def build_encoder(
     progress: bool = True,
 ) -> tuple[LocalEncoder, float]:
     """The stage, warm, and the seconds that a patch takes it."""
+    if plan.device.type == "cuda":
+        torch.set_num_threads(1)  # beside a GPU it only copies, and decoding threads need the cores
     if plan.device.index is not None:
         torch.cuda.set_device(plan.device)  # kernels launch on the current device, not the tensors'
     model = load_model(

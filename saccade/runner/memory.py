@@ -96,12 +96,10 @@ def plan_memory(
     """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given."""
     device = device_of(options.device)
     dtype, why_dtype = dtype_of(options.dtype, model.dtype, device)
-    if free_bytes is None:
-        free_bytes = _free_bytes(device, options.gpu_memory_utilization, encoders.bytes_beside)
-    free = free_bytes // memory_parts  # engines on one CPU share it, and the automatic cache sizes
+    known = _free_bytes(device, options, encoders) if free_bytes is None else free_bytes
+    free = known // memory_parts  # engines on one CPU share it, and the automatic cache sizes
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest, memory_parts)
-    restores = options.has_embedding_tiers or encoders.number > 0
-    parts = _beside_kv(options, model, dtype, largest, slots, device.type, restores=restores)
+    parts = _beside_kv(options, model, dtype, largest, slots, device.type, encoders)
     blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type, memory_parts)
     parts = replace(parts, kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size))
     free_ram = _free_ram() if device.type == "cuda" else free - parts.total
@@ -145,8 +143,7 @@ def _beside_kv(
     largest: Geometry | None,
     slots: int,
     device: str,
-    *,
-    restores: bool,
+    encoders: Encoders,
 ) -> MemoryParts:
     """All that has to fit beside the KV cache. The largest image counts whole, for any context."""
     weights = costs.weight_bytes(model, dtype)
@@ -155,6 +152,7 @@ def _beside_kv(
     if device != "cuda":
         return MemoryParts(weights, 0, 0, states=states)
     biggest = largest.slots if largest else 0
+    restores = options.has_embedding_tiers or encoders.number > 0
     per_slot = costs.embedding_bytes_per_slot(model.text, dtype)
     return MemoryParts(
         weights=weights,
@@ -309,13 +307,14 @@ def _check_dtype(name: str, remedy: str) -> None:
         raise ConfigError(f"{error}; {remedy}") from None
 
 
-def _free_bytes(device: torch.device, utilization: float, beside: int) -> int:
-    """`beside`: what others will take of a GPU, or have taken."""
+def _free_bytes(device: torch.device, options: Options, encoders: Encoders) -> int:
+    """Encoder workers on the same GPU may have taken their memory already, or take it later."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()  # memory that a closed engine left with the allocator counts as taken
         free, total = torch.cuda.mem_get_info(device)
-        return int(min(free - total * (1 - utilization), total * utilization - beside))
+        share = options.gpu_memory_utilization
+        return int(min(free - total * (1 - share), total * share - encoders.bytes_beside))
     return _free_ram()
 
 

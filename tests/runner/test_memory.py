@@ -17,7 +17,7 @@ from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
-from saccade.runner.memory import MemoryPlan, dtype_of, plan_memory
+from saccade.runner.memory import Encoders, MemoryPlan, _free_bytes, dtype_of, plan_memory
 from saccade.types import Geometry, Grid, Size
 from tests.helpers.fake_tower import FakeTower, picture
 from tests.helpers.published import PUBLISHED
@@ -323,3 +323,13 @@ def test_engines_that_share_a_cpu_divide_its_memory() -> None:
         for count in (1, 2)
     ]
     assert asked[0].scheduler == asked[1].scheduler  # of each engine
+
+
+@pytest.mark.parametrize("taken", [0, 20])
+def test_an_engine_leaves_encoder_workers_on_its_gpu_their_memory(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    """Whether they have taken it already or not."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 - taken, 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    options = Options(gpu_memory_utilization=0.9)
+    assert _free_bytes(torch.device("cuda"), options, Encoders(1, 20)) == 70
+    assert _free_bytes(torch.device("cuda"), options, Encoders()) == 90 - taken

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import RequestError
-from saccade.runner.encoder.encoder_runner import LocalEncoder
+from saccade.runner.encoder.encoder_runner import Encoded, LocalEncoder
 from saccade.types import Key, MediaItem, MediaTimes
 
 _LAYERS = 8  # between two heartbeats
@@ -38,7 +38,11 @@ class EncoderJob:
 
 class EncoderCore:
     def __init__(
-        self, encoder: LocalEncoder, seconds_per_patch: float, reasons: tuple[str, ...] = ()
+        self,
+        encoder: LocalEncoder,
+        seconds_per_patch: float,
+        reasons: tuple[str, ...] = (),
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
     ) -> None:
         self.encoder = encoder
         self.seconds_per_patch = seconds_per_patch
@@ -47,6 +51,7 @@ class EncoderCore:
         self._queues: OrderedDict[Hashable, deque[EncoderJob]] = OrderedDict()  # the next engine first
         self._running: dict[Key, list[EncoderJob]] = {}  # given to the encoder; several engines may want one
         self._num_encoded = 0
+        self._delivery = _Delivery(device) if device.type == "cuda" else None
 
     def submit(self, job: EncoderJob) -> None:
         with self._arrived:
@@ -69,6 +74,12 @@ class EncoderCore:
             return
         self.encoder.advance(_LAYERS)
         done = self.encoder.poll()
+        if self._delivery is None:
+            self._deliver(done)
+        else:
+            self._delivery.swap(done, self._deliver)
+
+    def _deliver(self, done: Encoded) -> None:
         for key, embedding in done.embeddings.items():
             self._finish(key, Outcome(embedding, done.times[key], None))
         for key, error in done.errors.items():
@@ -107,3 +118,26 @@ class EncoderCore:
 
     def close(self) -> None:
         self.encoder.close()
+
+
+class _Delivery:
+    """Hands out the embeddings of a pass while the GPU runs the next one: on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = device
+        self._done = Encoded.nothing()
+        self._is_complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def swap(self, done: Encoded, deliver: Callable[[Encoded], None]) -> None:
+        """Deliver what came before, keep this."""
+        before = self._done
+        was_complete = self._is_complete
+        self._done = done
+        self._is_complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._is_complete.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(was_complete)
+        with torch.cuda.stream(self._stream):
+            for embedding in before.embeddings.values():
+                embedding.record_stream(self._stream)
+            deliver(before)

@@ -67,7 +67,7 @@ def build(start: Start) -> EncoderCore:
         f"encoder {index}: {part} on {plan.device}, {str(plan.dtype).removeprefix('torch.')}, "
         f"{1 / max(seconds, 1e-9):.0f} patches a second"
     )
-    return EncoderCore(encoder, seconds, (reason,))
+    return EncoderCore(encoder, seconds, (reason,), plan.device)
 
 
 def main() -> int:
