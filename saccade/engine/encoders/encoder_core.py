@@ -18,7 +18,7 @@ from saccade.errors import RequestError
 from saccade.runner.encoder.encoder_runner import Encoded, LocalEncoder
 from saccade.types import Key, MediaItem, MediaTimes
 
-_LAYERS = 8  # between two heartbeats
+_LAYERS = 4  # between two heartbeats
 _IDLE_SECONDS = 0.5
 
 

@@ -6,22 +6,24 @@ Owns a private folder with one socket for each worker, which engines connect to.
 from __future__ import annotations
 
 import asyncio
-import shutil
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.engine.ipc.client import CheckpointFiles
 from saccade.engine.ipc.messages import start_message
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.supervisor import EngineStatus, Launcher, WorkerSupervisor
+from saccade.errors import ConfigError
 from saccade.options import Options, Replica
 from saccade.types import Geometry
 
 WORKER = (sys.executable, "-m", "saccade.engine.encoders.worker")
+
+_MAX_PATH = 90  # bytes; a socket's whole path may have 107
 
 
 class EncoderView(NamedTuple):
@@ -44,9 +46,9 @@ class EncoderSet:
         heartbeat_timeout: float = 60.0,
         launch: Launcher = partial(EngineProcess.spawn, WORKER),  # noqa: B008 (immutable)
     ) -> None:
-        self._folder = tempfile.mkdtemp(prefix="saccade-") if count else None  # mode 0700
-        folder = Path(self._folder or ".")
-        self.addresses = tuple(str(folder / f"encoder-{index}") for index in range(count))
+        self._folder = _private_folder() if count else None
+        folder = self._folder.name if self._folder else ""
+        self.addresses = tuple(f"{folder}/encoder-{index}" for index in range(count))
         files = (checkpoint.path, checkpoint.config, checkpoint.image_processor)
         self._workers = []
         for index in range(count):
@@ -64,10 +66,22 @@ class EncoderSet:
     async def stop(self) -> None:
         await asyncio.gather(*[worker.stop() for worker in self._workers])
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
 
     def views(self) -> Sequence[EncoderView]:
         return [_view(worker.status(), worker.stats()) for worker in self._workers]
+
+
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    """Only this user may enter it."""
+    if sys.platform != "linux":
+        raise ConfigError("encoders need shared memory as Linux has it; leave out --encoders")
+    folder = tempfile.TemporaryDirectory(prefix="saccade-")
+    if len(os.fsencode(folder.name)) > _MAX_PATH:
+        name = folder.name
+        folder.cleanup()
+        raise ConfigError(f"{name} is too long for the path of a socket; set TMPDIR to a shorter one")
+    return folder
 
 
 def _view(status: EngineStatus, stats: dict[str, Any]) -> EncoderView:

@@ -40,6 +40,7 @@ IMAGES_PER_WORKER = 8  # under way at the same time: each holds a thread that wa
 MAX_DEATHS = 2
 _MAX_SUSPECTS = 1024  # images that a worker died of, the latest ones
 _RECONNECT_SECONDS = 0.25
+_CLOSE_SECONDS = 1.0  # for a connection that is just being made
 _PAUSE_SECONDS = 10.0  # without images for a worker that was late
 _PATIENCE = 4.0  # times what the patches before an image and its own should take
 _NEW_SHARE = 0.25  # of the latest measurement in the rate
@@ -116,6 +117,9 @@ class RemoteEncoders:
             self._workers.pop(address, None)
         with suppress(OSError):
             channel = self._connect(address, self._arena_bytes)
+            if self._is_closed.is_set():
+                channel.close()
+                return
             with self._changed:
                 self._workers[address] = _Worker(channel, channel.seconds_per_patch)
                 self._changed.notify_all()
@@ -274,7 +278,7 @@ class RemoteEncoders:
     def close(self) -> None:
         """Images under way are given up."""
         self._is_closed.set()
-        self._connector.join()
+        self._connector.join(_CLOSE_SECONDS)
         workers = list(self._workers.values())
         self._workers.clear()
         for worker in workers:

@@ -1,0 +1,68 @@
+"""The front door's encoder workers: a private folder, and clear refusals. `tests/server/test_encoders.py` starts some."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from saccade.engine.encoders.encoder_set import EncoderSet
+from saccade.errors import ConfigError, EngineUnavailable
+from saccade.options import Options
+from tests.helpers.fake_worker import NO_FILES
+
+
+def make(count: int, **how: object) -> EncoderSet:
+    return EncoderSet(Options(), count, 1, checkpoint=NO_FILES, largest=None, **how)  # type: ignore[arg-type]
+
+
+def test_without_encoders_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    encoders = make(0)
+    assert asyncio.run(encoders.start()) == () and encoders.addresses == () and encoders.views() == []
+    asyncio.run(encoders.stop())
+    assert not list(tmp_path.iterdir())
+
+
+def test_sockets_lie_in_a_folder_of_this_user_that_goes_with_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    encoders = make(2)
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert encoders.addresses == (f"{folder}/encoder-0", f"{folder}/encoder-1")
+    assert [view.status.state for view in encoders.views()] == ["starting"] * 2
+    asyncio.run(encoders.stop())
+    assert not folder.exists()
+
+
+def test_a_worker_that_cannot_start_is_named() -> None:
+    async def launch() -> None:
+        raise OSError(2, "no such program")
+
+    async def body() -> None:
+        encoders = make(1, launch=launch)
+        with pytest.raises(EngineUnavailable, match=r"encoder 0 did not start.*no such program"):
+            await encoders.start()
+        await encoders.stop()
+
+    asyncio.run(body())
+
+
+def test_a_path_too_long_for_a_socket_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        make(1)
+    assert not list(long.iterdir())
+
+
+def test_systems_without_this_kind_of_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match="leave out --encoders"):
+        make(1)
