@@ -1,4 +1,4 @@
-"""The front door's encoder workers: a private folder, and clear refusals. `tests/server/test_encoders.py` starts some."""
+"""The front door's encoder workers: a private folder, and clear refusals. tests/server has some that run."""
 
 from __future__ import annotations
 
