@@ -251,6 +251,14 @@ class ServerOptions:
         "GPU after those of the engines if there is one, else beside an engine, or on a part of the CPU. An "
         "embedding that is lost or late is encoded in the engine; 0: engines encode all images themselves",
     )
+    ray_address: str | None = _option(
+        None,
+        "Ray cluster on whose machines the engines run, such as 10.0.0.1:6379; auto: the one that this "
+        "machine has joined (ray start). Each machine needs Saccade, and MODEL under the same path",
+    )
+    ray_cpus: int = _option(
+        1, "CPUs that Ray reserves for each engine, beside one GPU where there are any; without: its threads"
+    )
     served_model_name: tuple[str, ...] = _option(
         (), "model names clients may use, the first is shown; automatic: MODEL, or the name of its folder"
     )
@@ -316,7 +324,13 @@ class ServerOptions:
         _require(is_valid, "replicas", self.replicas, allowed)
         is_valid = isinstance(self.encoders, int) and 0 <= self.encoders <= MAX_ENCODERS
         _require(is_valid, "encoders", self.encoders, f"a whole number from 0 to {MAX_ENCODERS}")
-        for name in ("max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"):
+        if self.ray_address is not None and (not self.ray_address or "://" in self.ray_address):
+            expected = "auto or HOST:PORT of a cluster that this machine has joined (ray start)"
+            raise ConfigError(f"ray_address takes {expected}, not {self.ray_address!r}")
+        if self.ray_address is not None and self.encoders:
+            problem = f"encoders={self.encoders} are processes of this machine"
+            raise ConfigError(f"{problem}, which engines on a Ray cluster cannot reach; leave --encoders out")
+        for name in ("ray_cpus", "max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"):
             _positive(name, getattr(self, name))
         if self.max_connections is not None:
             _positive("max_connections", self.max_connections)
@@ -427,9 +441,11 @@ class Replica:
     """Which worker of a server this is: one of its engines, or one of its encoder workers."""
 
     index: int = 0  # of this engine
-    count: int = 1  # engines
+    count: int = 1  # engines, as many as there may be
     encoders: tuple[str, ...] = ()  # addresses of the encoder workers that all engines share
     encoder: int | None = None  # the index of this encoder worker; None: it is an engine
+    num_local: int | None = None  # engines that may share its machine; None: all
+    has_own_device: bool = False  # PyTorch sees a GPU, or a number of threads, that are its own
 
     @property
     def is_alone(self) -> bool:

@@ -18,7 +18,7 @@ from saccade.runner.build_encoder import plan_encoder
 from saccade.runner.encoder.encoder_channel import Connect
 from saccade.runner.forward import Forward
 from saccade.runner.memory import Encoders, plan_memory
-from saccade.runner.replica_placement import place
+from saccade.runner.replica_placement import device_label, place
 from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward
 from saccade.scheduler.cpu_step_time import CpuStepTime
@@ -65,9 +65,10 @@ def build_core(
     for note in notes:
         logger.info("%s", note)
     reasons = (*placement.reasons, *plan.reasons, *more, *about_offload, *notes)
+    device = device_label(runner.kv.k.device)
     if not runner.is_async:
-        return EngineCore(limits, runner, reasons=reasons, grammars=runner.grammars)
-    core = AsyncEngineCore(limits, runner, reasons=reasons, grammars=runner.grammars)
+        return EngineCore(limits, runner, reasons=reasons, grammars=runner.grammars, device=device)
+    core = AsyncEngineCore(limits, runner, reasons=reasons, grammars=runner.grammars, device=device)
     freeze()
     switch_threads_often()
     return core

@@ -61,8 +61,10 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         reasons: Sequence[str] = (),
         grammars: OpenGrammars | None = None,
+        device: str = "cpu",
     ) -> None:
         self.limits = limits
+        self.device = device  # in words
         self.reasons = tuple(reasons)  # why the limits are what they are, one line each
         self.scheduler = Scheduler(limits)
         self.runner = runner

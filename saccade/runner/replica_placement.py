@@ -1,4 +1,4 @@
-"""One of several workers on this machine: which GPU it takes, or which part of the CPU.
+"""One of several workers of a server: which GPU it takes, or which part of a CPU.
 
 Engines take a GPU each, from the first on. Encoder workers take the GPUs after them in turn; where there are
 none, those of the engines.
@@ -33,14 +33,33 @@ def place(options: Options, replica: Replica) -> Placement:
     options = replace(options, image_decode_threads=options.image_decode_threads or decode_threads(replica))
     if device_of(options.device).type == "cuda":
         return _place_on_gpu(options, replica)
-    threads = max(1, torch.get_num_threads() // replica.num_workers)
-    torch.set_num_threads(threads)
+    num_workers = _num_local(replica)
+    threads = torch.get_num_threads()
+    if not replica.has_own_device:
+        threads = max(1, threads // num_workers)
+        torch.set_num_threads(threads)
     encoders = f" and {_some(len(replica.encoders), 'encoder worker')}" if replica.encoders else ""
+    engines = _some(num_workers - len(replica.encoders), "engine")
     reason = (
-        f"{_some(replica.count, 'engine')}{encoders} share this CPU: each has {threads} of its threads and "
-        f"1/{replica.num_workers} of the automatic memory for KV blocks and embeddings"
+        f"{engines}{encoders} share this CPU: each has {threads} of its threads and "
+        f"1/{num_workers} of the automatic memory for KV blocks and embeddings"
     )
-    return Placement(options, replica.num_workers, (reason,))
+    return Placement(options, num_workers, (reason,) if num_workers > 1 else ())
+
+
+def device_label(device: torch.device) -> str:
+    """For people: "cpu", or the GPU as the machine counts it, whatever this process was left of them."""
+    if device.type != "cuda":
+        return device.type
+    index = device.index or 0
+    visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    number = visible[index] if index < len(visible) else str(index)
+    return f"GPU {number}, {torch.cuda.get_device_name(device)}"
+
+
+def _num_local(replica: Replica) -> int:
+    """Workers that share its machine, or may."""
+    return replica.num_workers if replica.num_local is None else replica.num_local
 
 
 def _some(count: int, what: str) -> str:
@@ -49,14 +68,14 @@ def _some(count: int, what: str) -> str:
 
 def decode_threads(replica: Replica = Replica()) -> int:  # noqa: B008 (immutable)
     """Threads that decode images, where no option says how many."""
-    return max(1, min((os.cpu_count() or 1) // replica.num_workers, _MAX_DECODE_THREADS))
+    return max(1, min((os.cpu_count() or 1) // _num_local(replica), _MAX_DECODE_THREADS))
 
 
 def _place_on_gpu(options: Options, replica: Replica) -> Placement:
     devices = [_encoder_gpu(options.device, replica, index) for index in range(len(replica.encoders))]
     if replica.encoder is not None:
         return Placement(replace(options, device=devices[replica.encoder]))
-    own = options.device if replica.is_alone else _gpu(options.device, replica)
+    own = options.device if replica.is_alone or replica.has_own_device else _gpu(options.device, replica)
     beside = sum((device_of(device).index or 0) == (device_of(own).index or 0) for device in devices)
     named = ", ".join(devices)
     reasons = (f"encoder workers on {named}",) if replica.encoders else ()

@@ -23,8 +23,11 @@ from typing import Any
 import uvicorn
 
 from saccade.engine.encoders.encoder_set import EncoderSet
-from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineUnavailable
+from saccade.engine.ipc.client import WORKER, EngineClient, EngineInfo, EngineUnavailable
+from saccade.engine.ipc.process import EngineProcess
+from saccade.engine.ipc.supervisor import Launcher
 from saccade.engine.process_tuning import collect, freeze, trim
+from saccade.engine.ray_cluster.launcher import ray_launcher
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
 from saccade.media.fetch import Fetcher, FetchPolicy
@@ -74,6 +77,7 @@ def serve(settings: Settings) -> int:
         warmup=warmup_requests(processor),
         progress=sys.stderr.isatty(),
         encoders=encoders.addresses,
+        launch=_launcher(server),
         **how,
     )
     engine = make_client() if server.replicas == 1 else ReplicaSet(make_client, server.replicas)
@@ -90,6 +94,12 @@ def serve(settings: Settings) -> int:
         running = _Running(service, engine, encoders, sock)
         with asyncio.Runner(loop_factory=running.http.config.get_loop_factory()) as runner:
             return runner.run(running.run())
+
+
+def _launcher(server: ServerOptions) -> Launcher:
+    if server.ray_address is None:
+        return partial(EngineProcess.spawn, WORKER)
+    return ray_launcher(server.ray_address, server.ray_cpus)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from tests.helpers.scheduling import FakeRunner, make_config, make_request
 
 BREAKS_THE_STEP, BREAKS_THE_CORE = 66_000, 77_000  # first tokens
 HANGS_REPLICA = 88_000  # plus its index: first token of a prompt whose first step never ends there
+STEP_SECONDS = 0.002  # where no command line says it
 HANG = 30.0  # seconds after which a test is given up
 SHAPE = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 CONFIG = model_config({"model_type": "fake", "vocab_size": 9, "max_position_embeddings": 64, **SHAPE})
@@ -64,10 +65,11 @@ class WorkerRunner(FakeRunner):
 
 
 def build(start: Start) -> EngineCore:
-    if start.options.device != "auto":
+    if start.options.device not in ("auto", "cpu"):
         raise ConfigError(f"the fake engine has no device {start.options.device}")
     limits = make_config(max_waiting=start.options.max_waiting, max_num_seqs=min(start.options.max_num_seqs, 8))
-    runner = WorkerRunner(float(sys.argv[1]), start.replica.index, config=limits)
+    seconds = float(sys.argv[1]) if __name__ == "__main__" else STEP_SECONDS
+    runner = WorkerRunner(seconds, start.replica.index, config=limits)
     return EngineCore(limits, runner, reasons=["a fake engine"])
 
 
@@ -78,8 +80,8 @@ def fake_client(
     step_seconds: float = 0.0, options: Options | None = None, command: Sequence[str] = (), **how: Any
 ) -> EngineClient:
     command = command or (sys.executable, "-m", "tests.helpers.fake_worker", str(step_seconds))
-    launch = partial(EngineProcess.spawn, command)
-    return EngineClient(options or Options(), checkpoint=NO_FILES, largest=None, launch=launch, **how)
+    how = {"checkpoint": NO_FILES, "launch": partial(EngineProcess.spawn, command), **how}
+    return EngineClient(options or Options(), largest=None, **how)
 
 
 @asynccontextmanager
@@ -101,12 +103,14 @@ def run(test: Callable[[EngineClient], Awaitable[None]], *, loop_factory: Any = 
     run_bounded(body(), loop_factory)
 
 
-def run_bounded(body: Coroutine[Any, Any, None], loop_factory: Any = None) -> None:
+def run_bounded(body: Coroutine[Any, Any, None], loop_factory: Any = None, seconds: float = HANG) -> None:
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(asyncio.wait_for(body, HANG))
+        runner.run(asyncio.wait_for(body, seconds))
 
 
-def run_replicas(test: Callable[[ReplicaSet], Awaitable[None]], count: int = 2, **how: Any) -> None:
+def run_replicas(
+    test: Callable[[ReplicaSet], Awaitable[None]], count: int = 2, seconds: float = HANG, **how: Any
+) -> None:
     """The same against several fake workers as one engine. Nothing may be counted as open at the end."""
 
     async def body() -> None:
@@ -123,7 +127,7 @@ def run_replicas(test: Callable[[ReplicaSet], Awaitable[None]], count: int = 2, 
         assert replicas.bytes_in_flight == 0
         assert not any(is_running(pid) for pid in pids)
 
-    run_bounded(body())
+    run_bounded(body(), seconds=seconds)
 
 
 def pids_of(replicas: ReplicaSet) -> list[int]:

@@ -54,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": NOUNS | {"checkpoint", "scheduler", "runner", "runner.encoder"},
     "engine.ipc": NOUNS | {"checkpoint", "engine", "engine.encoders", "scheduler"},
     "engine.encoders": NOUNS | {"engine", "engine.ipc", "runner", "runner.encoder"},
+    "engine.ray_cluster": NOUNS | {"engine.ipc"},
     "engine.replicas": NOUNS | {"engine.ipc", "scheduler"},
     "llm": NOUNS | {"processor", "structured", "engine"},
     "server.http": {"errors", "options", "server"},
@@ -61,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "server.api": NOUNS | {"media", "processor", "server", "server.http", "server.request"},
     "server": NOUNS
     | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc", "engine.encoders"}
-    | {"engine.replicas"}
+    | {"engine.replicas", "engine.ray_cluster"}
     | {"server.http", "server.request", "server.api"},
     "evaluation": {"errors", "types", "options", "costs"},
     "cli": NOUNS | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation"},

@@ -47,6 +47,7 @@ class EncoderCore:
         self.encoder = encoder
         self.seconds_per_patch = seconds_per_patch
         self.reasons = reasons
+        self.device = device
         self._arrived = Condition()  # guards the queues
         self._queues: OrderedDict[Hashable, deque[EncoderJob]] = OrderedDict()  # the next engine first
         self._running: dict[Key, list[EncoderJob]] = {}  # given to the encoder; several engines may want one

@@ -15,11 +15,11 @@ from time import monotonic
 
 from saccade.engine.encoders.encoder_core import EncoderCore
 from saccade.engine.encoders.socket_server import SocketServer
-from saccade.engine.ipc.loop import BEAT_SECONDS, WorkerLoop, run_process
+from saccade.engine.ipc.loop import BEAT_SECONDS, WorkerLoop, place_on, run_process
 from saccade.engine.ipc.messages import Ready, Start, StepUpdate, Stop, config_of
 from saccade.engine.process_tuning import freeze
 from saccade.runner.build_encoder import build_encoder, plan_encoder
-from saccade.runner.replica_placement import place
+from saccade.runner.replica_placement import device_label, place
 
 
 class EncoderLoop(WorkerLoop):
@@ -33,7 +33,7 @@ class EncoderLoop(WorkerLoop):
         assert start.replica.encoder is not None
         server = SocketServer(core, start.replica.encoders[start.replica.encoder])
         try:
-            self.send(Ready(None, core.reasons))
+            self.send(Ready(None, core.reasons, place_on(device_label(core.device))))
             due = 0.0
             while not self._is_stopped():
                 core.step()

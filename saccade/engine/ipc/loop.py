@@ -34,6 +34,7 @@ from saccade.engine.ipc.messages import (
     Stop,
     Submit,
     WireError,
+    WorkerPlace,
     command_in,
     frame,
     read_body,
@@ -118,7 +119,7 @@ class EngineLoop(WorkerLoop):
             warm_up(core, unpack_requests(start.warmup))
             if not start.replica.is_alone:
                 self._cache_log = core.scheduler.log_caches()
-            self.send(Ready(core.limits, core.reasons))
+            self.send(Ready(core.limits, core.reasons, place_on(core.device)))
             while self._take_messages(core):
                 self._step(core)
         finally:
@@ -180,6 +181,10 @@ class EngineLoop(WorkerLoop):
         self.send(StepUpdate(events, stats, cache))
 
 
+def place_on(device: str) -> WorkerPlace:
+    return WorkerPlace(socket.gethostname(), os.getpid(), device)
+
+
 def warm_up(core: EngineCore, requests: list[Request]) -> None:
     """Run these to their end, so that lazy set-up delays no client. One that fails is only a warning."""
     for request in requests:
@@ -200,19 +205,31 @@ def run_process(
     fd: int, build: Callable[[Start], Any], make_loop: Callable[..., WorkerLoop] = EngineLoop
 ) -> int:
     """Serve the inherited socket until the client stops us or is gone; returns the exit status."""
-    if sys.platform == "linux":  # it kills us with the parent; elsewhere the closed socket ends us
-        CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     os.set_inheritable(fd, False)  # a child process that held it would hide our exit from the client
     with socket.socket(fileno=fd) as connection:
-        # Without a client the rest of a step is of no use.
-        loop = make_loop(connection, on_close=lambda: os._exit(0))
-        try:
-            loop.run(build)
-        except ConnectionError:
-            return 0  # the client is gone
-        except Exception as error:
-            _tell_fatal(loop, error)
-            return 1
+        return serve_connection(connection, build, make_loop)
+
+
+def end_with_parent() -> None:
+    if sys.platform == "linux":  # elsewhere the closed socket ends us
+        CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def serve_connection(
+    connection: socket.socket,
+    build: Callable[[Start], Any],
+    make_loop: Callable[..., WorkerLoop] = EngineLoop,
+) -> int:
+    """Ends the process when the client is gone: the rest of a step is of no use to it."""
+    loop = make_loop(connection, on_close=lambda: os._exit(0))
+    try:
+        loop.run(build)
+    except (ConnectionError, TimeoutError):
+        return 0  # the client is gone
+    except Exception as error:
+        _tell_fatal(loop, error)
+        return 1
     return 0
 
 

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -171,11 +171,20 @@ class Stop(Message, frozen=True):
     """The worker ends after the step it is in."""
 
 
+class WorkerPlace(NamedTuple):
+    """Where a worker runs."""
+
+    node: str  # name of the machine
+    pid: int
+    device: str
+
+
 class Ready(Message, frozen=True):
     """Weights are loaded, encoder and decoder are warm."""
 
     limits: SchedulerConfig | None  # None: it is an encoder worker, which schedules nothing
     reasons: tuple[str, ...]  # what was chosen and why
+    place: WorkerPlace
 
 
 class Accepted(Message, frozen=True):

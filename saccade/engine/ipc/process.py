@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from saccade.engine.ipc.messages import HEADER, Report, Stop, body_size, frame, report_in
 
@@ -16,7 +17,7 @@ TERM_SECONDS = 2.0  # between SIGTERM and SIGKILL
 _POLL_SECONDS = 0.02
 # By default glibc gives each image-decoding thread its own arena, which keeps what its largest image needed,
 # and adapts the size from which memory is unmapped. One arena and fixed sizes keep memory constant.
-_ENVIRONMENT = {
+MALLOC_ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
@@ -34,7 +35,9 @@ class EngineProcess:
         self.last_received = time.monotonic()
 
     @classmethod
-    async def spawn(cls, command: Sequence[str]) -> EngineProcess:
+    async def spawn(
+        cls, command: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
+    ) -> EngineProcess:
         """Start `command FD`, where FD is the child's end of a socket pair.
 
         The child gets its own session: Ctrl-C in the terminal reaches only the parent, which drains first.
@@ -49,7 +52,7 @@ class EngineProcess:
                     pass_fds=[fd],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
-                    env={**_ENVIRONMENT, **os.environ},
+                    env={**MALLOC_ENVIRONMENT, **environment, **os.environ},
                 )
             except OSError:
                 writer.close()

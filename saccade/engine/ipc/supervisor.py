@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from saccade.engine.ipc.messages import Fatal, Ready, Report, Start, StepUpdate, frame
+from saccade.engine.ipc.messages import Fatal, Ready, Report, Start, StepUpdate, WorkerPlace, frame
 from saccade.errors import ConfigError, EngineUnavailable
 
 FIRST_BACKOFF = 0.5  # seconds
@@ -56,7 +56,8 @@ class EngineStatus:
     heartbeat_age: float  # seconds since the worker's last message
     restarts: int
     last_error: str | None  # why the last worker ended, if it was not told to
-    pid: int | None  # of the worker, if there is one
+    pid: int | None  # of our child process, if there is one
+    place: WorkerPlace | None = None  # of the latest worker that was ready
 
 
 class WorkerSupervisor:
@@ -76,6 +77,7 @@ class WorkerSupervisor:
         self._spawned_at = time.monotonic()
         self._ready_at: float | None = None  # of the current worker
         self._start_seconds: float | None = None  # of the latest one that became ready
+        self._place: WorkerPlace | None = None
         self._stats: dict[str, Any] = {}
         self._fatal: Fatal | None = None  # the current worker's last message
         self._backoff = FIRST_BACKOFF
@@ -114,6 +116,7 @@ class WorkerSupervisor:
             restarts=self._restarts,
             last_error=self._last_error,
             pid=process.pid if process else None,
+            place=self._place,
         )
 
     @property
@@ -130,11 +133,12 @@ class WorkerSupervisor:
         elif isinstance(report, Ready):
             self._take_ready(report)
         elif isinstance(report, Fatal):
-            self._fatal = report
+            self._fatal = self._fatal or report
 
     def _take_ready(self, ready: Ready) -> None:
         self._ready_at = time.monotonic()
         self._start_seconds = self._ready_at - self._spawned_at
+        self._place = ready.place
         if self._state in ("starting", "restarting"):
             self._state = "ready"
         if self._started is not None and not self._started.done():

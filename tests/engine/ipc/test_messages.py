@@ -228,7 +228,7 @@ def test_options_geometry_and_warm_up_arrive_as_they_were_sent(
 def test_limits_and_refusals_arrive_as_they_were_sent(
     chosen: SchedulerConfig, reasons: tuple[str, ...], error: RequestError
 ) -> None:
-    ready = back(messages.Ready(chosen, reasons))
+    ready = back(messages.Ready(chosen, reasons, messages.WorkerPlace("node", 7, "cpu")))
     assert (ready.limits, ready.reasons) == (chosen, reasons)
     assert told(back(messages.Refused("a", error)).error) == told(error)
 

@@ -1,0 +1,85 @@
+"""The Ray actor of one engine: the worker loop on a TCP connection. Its process ends with the connection."""
+
+from __future__ import annotations
+
+import hmac
+import importlib
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import ray
+
+from saccade.engine.ipc.loop import serve_connection
+
+TOKEN_BYTES = 32  # first on the connection: the port is open to the cluster's network
+_CONNECT_SECONDS = 60.0
+_TOKEN_SECONDS = 5.0
+_SILENT_SECONDS = 30  # without an acknowledgement: the connection is lost
+
+
+class Endpoint(NamedTuple):
+    """Where an actor listens."""
+
+    node_id: str  # Ray's
+    node: str  # name of the machine
+    host: str
+    port: int
+    has_model: bool  # whether the model folder is there
+
+
+class EngineActor:
+    def __init__(self, token: bytes, worker: str) -> None:
+        """`worker` is the module whose `build` makes the core."""
+        self._token = token
+        form = "engine: %(message)s"
+        logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
+        self._build = importlib.import_module(worker).build
+        self._listener: socket.socket | None = None
+
+    def listen(self, folder: str) -> Endpoint:
+        host = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        node_id = ray.get_runtime_context().get_node_id()
+        port = self._listener.getsockname()[1]
+        return Endpoint(node_id, socket.gethostname(), host, port, Path(folder).is_dir())
+
+    def serve(self) -> None:
+        """Until the bridge stops the engine or is gone."""
+        assert self._listener is not None, "listen() comes first"
+        with self._listener as listener:
+            connection = self._accept(listener)
+        serve_connection(connection, self._build)
+        connection.shutdown(socket.SHUT_RDWR)  # its reader sees that and ends the process
+
+    def _accept(self, listener: socket.socket) -> socket.socket:
+        """The first connection that has the token. OSError if there is none in time."""
+        listener.settimeout(_CONNECT_SECONDS)
+        while True:
+            connection, _ = listener.accept()
+            if self._knows_token(connection):
+                keep_alive(connection)
+                return connection
+            connection.close()
+
+    def _knows_token(self, connection: socket.socket) -> bool:
+        connection.settimeout(_TOKEN_SECONDS)
+        try:
+            token = connection.recv(TOKEN_BYTES, socket.MSG_WAITALL)
+        except OSError:
+            return False
+        return hmac.compare_digest(token, self._token)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Blocking, without delay, and closed by the system when the network between both ends is gone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_SECONDS // 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_SECONDS // 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_SECONDS * 1000)

@@ -1,0 +1,33 @@
+"""How an engine is started on a Ray cluster: by a bridge process that speaks the worker's protocol.
+
+    EngineClient ══ EngineProcess: socket pair ══ bridge: a Ray driver ══ TCP ══ actor: worker loop
+
+Ray ends a driver when its cluster is gone. So the server is no driver and never imports Ray: it outlives the
+cluster, and its supervision starts bridges until one finds the cluster again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import partial
+
+from saccade.engine.ipc.process import EngineProcess
+from saccade.engine.ipc.supervisor import Launcher
+from saccade.errors import ConfigError
+
+WORKER_MODULE = "saccade.engine.ipc.worker"  # its `build` makes the core
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_COLOR_PREFIX": "0",  # of lines that engines write
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise a warning at each start
+}
+
+
+def ray_launcher(address: str, num_cpus: int, worker: str = WORKER_MODULE) -> Launcher:
+    if importlib.util.find_spec("ray") is None:
+        advice = "install it with: pip install 'saccade[ray]'"
+        raise ConfigError(f"ray_address={address} needs Ray, which is not here; {advice}")
+    command = (sys.executable, "-m", "saccade.engine.ray_cluster.bridge", address, str(num_cpus), worker)
+    return partial(EngineProcess.spawn, command, _ENVIRONMENT)
