@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade import __version__
+from saccade.cli.cluster import fetch_workers, status_table
 from saccade.cli.count import count_files, table
 from saccade.errors import ConfigError, RequestError
 from saccade.evaluation.commands import Output, Target, evaluate, tune
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_eval(commands)
     _add_tune(commands)
+    _add_cluster(commands)
     return parser
 
 
@@ -167,6 +169,33 @@ def _serve(args: argparse.Namespace) -> int:
 
     file = args.config or os.environ.get("SACCADE_CONFIG")
     return serve(load_settings(given_options(args, Options, ServerOptions), os.environ, file))
+
+
+# --- cluster ------------------------------------------------------------------------------------------------
+
+
+def _add_cluster(commands: Any) -> None:
+    command = commands.add_parser("cluster", help="the workers of a running server")
+    verbs = command.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    status = verbs.add_parser(
+        "status",
+        help="who is where, in which state, how full",
+        description="Show a running server's engines and encoder workers: machine, process, device, state, "
+        "KV blocks in use, queued work in prompt tokens, requests that run and wait.",
+        epilog="Example: saccade cluster status --url http://10.0.0.1:8000 --api-key KEY",
+    )
+    add = status.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="of the server (default: http://127.0.0.1:8000)")
+    add("--api-key", metavar="KEY", help="of the server, if it wants one")
+    add("--json", action="store_true", help="print a JSON list instead of a table")
+    add("--debug", action="store_true", help="show tracebacks")
+    status.set_defaults(run=_cluster_status)
+
+
+def _cluster_status(args: argparse.Namespace) -> int:
+    workers = fetch_workers(args.url, args.api_key)
+    print(json.dumps(workers, indent=2) if args.json else status_table(workers))
+    return 0
 
 
 # --- eval and tune ------------------------------------------------------------------------------------------

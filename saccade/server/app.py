@@ -35,6 +35,7 @@ from saccade.server.http.text_limit import TextTally
 from saccade.server.metrics import CONTENT_TYPE
 from saccade.server.service import Service
 from saccade.server.web_ui import STATIC, page_file
+from saccade.server.worker_rows import worker_rows
 
 logger = logging.getLogger("saccade.server")
 
@@ -179,8 +180,10 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
         return json_response({"version": __version__})
 
     @get("/v1/engine")
-    async def engine() -> Response:
-        return json_response(_engine_view(service))
+    async def engine(request: Request) -> Response:
+        is_operator = request.scope["caller"].account.settings.is_operator
+        workers = {"workers": worker_rows(service)} if is_operator else {}
+        return json_response({**_engine_view(service), **workers})
 
     @get("/")
     async def home() -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from saccade import LLM, SamplingParams
+from saccade.cli.main import main
 from tests.helpers.serving import RunningServer, chat_body, photo_part, running_builtin, text_part, until
 
 MODEL = "saccade-builtin"
@@ -82,6 +84,16 @@ def test_metrics_and_routes_show_each_replica(pair: RunningServer) -> None:
     assert health["status"] == "ok" and len(health["replicas"]) == 2
     assert pair.get("/v1/engine").json()["stats"]["kv"]["total"] > 0
     assert any("2 engines share this CPU" in line for line in pair.log)
+
+
+def test_cluster_status_shows_who_is_where(pair: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "status", "--url", pair.url, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["role"], row["index"], row["node"], row["device"], row["state"]) for row in rows] == [
+        ("engine", index, socket.gethostname(), "cpu", "ready") for index in range(2)
+    ]
+    assert {row["pid"] for row in rows} == set(engines(pair))
+    assert all(row["kv_use"] is not None and row["queued_work"] == 0 for row in rows)
 
 
 def read_stream(server: RunningServer, text: str, events: list[Any]) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import openai
 import pytest
 
+from saccade.cli.main import main
 from tests.helpers.serving import (
     MODEL,
     RunningServer,
@@ -155,6 +156,16 @@ def test_only_the_operator_sees_tenants_and_keys_are_seen_by_none(shop: Shop) ->
         engine = client.get("/v1/engine").text
     for key in ("acme-1", "globex-1", "small-1", "tight-1", "operator-1"):
         assert key not in text + of_tenant + engine
+
+
+def test_cluster_status_is_for_the_operator(shop: Shop, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["cluster", "status", "--url", shop.server.url]
+    assert main([*ask, "--api-key", "operator-1"]) == 0
+    assert "engine 0" in capsys.readouterr().out
+    assert main([*ask, "--api-key", "globex-1"]) == 1
+    assert "only an operator's key sees them" in capsys.readouterr().err
+    assert main(ask) == 1
+    assert "--api-key" in capsys.readouterr().err
 
 
 def test_hanging_up_reads_the_file_again_and_drops_no_request(shop: Shop) -> None:

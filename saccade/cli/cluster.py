@@ -1,0 +1,57 @@
+"""`saccade cluster status`: the workers of a running server as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpcore
+
+from saccade.errors import ConfigError
+
+_SECONDS = 10.0
+_COLUMNS = ("worker", "node", "pid", "device", "state", "KV used", "queued", "running", "waiting", "restarts")
+
+
+def fetch_workers(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    """ConfigError if no server says who its workers are."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), _SECONDS)}
+    try:
+        target = f"{url.rstrip('/')}/v1/engine"
+        response = httpcore.request("GET", target, headers=headers, extensions=timeout)
+        body = json.loads(response.content)
+    except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.UnsupportedProtocol) as error:
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"no server answers at {url}: {reason}; --url says where it is") from None
+    except (httpcore.ProtocolError, ValueError):
+        raise ConfigError(f"what answers at {url} is no Saccade server; --url says where it is") from None
+    if response.status == 401:
+        raise ConfigError(f"the server at {url} wants its key: --api-key KEY")
+    workers = body.get("workers") if isinstance(body, dict) else None
+    if response.status != 200 or not isinstance(workers, list):
+        problem = f"{url}/v1/engine names no workers (status {response.status})"
+        raise ConfigError(f"{problem}; only an operator's key sees them")
+    return workers
+
+
+def status_table(workers: Sequence[Mapping[str, Any]]) -> str:
+    rows = [_COLUMNS, *[_cells(worker) for worker in workers]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    for worker in workers:
+        if worker["last_error"] and worker["state"] != "ready":
+            lines.append(f"{worker['role']} {worker['index']}: {worker['last_error']}")
+    return "\n".join(lines)
+
+
+def _cells(worker: Mapping[str, Any]) -> tuple[str, ...]:
+    used = worker["kv_use"]
+    values = [
+        f"{worker['role']} {worker['index']}",
+        *[worker[name] for name in ("node", "pid", "device", "state")],
+        None if used is None else f"{used:.0%}",
+        *[worker[name] for name in ("queued_work", "running", "waiting", "restarts")],
+    ]
+    return tuple("-" if value is None else str(value) for value in values)
