@@ -11,7 +11,7 @@ FAST := tests/project/test_borders.py tests/project/test_vocabulary.py tests/sch
 	tests/server/api tests/server/request tests/server/test_config.py tests/server/test_generation.py tests/server/test_metrics.py \
 	tests/test_costs.py tests/test_fair_pool.py tests/test_sampling_params.py
 
-.PHONY: setup test test-fast lint types tests browser valkey serve bench evaluate clean
+.PHONY: setup test test-fast lint types tests ray-tests browser valkey serve bench evaluate clean
 
 setup: $(VENV)/.ready
 
@@ -42,7 +42,11 @@ valkey:
 
 # One worker more than cores: tests of servers wait a quarter of their time.
 tests: setup browser valkey
-	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || echo 4) + 1)) --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || echo 4) + 1)) --maxprocesses 8 --dist worksteal -m "not ray"
+
+# Apart from the others: each starts Ray clusters on this machine, about three minutes in all.
+ray-tests: setup
+	$(BIN)/python -m pytest -n 0 -m ray tests/engine/ray_cluster tests/server/test_ray.py
 
 serve: setup
 	$(BIN)/saccade serve $(MODEL) --port $(PORT)

@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(Path(__file__).parents[2]),  # for tests.helpers
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3",  # until nodes give up on a dead head
+    "RAY_worker_niceness": "0",
     "OMP_NUM_THREADS": "1",
 }
 

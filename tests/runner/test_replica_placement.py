@@ -9,7 +9,7 @@ import torch
 
 from saccade.errors import ConfigError
 from saccade.options import Options, Replica
-from saccade.runner.replica_placement import place
+from saccade.runner.replica_placement import device_label, place
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +96,27 @@ def test_on_a_cpu_encoder_workers_have_their_part_too() -> None:
     placement = place(Options(device="cpu"), encoders(1, 2))
     assert torch.get_num_threads() == 2 and placement.memory_parts == 3
     assert placement.reasons[0].startswith("2 engines and 1 encoder worker share this CPU: each has 2 of its threads")
+
+
+def test_an_engine_with_its_own_gpu_takes_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray shows each engine one GPU, whatever its index."""
+    with_gpus(monkeypatch, 1)
+    placement = place(Options(device="cuda"), Replica(3, 4, num_local=1, has_own_device=True))
+    assert placement.options.device == "cuda" and placement.memory_parts == 1
+
+
+def test_an_engine_with_its_own_threads_shares_only_memory() -> None:
+    torch.set_num_threads(6)
+    placement = place(Options(device="cpu"), Replica(3, 4, num_local=2, has_own_device=True))
+    assert torch.get_num_threads() == 6 and placement.memory_parts == 2
+    (reason,) = placement.reasons
+    assert reason.startswith("2 engines share this CPU: each has 6 of its threads and 1/2 of")
+
+
+def test_a_gpu_is_named_as_the_machine_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert device_label(torch.device("cuda:1")) == "GPU 5, H200"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert device_label(torch.device("cuda:1")) == "GPU 1, H200"
+    assert device_label(torch.device("cpu")) == "cpu"

@@ -34,8 +34,6 @@ class EngineActor:
     def __init__(self, token: bytes, worker: str) -> None:
         """`worker` is the module whose `build` makes the core."""
         self._token = token
-        form = "engine: %(message)s"
-        logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
         self._build = importlib.import_module(worker).build
         self._listener: socket.socket | None = None
 
@@ -50,6 +48,8 @@ class EngineActor:
     def serve(self) -> None:
         """Until the bridge stops the engine or is gone."""
         assert self._listener is not None, "listen() comes first"
+        form = "engine: %(message)s"
+        logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
         with self._listener as listener:
             connection = self._accept(listener)
         serve_connection(connection, self._build)

@@ -53,7 +53,7 @@ def workers_of(replicas: ReplicaSet) -> list[int]:
     return [view.status.place.pid for view in replicas.replicas() if view.status.place is not None]
 
 
-def run(cluster: RayCluster, test: Callable[[ReplicaSet], Awaitable[None]]) -> None:
+def run(cluster: RayCluster, test: Callable[[ReplicaSet], Awaitable[None]], **how: Any) -> None:
     """Of two replicas. Neither Ray workers nor bridges may be left."""
     workers: list[int] = []
 
@@ -63,7 +63,7 @@ def run(cluster: RayCluster, test: Callable[[ReplicaSet], Awaitable[None]]) -> N
         await test(replicas)
         workers.extend(workers_of(replicas))
 
-    run_replicas(body, seconds=SECONDS, **on(cluster))
+    run_replicas(body, seconds=SECONDS, **on(cluster), **how)
     run_bounded(until(lambda: not any(is_running(pid) for pid in workers)))
 
 
@@ -115,6 +115,18 @@ def test_a_killed_bridge_takes_its_engine_with_it(cluster: RayCluster) -> None:
         await until(lambda: is_ready(replicas) and workers_of(replicas)[0] != worker)
 
     run(cluster, test)
+
+
+def test_over_a_network_that_drops_requests_move_and_the_engine_is_replaced(cluster: RayCluster) -> None:
+    async def test(replicas: ReplicaSet) -> None:
+        worker = workers_of(replicas)[0]
+        os.kill(pids_of(replicas)[0], signal.SIGSTOP)  # nothing passes any more, no connection is closed
+        events = await collect(await submit(replicas, make_request("moving", [HANGS_REPLICA] * 9, max_tokens=3)))
+        assert len(events) == 3 and replicas.stats()["moved"] == 1
+        assert "no sign of life" in str(replicas.replicas()[0].status.last_error)
+        await until(lambda: is_ready(replicas) and workers_of(replicas)[0] != worker)
+
+    run(cluster, test, heartbeat_timeout=2)
 
 
 def test_a_model_that_a_node_does_not_have_is_named_with_the_node(cluster: RayCluster) -> None:
