@@ -245,6 +245,14 @@ class ServerOptions:
         "on a CPU they share the cores and the automatic cache memory. Requests go where their images and "
         "prefixes are cached unless that engine is busy; one that dies takes no other with it",
     )
+    min_replicas: int | None = _option(
+        None, "engines that autoscaling leaves when there is little to do; automatic: --replicas"
+    )
+    max_replicas: int | None = _option(
+        None,
+        "engines that autoscaling may start when much prompt work is queued or KV blocks run out; those that "
+        "it ends finish their requests first; automatic: --replicas, which is how many there are at first",
+    )
     encoders: int = _option(
         0,
         "processes that only encode images, shared by all engines; each loads the vision tower alone, on a "
@@ -322,6 +330,10 @@ class ServerOptions:
         allowed = f"a whole number from 1 to {MAX_REPLICAS}"
         is_valid = isinstance(self.replicas, int) and 1 <= self.replicas <= MAX_REPLICAS
         _require(is_valid, "replicas", self.replicas, allowed)
+        if not 1 <= self.replica_range[0] <= self.replicas <= self.replica_range[1] <= MAX_REPLICAS:
+            given = f"min_replicas={self.replica_range[0]}, replicas={self.replicas}"
+            given += f" and max_replicas={self.replica_range[1]}"
+            raise ConfigError(f"{given} must not fall, and be from 1 to {MAX_REPLICAS}")
         is_valid = isinstance(self.encoders, int) and 0 <= self.encoders <= MAX_ENCODERS
         _require(is_valid, "encoders", self.encoders, f"a whole number from 0 to {MAX_ENCODERS}")
         if self.ray_address is not None and (not self.ray_address or "://" in self.ray_address):
@@ -362,6 +374,13 @@ class ServerOptions:
         if not all(self.api_key):
             raise ConfigError("an api_key is empty, which would let everybody in; give a key or leave it out")
         _check_proxies(self)
+
+    @property
+    def replica_range(self) -> tuple[int, int]:
+        """The fewest and the most engines there may be."""
+        fewest = self.replicas if self.min_replicas is None else self.min_replicas
+        most = self.replicas if self.max_replicas is None else self.max_replicas
+        return fewest, most
 
     def proxy_networks(self) -> list[Network]:
         """What `trusted_proxies` names."""

@@ -70,7 +70,8 @@ def serve(settings: Settings) -> int:
         "largest": processor.largest_item(),
         "heartbeat_timeout": server.heartbeat_timeout,
     }
-    encoders = EncoderSet(options, server.encoders, server.replicas, **how)
+    fewest, most = server.replica_range
+    encoders = EncoderSet(options, server.encoders, most, **how)
     make_client = partial(
         EngineClient,
         options,
@@ -80,7 +81,7 @@ def serve(settings: Settings) -> int:
         launch=_launcher(server),
         **how,
     )
-    engine = make_client() if server.replicas == 1 else ReplicaSet(make_client, server.replicas)
+    engine = make_client() if most == 1 else ReplicaSet(make_client, server.replicas, fewest, most)
     local = server.allowed_local_media_path
     fetch_policy = FetchPolicy(
         allowed_domains=server.allowed_media_domains,

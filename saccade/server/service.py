@@ -106,7 +106,7 @@ class Service:
         )
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
         self.gate = AdmissionGate(
-            (options.max_num_seqs + max_waiting) * server.replicas,
+            (options.max_num_seqs + max_waiting) * server.replica_range[1],
             server.max_inflight_mb << 20,
             # One body of the maximum size must always fit.
             max(int((server.max_inflight_mb << 20) * server.max_client_share), server.max_body_mb << 20),

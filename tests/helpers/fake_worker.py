@@ -109,12 +109,16 @@ def run_bounded(body: Coroutine[Any, Any, None], loop_factory: Any = None, secon
 
 
 def run_replicas(
-    test: Callable[[ReplicaSet], Awaitable[None]], count: int = 2, seconds: float = HANG, **how: Any
+    test: Callable[[ReplicaSet], Awaitable[None]],
+    count: int = 2,
+    seconds: float = HANG,
+    bounds: tuple[int, int] | None = None,
+    **how: Any,
 ) -> None:
     """The same against several fake workers as one engine. Nothing may be counted as open at the end."""
 
     async def body() -> None:
-        replicas = ReplicaSet(partial(fake_client, **how), count)
+        replicas = ReplicaSet(partial(fake_client, **how), count, *(bounds or ()))
         pids: list[int] = []
         try:
             await replicas.start()

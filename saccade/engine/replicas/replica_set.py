@@ -11,52 +11,77 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineStatus, ReplicaView
 from saccade.engine.ipc.stream import RequestStream, Submission
+from saccade.engine.replicas.autoscale import Autoscaler, Load
 from saccade.engine.replicas.merging import merged_info, merged_stats, merged_status
 from saccade.engine.replicas.router import Placement, Router, demand_of
-from saccade.errors import EngineUnavailable, RequestError
+from saccade.errors import ConfigError, EngineUnavailable, RequestError
 from saccade.options import Replica
 from saccade.scheduler.cache_log import CacheChanges
 from saccade.types import Request
 
 _SILENT_SECONDS = 5.0  # without a heartbeat: a replica gets no new requests while another can take them
+AUTOSCALE_SECONDS = 2.0  # between two observations of the load
+_DRAIN_POLL_SECONDS = 0.1
 _MAX_DEATHS = 2  # of replicas under one submission: then it may be the cause, and does not move again
 
 logger = logging.getLogger("saccade.engine")
 
 
 class ReplicaSet:
-    def __init__(self, make_client: Callable[..., EngineClient], num_replicas: int) -> None:
-        """`make_client` takes `replica` and `watcher`."""
-        self._router = Router(num_replicas)
+    def __init__(
+        self,
+        make_client: Callable[..., EngineClient],
+        num_replicas: int,
+        min_replicas: int | None = None,
+        max_replicas: int | None = None,
+    ) -> None:
+        """`make_client` takes `replica` and `watcher`. Without a minimum or maximum the number stays."""
+        self._make_client = make_client
+        self._num_places = max_replicas or num_replicas
+        self._autoscaler = Autoscaler(min_replicas or num_replicas, self._num_places)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._router = Router(self._num_places)
         self._placements: dict[Submission, Placement] = {}  # of what is open
         self._is_stopping = False
         self._num_moved = 0
         self._infos: tuple[EngineInfo, ...] = ()  # that `_info` was made from
         self._info: EngineInfo | None = None
-        self._clients = [
-            make_client(replica=Replica(index, num_replicas), watcher=self) for index in range(num_replicas)
-        ]
+        self._used = set(range(num_replicas))  # places with a replica; those of others wait for one
+        self._clients = [self._new_client(index) for index in range(self._num_places)]
+
+    def _new_client(self, index: int) -> EngineClient:
+        return self._make_client(replica=Replica(index, self._num_places), watcher=self)
+
+    @property
+    def _used_clients(self) -> list[EngineClient]:
+        return [self._clients[index] for index in sorted(self._used)]
 
     # --- from start to stop ---------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
         """Wait until all replicas are warm; those that are take requests meanwhile."""
-        await asyncio.gather(*[client.start() for client in self._clients])
+        await asyncio.gather(*[client.start() for client in self._used_clients])
         assert self.info is not None
+        if self._autoscaler.is_needed:
+            self._begin(self._autoscale())
         return self.info
 
     def drain(self) -> None:
-        for client in self._clients:
+        for client in self._used_clients:
             client.drain()
 
     async def stop(self) -> None:
         self._is_stopping = True
-        await asyncio.gather(*[client.stop() for client in self._clients])
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*[client.stop() for client in self._used_clients])
 
     @property
     def info(self) -> EngineInfo | None:
@@ -76,11 +101,74 @@ class ReplicaSet:
         return {**stats, "moved": self._num_moved} if stats else {}
 
     def status(self) -> EngineStatus:
-        return merged_status([client.status() for client in self._clients])
+        return merged_status([client.status() for client in self._used_clients])
 
     def replicas(self) -> list[ReplicaView]:
-        pairs = zip(self._clients, self._router.replicas, strict=True)
-        return [ReplicaView(client.status(), client.stats(), state.queued_work) for client, state in pairs]
+        """By index; where autoscaling has none now, one that is stopped."""
+        return [self._view(index) for index in range(self._num_places)]
+
+    def _view(self, index: int) -> ReplicaView:
+        client = self._clients[index]
+        status = client.status()
+        if index not in self._used:
+            status = replace(status, state="stopped")
+        return ReplicaView(status, client.stats(), self._router.replicas[index].queued_work)
+
+    # --- growing and shrinking ------------------------------------------------------------------------------
+
+    async def grow(self) -> None:
+        """Start one more replica where there is a place. One that fails to start changes nothing."""
+        free = [index for index in range(self._num_places) if index not in self._used]
+        if not free:
+            return
+        index = free[0]
+        self._used.add(index)
+        logger.info("engine %d is added", index)
+        try:
+            await self._clients[index].start()
+        except (ConfigError, EngineUnavailable) as error:
+            logger.error("engine %d could not be added: %s", index, error)
+            await self._retire(index)
+
+    async def shrink(self) -> None:
+        """End the replica with the least work, once its open requests are finished."""
+        live = self._live()
+        if len(live) < 2:
+            return
+        index = min(live, key=lambda one: (self._router.replicas[one].queued_work, -one))
+        logger.info("engine %d finishes its requests and is removed", index)
+        self._clients[index].drain()
+        while self._router.replicas[index].num_requests:
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        await self._retire(index)
+
+    async def _retire(self, index: int) -> None:
+        await self._clients[index].stop()
+        self._clients[index] = self._new_client(index)
+        self._used.remove(index)
+
+    async def _autoscale(self) -> None:
+        while True:
+            await asyncio.sleep(AUTOSCALE_SECONDS)
+            change = self._autoscaler.decide(self._load())
+            if change:
+                self._begin(self.grow() if change > 0 else self.shrink())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _load(self) -> Load:
+        views = [self._view(index) for index in sorted(self._used)]
+        ready = [view for view in views if view.status.state == "ready"]
+        blocks = [view.stats["kv"] for view in ready if view.stats]
+        return Load(
+            num_ready=len(ready),
+            num_starting=sum(view.status.state == "starting" for view in views),
+            queued_work=sum(view.queued_work for view in views),
+            kv_use=sum(kv["used"] / kv["total"] for kv in blocks),
+        )
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -96,7 +184,7 @@ class ReplicaSet:
         info = self.info
         if not live or info is None:
             state = self.status().state
-            wait = min(client.retry_after for client in self._clients)
+            wait = min(client.retry_after for client in self._used_clients)
             raise EngineUnavailable(f"the engine is {state}; try again later", wait)
         limits = info.limits
         max_requests = None if limits.max_waiting is None else limits.max_num_seqs + limits.max_waiting

@@ -111,7 +111,7 @@ def capacity_line(service: Service) -> str:
     elif slots := _cross_attended_slots(service, size):
         what += f", {slots * limits.slot_bytes / 1e6:.1f} MB of the encoder cache"
         fitting = min(fitting, limits.encoder_cache_slots // slots)
-    each = " in each replica" if service.server.replicas > 1 else ""
+    each = " in each replica" if service.server.replica_range[1] > 1 else ""
     return f"{what} = {blocks} KV blocks; {fitting} such requests fit at once{each}"
 
 
