@@ -245,9 +245,7 @@ class ServerOptions:
         "on a CPU they share the cores and the automatic cache memory. Requests go where their images and "
         "prefixes are cached unless that engine is busy; one that dies takes no other with it",
     )
-    min_replicas: int | None = _option(
-        None, "engines that autoscaling leaves when there is little to do; automatic: --replicas"
-    )
+    min_replicas: int | None = _option(None, "engines that autoscaling leaves; automatic: --replicas")
     max_replicas: int | None = _option(
         None,
         "engines that autoscaling may start when much prompt work is queued or KV blocks run out; those that "
@@ -264,9 +262,7 @@ class ServerOptions:
         "Ray cluster on whose machines the engines run, such as 10.0.0.1:6379; auto: the one that this "
         "machine has joined (ray start). Each machine needs Saccade, and MODEL under the same path",
     )
-    ray_cpus: int = _option(
-        1, "CPUs that Ray reserves for each engine, beside one GPU where there are any; without: its threads"
-    )
+    ray_cpus: int = _option(1, "CPUs that Ray reserves for an engine, beside a GPU where there are any")
     served_model_name: tuple[str, ...] = _option(
         (), "model names clients may use, the first is shown; automatic: MODEL, or the name of its folder"
     )
@@ -330,18 +326,12 @@ class ServerOptions:
         allowed = f"a whole number from 1 to {MAX_REPLICAS}"
         is_valid = isinstance(self.replicas, int) and 1 <= self.replicas <= MAX_REPLICAS
         _require(is_valid, "replicas", self.replicas, allowed)
-        if not 1 <= self.replica_range[0] <= self.replicas <= self.replica_range[1] <= MAX_REPLICAS:
-            given = f"min_replicas={self.replica_range[0]}, replicas={self.replicas}"
-            given += f" and max_replicas={self.replica_range[1]}"
+        low, high = self.replica_range
+        if not 1 <= low <= self.replicas <= high <= MAX_REPLICAS:
+            given = f"min_replicas={low}, replicas={self.replicas}, max_replicas={high}"
             raise ConfigError(f"{given} must not fall, and be from 1 to {MAX_REPLICAS}")
         is_valid = isinstance(self.encoders, int) and 0 <= self.encoders <= MAX_ENCODERS
         _require(is_valid, "encoders", self.encoders, f"a whole number from 0 to {MAX_ENCODERS}")
-        if self.ray_address is not None and (not self.ray_address or "://" in self.ray_address):
-            expected = "auto or HOST:PORT of a cluster that this machine has joined (ray start)"
-            raise ConfigError(f"ray_address takes {expected}, not {self.ray_address!r}")
-        if self.ray_address is not None and self.encoders:
-            problem = f"encoders={self.encoders} are processes of this machine"
-            raise ConfigError(f"{problem}, which engines on a Ray cluster cannot reach; leave --encoders out")
         for name in ("ray_cpus", "max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"):
             _positive(name, getattr(self, name))
         if self.max_connections is not None:
@@ -377,18 +367,17 @@ class ServerOptions:
 
     @property
     def replica_range(self) -> tuple[int, int]:
-        """The fewest and the most engines there may be."""
-        fewest = self.replicas if self.min_replicas is None else self.min_replicas
-        most = self.replicas if self.max_replicas is None else self.max_replicas
-        return fewest, most
+        """How few and how many engines there may be."""
+        limits = (self.min_replicas, self.max_replicas)
+        low, high = [self.replicas if limit is None else limit for limit in limits]
+        return low, high
 
     def proxy_networks(self) -> list[Network]:
         """What `trusted_proxies` names."""
         return [_network(text) for text in self.trusted_proxies]
 
 
-MAX_REPLICAS = 64
-MAX_ENCODERS = 64
+MAX_REPLICAS = MAX_ENCODERS = 64
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
@@ -453,28 +442,6 @@ class SchedulerConfig:
     restore_ms_per_block: float = 0.0  # measured: bounds what is restored in a step with decodes
     latency: LatencyProfile | None = None  # measured: bounds steps in which requests decode (GPU)
     step_time: StepTime | None = None  # measured: bounds the time of every step (serving on a CPU)
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """Which worker of a server this is: one of its engines, or one of its encoder workers."""
-
-    index: int = 0  # of this engine
-    count: int = 1  # engines, as many as there may be
-    encoders: tuple[str, ...] = ()  # addresses of the encoder workers that all engines share
-    encoder: int | None = None  # the index of this encoder worker; None: it is an engine
-    num_local: int | None = None  # engines that may share its machine; None: all
-    has_own_device: bool = False  # PyTorch sees a GPU, or a number of threads, that are its own
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other engine."""
-        return self.count == 1
-
-    @property
-    def num_workers(self) -> int:
-        """Engines and encoder workers."""
-        return self.count + len(self.encoders)
 
 
 @dataclass(frozen=True, slots=True)

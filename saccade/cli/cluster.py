@@ -15,8 +15,8 @@ _COLUMNS = ("worker", "node", "pid", "device", "state", "KV used", "queued", "ru
 
 
 def fetch_workers(url: str, api_key: str | None) -> list[dict[str, Any]]:
-    """ConfigError if no server says who its workers are."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    """ConfigError if no server names its workers."""
+    headers = [("authorization", f"Bearer {api_key}")] if api_key else []
     timeout = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), _SECONDS)}
     try:
         target = f"{url.rstrip('/')}/v1/engine"

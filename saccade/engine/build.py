@@ -12,7 +12,7 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.engine.core import EngineCore
 from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.engine.process_tuning import freeze, switch_threads_often
-from saccade.options import Options, Replica, SchedulerConfig
+from saccade.options import Options, SchedulerConfig
 from saccade.runner.build import EncoderLinks, build_runner
 from saccade.runner.build_encoder import plan_encoder
 from saccade.runner.encoder.encoder_channel import Connect
@@ -23,7 +23,7 @@ from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward
 from saccade.scheduler.cpu_step_time import CpuStepTime
 from saccade.scheduler.latency_model import milliseconds, min_restored, mixed_tokens, split_spare_time
-from saccade.types import Geometry, LatencyCurve, LatencyProfile, StepTime
+from saccade.types import Geometry, LatencyCurve, LatencyProfile, Replica, StepTime
 
 logger = logging.getLogger("saccade.engine")
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from saccade.errors import ConfigError
-from saccade.options import Options, Replica
+from saccade.options import Options
 from saccade.runner.memory import device_of
+from saccade.types import Replica
 
 _MAX_DECODE_THREADS = 8
 

@@ -70,8 +70,8 @@ def serve(settings: Settings) -> int:
         "largest": processor.largest_item(),
         "heartbeat_timeout": server.heartbeat_timeout,
     }
-    fewest, most = server.replica_range
-    encoders = EncoderSet(options, server.encoders, most, **how)
+    low, high = server.replica_range
+    encoders = EncoderSet(options, server.encoders, high, **how)
     make_client = partial(
         EngineClient,
         options,
@@ -81,7 +81,7 @@ def serve(settings: Settings) -> int:
         launch=_launcher(server),
         **how,
     )
-    engine = make_client() if most == 1 else ReplicaSet(make_client, server.replicas, fewest, most)
+    engine = make_client() if high == 1 else ReplicaSet(make_client, server.replicas, low, high)
     local = server.allowed_local_media_path
     fetch_policy = FetchPolicy(
         allowed_domains=server.allowed_media_domains,
@@ -100,6 +100,9 @@ def serve(settings: Settings) -> int:
 def _launcher(server: ServerOptions) -> Launcher:
     if server.ray_address is None:
         return partial(EngineProcess.spawn, WORKER)
+    if server.encoders:
+        problem = f"encoders={server.encoders} are processes of this machine"
+        raise ConfigError(f"{problem}, which engines on a Ray cluster cannot reach; leave --encoders out")
     return ray_launcher(server.ray_address, server.ray_cpus)
 
 

@@ -1,4 +1,4 @@
-"""The workers of a server for its operator: who is where, in which state, how full."""
+"""The workers of a server for its operator: where they are, in which state, how full."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from saccade.errors import ConfigError
-from saccade.options import Options, Replica
+from saccade.options import Options
 from saccade.runner.replica_placement import device_label, place
+from saccade.types import Replica
 
 
 @pytest.fixture(autouse=True)

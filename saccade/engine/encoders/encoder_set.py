@@ -18,8 +18,8 @@ from saccade.engine.ipc.messages import start_message
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.supervisor import EngineStatus, Launcher, WorkerSupervisor
 from saccade.errors import ConfigError
-from saccade.options import Options, Replica
-from saccade.types import Geometry
+from saccade.options import Options
+from saccade.types import Geometry, Replica
 
 WORKER = (sys.executable, "-m", "saccade.engine.encoders.worker")
 

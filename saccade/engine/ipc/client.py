@@ -29,9 +29,9 @@ from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.stream import RequestStream, Submission
 from saccade.engine.ipc.supervisor import EngineStatus, Launcher, WorkerSupervisor
 from saccade.errors import EngineUnavailable, RequestError
-from saccade.options import Options, Replica, SchedulerConfig
+from saccade.options import Options, SchedulerConfig
 from saccade.scheduler.cache_log import CacheChanges
-from saccade.types import Geometry, Request, TokenEvent
+from saccade.types import Geometry, Replica, Request, TokenEvent
 
 __all__ = ["EngineClient", "EngineInfo", "EngineStatus", "EngineUnavailable", "RequestStream"]
 

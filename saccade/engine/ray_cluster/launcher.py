@@ -9,6 +9,7 @@ cluster, and its supervision starts bridges until one finds the cluster again.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from functools import partial
 
@@ -17,6 +18,7 @@ from saccade.engine.ipc.supervisor import Launcher
 from saccade.errors import ConfigError
 
 WORKER_MODULE = "saccade.engine.ipc.worker"  # its `build` makes the core
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]{1,5}")
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_COLOR_PREFIX": "0",  # of lines that engines write
@@ -26,6 +28,9 @@ _ENVIRONMENT = {
 
 
 def ray_launcher(address: str, num_cpus: int, worker: str = WORKER_MODULE) -> Launcher:
+    if address != "auto" and not _ADDRESS.fullmatch(address):
+        expected = "auto or HOST:PORT of a cluster that this machine has joined (ray start)"
+        raise ConfigError(f"ray_address takes {expected}, not {address!r}")
     if importlib.util.find_spec("ray") is None:
         advice = "install it with: pip install 'saccade[ray]'"
         raise ConfigError(f"ray_address={address} needs Ray, which is not here; {advice}")

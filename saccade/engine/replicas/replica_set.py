@@ -21,9 +21,8 @@ from saccade.engine.replicas.autoscale import Autoscaler, Load
 from saccade.engine.replicas.merging import merged_info, merged_stats, merged_status
 from saccade.engine.replicas.router import Placement, Router, demand_of
 from saccade.errors import ConfigError, EngineUnavailable, RequestError
-from saccade.options import Replica
 from saccade.scheduler.cache_log import CacheChanges
-from saccade.types import Request
+from saccade.types import Replica, Request
 
 _SILENT_SECONDS = 5.0  # without a heartbeat: a replica gets no new requests while another can take them
 AUTOSCALE_SECONDS = 2.0  # between two observations of the load
