@@ -5,9 +5,7 @@ A `Generation` has `n` outputs for each prompt of the request. Knows no HTTP and
 
 from __future__ import annotations
 
-import asyncio
 import time
-from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -144,23 +142,15 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[Delta | None]:
         """Deltas of all outputs as they arrive; None after some time without one. A RequestError ends it."""
-        pending = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(self._streams)}
-        try:
-            while pending:
-                done, _ = await asyncio.wait(pending, timeout=KEEP_ALIVE_SECONDS, return_when=FIRST_COMPLETED)
-                if not done:
-                    yield None
-                for future in done:
-                    index = pending.pop(future)
-                    events = future.result()
-                    if events is not None:
-                        pending[asyncio.ensure_future(anext(self._streams[index], None))] = index
-                        delta = self._take(index, events)
-                        if delta is not None:
-                            yield delta
-        finally:
-            for future in pending:
-                future.cancel()
+        reading = dict(enumerate(self._streams))
+        while reading:
+            for index, stream in list(reading.items()):
+                if (events := stream.take()) and (delta := self._take(index, events)) is not None:
+                    yield delta
+                if stream.is_read:
+                    del reading[index]
+            if reading and not await self._streams[0].news.wait(KEEP_ALIVE_SECONDS):
+                yield None
 
     def _take(self, index: int, events: Sequence[TokenEvent]) -> Delta | None:
         """None after a stop string: the cancelled request only reports its usage."""

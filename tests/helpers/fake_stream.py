@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+from saccade.engine.ipc.stream import News, RequestStream
 from saccade.errors import RequestError
 from saccade.server.generation import BilledPrompt, Generation, Timing
 from saccade.server.http.request_context import Caller
@@ -15,45 +16,24 @@ from saccade.server.metrics import Metrics
 from saccade.types import Bill, TokenEvent
 
 
-class FakeStream:
-    """Gives what a test puts in; an exception in the queue is raised."""
-
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.is_cancelled = False
-        self._num_read = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Read or not."""
-        return self._num_read + sum(isinstance(item, TokenEvent) for item in self.queue._queue)  # type: ignore[attr-defined]
-
-    async def __anext__(self) -> list[TokenEvent]:
-        item = await self.queue.get()
-        if item is None:
-            raise StopAsyncIteration
-        if isinstance(item, Exception):
-            raise item
-        self._num_read += 1
-        return [item]
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
+def new_stream() -> RequestStream:
+    """Of no engine: a test pushes its events."""
+    return RequestStream("r", lambda request_id: None, News())
 
 
 class FakeEngine:
-    def __init__(self, stream: FakeStream) -> None:
-        self.stream = stream
+    def __init__(self, *streams: RequestStream) -> None:
+        self.streams = streams
 
     async def submit(self, requests: Any) -> Any:
-        return [self.stream]
+        return list(self.streams)
 
 
 class FakeAnswer:
     """Stands for the text side: every token is its own number."""
 
-    def __init__(self) -> None:
-        self.index, self.token_ids, self.finish_reason, self.stop_reason, self.usage = 0, [], None, None, None
+    def __init__(self, index: int = 0) -> None:
+        self.index, self.token_ids, self.finish_reason, self.stop_reason, self.usage = index, [], None, None, None
 
     @property
     def is_finished(self) -> bool:
@@ -69,12 +49,13 @@ def token(number: int, finish: Any = None, error: RequestError | None = None) ->
     return TokenEvent("r", number, None, finish, error=error)
 
 
-async def started(stream: FakeStream) -> Generation:
+async def started(*streams: RequestStream) -> Generation:
     prompt: Any = SimpleNamespace(token_ids=[1], where={})
     billed = BilledPrompt(prompt, Bill(1, 0, 0, 1, ()))
-    generation = Generation([billed], [FakeAnswer()], Timing(0.0, 0.0, 0.0), Metrics("m", dict))  # type: ignore[list-item]
+    answers: Any = [FakeAnswer(index) for index in range(len(streams))]
+    generation = Generation([billed], answers, Timing(0.0, 0.0, 0.0), Metrics("m", dict))
     request: Any = SimpleNamespace(max_tokens=9)
-    await generation.submit(FakeEngine(stream), [request])
+    await generation.submit(FakeEngine(*streams), [request])
     return generation
 
 

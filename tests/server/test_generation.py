@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from saccade.engine.ipc.client import EngineUnavailable
+from saccade.engine.ipc.stream import Submission
 from saccade.errors import RequestError
 from saccade.server import generation as generate
 from saccade.server.errors import ApiError, ClientGone, api_error
 from saccade.server.http.response import while_connected
-from tests.helpers.fake_stream import FakeStream, Wire, running, started, token
+from tests.helpers.fake_stream import Wire, new_stream, running, started, token
 
 
 def test_silence_gives_keep_alives_between_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "KEEP_ALIVE_SECONDS", 0.01)
 
     async def check() -> None:
-        stream = FakeStream()
+        stream = new_stream()
         deltas = (await started(stream)).deltas()
         assert await anext(deltas) is None
-        stream.queue.put_nowait(token(1))
+        stream.push(token(1))
         seen = [piece async for piece in _until(deltas, lambda piece: piece is not None)]
         assert seen[-1] is not None and seen[-1].text == "1"
 
@@ -39,9 +41,9 @@ async def _until(deltas: Any, is_last: Callable[[Any], bool]) -> Any:
 
 def test_an_error_of_the_request_comes_out_of_its_pieces() -> None:
     async def check() -> None:
-        stream = FakeStream()
-        stream.queue.put_nowait(token(1))
-        stream.queue.put_nowait(token(0, "error", RequestError("bad", code="image_parse_error")))
+        stream = new_stream()
+        stream.push(token(1))
+        stream.push(token(0, "error", RequestError("bad", code="image_parse_error")))
         with pytest.raises(RequestError, match="bad"):
             async for _ in (await started(stream)).deltas():
                 pass
@@ -51,7 +53,7 @@ def test_an_error_of_the_request_comes_out_of_its_pieces() -> None:
 
 def test_leaving_the_generation_cancels_its_requests() -> None:
     async def check() -> None:
-        stream = FakeStream()
+        stream = new_stream()
         with await started(stream):
             assert not stream.is_cancelled
         assert stream.is_cancelled
@@ -61,8 +63,8 @@ def test_leaving_the_generation_cancels_its_requests() -> None:
 
 def test_an_engine_that_gives_up_a_request_is_unavailable() -> None:
     async def check() -> None:
-        stream = FakeStream()
-        stream.queue.put_nowait(token(0, "abort"))
+        stream = new_stream()
+        stream.push(token(0, "abort"))
         with pytest.raises(EngineUnavailable):
             async for _ in (await started(stream)).deltas():
                 pass
@@ -122,3 +124,23 @@ def test_work_that_somebody_else_cancels_stays_cancelled() -> None:
 def test_our_own_mistakes_say_nothing_about_themselves() -> None:
     error = api_error(ZeroDivisionError("secret detail"))
     assert error.status == 500 and "secret" not in error.message
+
+
+def test_deltas_of_several_outputs_come_as_their_events_do() -> None:
+    """One reader waits for all streams of a submission; each is read to its end."""
+
+    async def check() -> None:
+        submission = Submission([SimpleNamespace(request_id=name) for name in "ab"])  # type: ignore[misc]
+        generation = await started(*submission.streams.values())
+        first, second = submission.streams.values()
+        deltas = generation.deltas()
+        second.push(token(1))
+        assert (await anext(deltas)).index == 1
+        waiting = asyncio.ensure_future(anext(deltas))
+        await asyncio.sleep(0)
+        first.push(token(2, "stop"))
+        assert (await waiting).index == 0
+        second.push(token(3, "stop"))
+        assert [delta.text async for delta in deltas] == ["3"]
+
+    running(check)

@@ -9,17 +9,50 @@ from saccade.errors import EngineUnavailable, RequestError
 from saccade.types import Request, TokenEvent
 
 
+class News:
+    """Wakes the task that reads the streams of a submission: no task is needed for a wait with a timeout."""
+
+    def __init__(self) -> None:
+        self._is_there = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def tell(self) -> None:
+        self._is_there = True
+        self._wake()
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Until `tell` was called since the last wait, or so long. Returns whether it was."""
+        if not self._is_there:
+            assert self._waiter is None, "the streams of a submission have one reader"
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if seconds is None else loop.call_later(seconds, self._wake)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        was_there = self._is_there
+        self._is_there = False
+        return was_there
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class RequestStream:
-    """Async iterator over a request's events, in lists of all that are new; ends after the terminal one.
+    """A request's events, in lists of all that are new; ends after the terminal one.
 
     A slow reader delays no other: its events wait here, at most one per generated token.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, abort: Callable[[str], None], news: News) -> None:
         self.request_id = request_id
         self.num_tokens = 0  # generated so far, whether they were read or not
+        self.news = news  # of all streams of the submission
         self._abort = abort
-        self._news = asyncio.Event()
         self._events: list[TokenEvent] = []
         self._lost: EngineUnavailable | None = None
         self._is_over = False
@@ -29,17 +62,27 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> list[TokenEvent]:
-        """A RequestError of a running request is in its terminal event; EngineUnavailable is raised."""
-        while not self._events:
-            if self._lost is not None:
-                raise self._lost
-            if self._is_over:
+        while not (events := self.take()):
+            if self.is_read:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            await self.news.wait()
+        return events
+
+    def take(self) -> list[TokenEvent]:
+        """All events since the last call. EngineUnavailable after those that came before the engine was lost.
+
+        A RequestError of a running request is in its terminal event.
+        """
+        if self._lost is not None and not self._events:
+            raise self._lost
         events = self._events
         self._events = []
         return events
+
+    @property
+    def is_read(self) -> bool:
+        """Nothing follows what was taken."""
+        return self._is_over and not self._events and self._lost is None
 
     def cancel(self) -> None:
         """Abort the request in the engine. The terminal event, with the usage, still follows."""
@@ -51,13 +94,13 @@ class RequestStream:
         self._events.append(event)
         self.num_tokens += event.token_id is not None
         self._is_over = event.finish_reason is not None
-        self._news.set()
+        self.news.tell()
 
     def lose(self, error: EngineUnavailable) -> None:
         """The engine is gone, and the request with it."""
         self._is_over = True
         self._lost = error
-        self._news.set()
+        self.news.tell()
 
 
 class Submission:
@@ -69,7 +112,8 @@ class Submission:
     def __init__(self, requests: Sequence[Request]) -> None:
         names = [request.request_id for request in requests]
         self.requests = tuple(requests)  # empty once they will not be sent again
-        self.streams = {name: RequestStream(name, self._abort_stream) for name in names}
+        news = News()
+        self.streams = {name: RequestStream(name, self._abort_stream, news) for name in names}
         self.num_open = 0
         self.num_deaths = 0  # of engines that had it before its first event
         self._num_bytes = 0

@@ -22,7 +22,7 @@ from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.messages import read_message
 from saccade.server.request.responses import read_response
-from tests.helpers.fake_stream import FakeStream, Wire, running, started, token
+from tests.helpers.fake_stream import Wire, new_stream, running, started, token
 
 READER = FieldReader(strict=False)
 CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
@@ -95,9 +95,9 @@ def played(make: MakeShape, *items: Any) -> list[dict[str, Any]]:
     wire = Wire()
 
     async def play() -> None:
-        stream = FakeStream()
+        stream = new_stream()
         for item in items:
-            stream.queue.put_nowait(item)
+            stream.lose(item) if isinstance(item, EngineUnavailable) else stream.push(item)
         writer, generation = wire.writer(), await started(stream)
         await _send(writer, generation, make(generation))
 
@@ -136,9 +136,8 @@ def test_while_nothing_comes_a_message_has_begun_and_pings() -> None:
     wire = Wire("/v1/messages")
 
     async def play() -> None:
-        stream = FakeStream()
-        stream.queue.put_nowait(token(1, "stop"))
-        stream.queue.put_nowait(None)
+        stream = new_stream()
+        stream.push(token(1, "stop"))
         generation = await started(stream)
         await send_events(wire.writer(), _Silent(generation), message_events(generation), stream=True)  # type: ignore[arg-type]
 
