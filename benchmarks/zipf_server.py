@@ -67,7 +67,7 @@ async def measure(url: str, rounds: int, side: int) -> list[Point]:
             hits.append(counter((await client.get("/metrics")).text, "saccade:encoder_cache_hits") - before)
             recent = hits[-1 - WINDOW :]
             rate = (recent[-1] - recent[0]) / (ROUND * (len(recent) - 1))
-            points.append(Point(ROUND * (index + 1), round(time.monotonic() - start, 1), rate, is_flooded))
+            points.append(Point(ROUND * (index + 1), round(time.monotonic() - start, 1), round(rate, 4), is_flooded))
             print("{:6}  {:6.1f} s  {:6.1%}  {}".format(*points[-1][:3], "flooded" * is_flooded), flush=True)
     return points
 
