@@ -263,6 +263,16 @@ class ServerOptions:
         "machine has joined (ray start). Each machine needs Saccade, and MODEL under the same path",
     )
     ray_cpus: int = _option(1, "CPUs that Ray reserves for an engine, beside a GPU where there are any")
+    kv_events: str | None = _option(
+        None,
+        "tell routers such as Dynamo and llm-d which KV blocks are cached, in vLLM's form over ZeroMQ, at "
+        "this address, such as tcp://127.0.0.1:5557; the events hold the tokens of all prompts and outputs. "
+        "Each further replica takes the next port. Needs saccade[kv-events]",
+    )
+    kv_events_replay: str | None = _option(
+        None, "address where routers ask for events that they missed, such as tcp://127.0.0.1:5657"
+    )
+    kv_events_topic: str | None = _option(None, "topic of the events; llm-d expects kv@ADDRESS@MODEL")
     served_model_name: tuple[str, ...] = _option(
         (), "model names clients may use, the first is shown; automatic: MODEL, or the name of its folder"
     )

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.cache_log import CacheLog
+from saccade.scheduler.kv_event_log import KVEventLog
 from saccade.scheduler.kv_host_cache import HostCache
 from saccade.types import RECORD_BYTES, KVCopy
 
@@ -39,8 +40,16 @@ class BlockHashes:
     only when a block fills.
     """
 
-    def __init__(self, identity: bytes, salt: bytes, block_size: int, generated: Sequence[int]) -> None:
+    def __init__(
+        self,
+        identity: bytes,
+        salt: bytes,
+        block_size: int,
+        generated: Sequence[int],
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
         self._identity = identity
+        self._prompt_ids = prompt_ids  # only `token_ids` needs them
         self._generated = generated  # the request's own list, which grows as it decodes
         self._width = block_size * RECORD_BYTES
         self._digests = [hashlib.sha256(salt).digest()]  # the root: other salts share nothing
@@ -98,6 +107,16 @@ class BlockHashes:
             return records
         first = max(0, start - len(self._identity)) // RECORD_BYTES
         return records + text_records(self._generated[first : (end - len(self._identity)) // RECORD_BYTES])
+
+    def token_ids(self, index: int) -> list[int]:
+        """Of block `index`, which must be full; an image's are placeholders."""
+        block_size = self._width // RECORD_BYTES
+        start = index * block_size
+        ids = list(self._prompt_ids[start : start + block_size])
+        if len(ids) < block_size:
+            first = max(0, start - len(self._prompt_ids))
+            ids += self._generated[first : first + block_size - len(ids)]
+        return ids
 
 
 class CachedBlock(NamedTuple):
@@ -165,6 +184,7 @@ class BlockPool:
         self._num_uncached = 0
         self._queries = self._hits = self._evictions = 0
         self.log: CacheLog | None = None
+        self.events: KVEventLog | None = None
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> BlockPool:
@@ -285,6 +305,9 @@ class BlockPool:
                     self._by_digest[digest] = self._successor[parent] = self._cached[block] = cached
                     if self.log is not None:
                         self.log.add(digest)
+                    if self.events is not None:
+                        before = parent if index else None
+                        self.events.stored(before, digest, hashes.token_ids(index), records)
                 pending += self._pending.pop(digest, ())
                 parent = digest
 
@@ -299,6 +322,8 @@ class BlockPool:
             return
         del self._by_digest[cached.digest]
         self._log_loss(cached.digest)
+        if self.events is not None:
+            self.events.removed("GPU", cached.digest)
         if self._successor.get(cached.parent) is cached:
             del self._successor[cached.parent]
         self._cached[block] = None
@@ -312,6 +337,11 @@ class BlockPool:
         """From now on, the digests that are gained and lost, on the device and in host memory together."""
         log = self.log = CacheLog()
         self.host.on_evict = self._log_loss
+        return log
+
+    def log_events(self) -> KVEventLog:
+        """From now on, every block that is stored or removed, with its tokens."""
+        log = self.events = self.host.events = KVEventLog()
         return log
 
     def _log_loss(self, digest: bytes) -> None:
@@ -391,6 +421,8 @@ class BlockPool:
         self.host.reset()
         if self.log is not None:
             self.log.reset()
+        if self.events is not None:
+            self.events.clear()
 
     def _take(self) -> int:
         if not self._free:

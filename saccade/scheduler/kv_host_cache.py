@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from saccade.options import SchedulerConfig
+from saccade.scheduler.kv_event_log import KVEventLog
 from saccade.types import KVCopy
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class HostCache:
         self._min_restored = min_restored  # fewer are computed
         self._num_out = self._num_in = self._hits = self._evictions = 0
         self.on_evict: Callable[[bytes], None] | None = None  # gets the digest
+        self.events: KVEventLog | None = None
         self.reset()
 
     @classmethod
@@ -70,6 +72,8 @@ class HostCache:
             self.by_digest[copy.digest] = self.successor[copy.parent] = copy
             self._out[copy.block] = cached.block
             self._num_out += 1
+            if self.events is not None:
+                self.events.offloaded(copy.digest)
 
     def _evict(self) -> bool:
         """Free the least recently used host block; False if all are pinned."""
@@ -84,6 +88,8 @@ class HostCache:
         self._evictions += 1
         if self.on_evict is not None:
             self.on_evict(digest)
+        if self.events is not None:
+            self.events.removed("CPU", digest)
         return True
 
     def pin(self, digests: list[bytes]) -> None:

@@ -56,7 +56,8 @@ class ScheduledRequest:
         self.images_end = prompt.spans[-1].pinned_until if prompt.spans else 0
         self.samples_on_device = self.request.params.samples_on_device
         self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
-        self.hashes = BlockHashes(prompt.identity, prompt.salt, self.block_size, self.output)
+        known = (prompt.identity, prompt.salt, self.block_size)
+        self.hashes = BlockHashes(*known, self.output, prompt.token_ids)
         self.num_tokens = len(prompt)
         self.max_total_tokens = len(prompt) + self.request.max_tokens
 

@@ -23,6 +23,7 @@ from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
 from saccade.scheduler.fair_queue import LAST, FairQueue, Rank, ServingOrder
 from saccade.scheduler.invariants import check_held, check_running
 from saccade.scheduler.kv_cache import BlockPool, CachedPrefix
+from saccade.scheduler.kv_event_log import KVEventLog
 from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.request_validation import refuse_impossible, refuse_overload
 from saccade.scheduler.state_cache import StateCache
@@ -136,6 +137,10 @@ class Scheduler:
         """From now on the changes of both caches are noted there."""
         log = self._encoder_cache.log = self._kv_cache.log_changes()
         return log
+
+    def log_kv_events(self) -> KVEventLog:
+        """From now on the changes of the prefix cache are noted there, with all tokens."""
+        return self._kv_cache.log_events()
 
     # --- planning -------------------------------------------------------------------------------------------
 
@@ -297,10 +302,8 @@ class Scheduler:
 
     def _admit_waiting(self, draft: StepBuilder, before: Rank = LAST) -> None:
         """Admit requests of tenants that come `before` a rank. A running one that lacks blocks goes first."""
-        if draft.has_preempted or draft.is_short:
-            return
-        if len(self._running) >= self.config.max_num_seqs:
-            return  # as nearly always where many wait
+        if draft.has_preempted or draft.is_short or len(self._running) >= self.config.max_num_seqs:
+            return  # the last as nearly always where many wait
         for seq in self._queue.waiting_order():
             is_full = len(self._running) >= self.config.max_num_seqs or not draft.budget.total
             if is_full or seq.share.rank > before:
@@ -333,9 +336,7 @@ class Scheduler:
 
     def _window_limit(self, seq: ScheduledRequest, start: int, draft: StepBuilder) -> WindowLimit:
         end = min(seq.num_tokens, start + draft.budget.left_for(seq, start))
-        if not seq.has_images_ahead:
-            return WindowLimit(end, ())
-        return self._encoder.window_limit(seq, start, end)
+        return self._encoder.window_limit(seq, start, end) if seq.has_images_ahead else WindowLimit(end, ())
 
     def _admit(self, draft: StepBuilder, seq: ScheduledRequest, found: CachedPrefix) -> None:
         seq.attach_cached_blocks(self._kv_cache, found)
@@ -363,13 +364,12 @@ class Scheduler:
 
     def _add_window(self, draft: StepBuilder, seq: ScheduledRequest, start: int, limit: WindowLimit) -> None:
         end = limit.end
-        spans = limit.spans
         new_blocks: tuple[int, ...] = ()
         if end > len(seq.blocks) * self._block_size:
             new_blocks = self._kv_cache.allocate(self._kv_cache.blocks_for(end) - len(seq.blocks))
             seq.blocks.extend(new_blocks)
-        if spans:
-            self._encoder.enter(seq, spans)
+        if limit.spans:
+            self._encoder.enter(seq, limit.spans)
         if end >= (seq.num_cached_blocks + 1) * self._block_size:
             seq.cache_blocks(self._kv_cache, end)
         draft.budget.take(seq, start, end)

@@ -39,6 +39,8 @@ class EngineCollector(Collector):
             as_vllm = {"model_name": self._model, **({"engine": replica} if replica else {})}
             if values:
                 _add(families, "saccade", own, _gauges(values), _counters(values))
+                if "kv_events" in values:
+                    _add(families, "saccade", own, {}, _event_counters(values["kv_events"]))
                 for tier, fields in values.get("embedding_tiers", {}).items():
                     _add(families, "saccade", {**own, "tier": tier}, *_tier_values(fields))
                 if values.get("remote_encoders"):
@@ -127,6 +129,14 @@ def _tier_values(fields: Mapping[str, float]) -> tuple[Values, Values]:
         for texts in (TIER_GAUGES, TIER_COUNTERS)
     )
     return gauges, counters
+
+
+def _event_counters(events: Mapping[str, int]) -> Values:
+    missed = "Times that a reader of KV events was so slow that it misses some"
+    return {
+        "kv_event_batches": ("Batches of KV events published", events["batches"]),
+        "kv_event_overflows": (missed, events["overflows"]),
+    }
 
 
 def _vllm_gauges(stats: Mapping[str, Any]) -> Values:

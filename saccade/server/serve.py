@@ -24,6 +24,7 @@ import uvicorn
 
 from saccade.engine.encoders.encoder_set import EncoderSet
 from saccade.engine.ipc.client import WORKER, EngineClient, EngineInfo, EngineUnavailable
+from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.supervisor import Launcher
 from saccade.engine.process_tuning import collect, freeze, trim
@@ -79,6 +80,7 @@ def serve(settings: Settings) -> int:
         progress=sys.stderr.isatty(),
         encoders=encoders.addresses,
         launch=_launcher(server),
+        kv_events=KVEventEndpoints.of(options, server),
         **how,
     )
     engine = make_client() if high == 1 else ReplicaSet(make_client, server.replicas, low, high)

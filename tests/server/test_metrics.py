@@ -132,6 +132,12 @@ def test_each_tier_of_embeddings_has_its_own_counts() -> None:
     assert not any("embedding_tier" in name for name in samples(Metrics("tiny", lambda: STATS)))
 
 
+def test_kv_events_are_counted_where_they_are_published() -> None:
+    found = samples(Metrics("tiny", lambda: {**STATS, "kv_events": {"batches": 7, "overflows": 2}}))
+    assert found["saccade:kv_event_batches_total"] == 7 and found["saccade:kv_event_overflows_total"] == 2
+    assert not any("kv_event" in name for name in samples(Metrics("tiny", lambda: STATS)))
+
+
 def test_before_the_engine_has_spoken_its_numbers_are_left_out() -> None:
     assert "saccade:running" not in samples(Metrics("tiny", dict))
 

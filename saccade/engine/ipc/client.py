@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from saccade.checkpoint.config import ModelConfig
+from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints, KVEventPublisher
 from saccade.engine.ipc.messages import (
     Abort,
     Accepted,
@@ -100,17 +101,27 @@ class EngineClient(WorkerSupervisor):
         replica: Replica = Replica(),  # noqa: B008
         watcher: Watcher | None = None,
         encoders: tuple[str, ...] = (),
+        kv_events: KVEventEndpoints | None = None,
     ) -> None:
         """`warmup` requests run in every new worker before it is ready.
 
-        `encoders`: addresses of the encoder workers.
+        `encoders`: addresses of the encoder workers. `kv_events`: bound at once.
         """
         files = (checkpoint.path, checkpoint.config, checkpoint.image_processor)
         shown = progress and not replica.index
         replica = replace(replica, encoders=encoders)
-        start = start_message(*files, options, largest, warmup, progress=shown, replica=replica)
+        start = start_message(
+            *files,
+            options,
+            largest,
+            warmup,
+            progress=shown,
+            replica=replica,
+            logs_kv_events=kv_events is not None,
+        )
         name = "the engine" if replica.is_alone else f"engine {replica.index}"
         super().__init__(start, name, launch=launch, heartbeat_timeout=heartbeat_timeout)
+        self._kv_events = KVEventPublisher(kv_events, replica.index) if kv_events is not None else None
         self._index = replica.index
         self._watcher = watcher
         self._info: EngineInfo | None = None
@@ -123,6 +134,12 @@ class EngineClient(WorkerSupervisor):
         assert self._info is not None
         return self._info
 
+    async def stop(self) -> None:
+        await super().stop()
+        if self._kv_events is not None:
+            self._kv_events.close()
+            self._kv_events = None
+
     @property
     def info(self) -> EngineInfo | None:
         """What the latest worker chose; None before the first is ready."""
@@ -132,6 +149,12 @@ class EngineClient(WorkerSupervisor):
     def bytes_in_flight(self) -> int:
         """Bytes of all open requests, as sent to the worker, which keeps them until the request ends."""
         return self._bytes_in_flight
+
+    def stats(self) -> dict[str, Any]:
+        stats = super().stats()
+        if stats and self._kv_events is not None:
+            return {**stats, "kv_events": self._kv_events.stats()}
+        return stats
 
     def replicas(self) -> Sequence[ReplicaView]:
         """Of an engine that is several; here none."""
@@ -223,6 +246,8 @@ class EngineClient(WorkerSupervisor):
         super()._take(update)
         if update.cache is not None and self._watcher is not None:
             self._watcher.cache_changed(self._index, update.cache)
+        if update.kv_events and self._kv_events is not None:
+            self._kv_events.publish(update.kv_events)
         for event in update.events:
             submission = self._open.get(event.request_id)
             if submission is None:
@@ -241,3 +266,5 @@ class EngineClient(WorkerSupervisor):
     def _worker_ended(self) -> None:
         if self._watcher is not None:
             self._watcher.worker_ended(self._index)
+        if self._kv_events is not None:
+            self._kv_events.clear()

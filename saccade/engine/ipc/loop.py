@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO
 
 from saccade.engine.core import EngineCore
+from saccade.engine.ipc.kv_events import encode_events
 from saccade.engine.ipc.messages import (
     Abort,
     Accepted,
@@ -43,6 +44,7 @@ from saccade.engine.ipc.messages import (
 from saccade.engine.process_tuning import collect, trim
 from saccade.errors import ConfigError, RequestError
 from saccade.scheduler.cache_log import CacheLog
+from saccade.scheduler.kv_event_log import KVEventLog
 from saccade.types import Request, TokenEvent
 
 BEAT_SECONDS = 0.5  # between heartbeats when idle, and between two reports of the counters
@@ -106,6 +108,7 @@ class EngineLoop(WorkerLoop):
         self._ended: list[TokenEvent] = []  # terminal events of aborted requests, not yet sent
         self._stats_due = 0.0
         self._cache_log: CacheLog | None = None  # None: the only engine, nothing is routed
+        self._kv_events: KVEventLog | None = None
         self._is_tidy = self._is_trimmed = True
         self._trim_due = time.monotonic() + TRIM_SECONDS
         super().__init__(connection, on_close)
@@ -116,6 +119,8 @@ class EngineLoop(WorkerLoop):
             return
         core = build(start)
         try:
+            if start.logs_kv_events:  # the blocks of the warm-up stay cached
+                self._kv_events = core.scheduler.log_kv_events()
             warm_up(core, unpack_requests(start.warmup))
             if not start.replica.is_alone:
                 self._cache_log = core.scheduler.log_caches()
@@ -178,7 +183,10 @@ class EngineLoop(WorkerLoop):
             stats = core.stats()
             self._stats_due = now + BEAT_SECONDS
         cache = self._cache_log.take() if self._cache_log is not None else None
-        self.send(StepUpdate(events, stats, cache))
+        kv_events = b""
+        if self._kv_events is not None:
+            kv_events = encode_events(self._kv_events.take(), core.limits.block_size)
+        self.send(StepUpdate(events, stats, cache, kv_events))
 
 
 def place_on(device: str) -> WorkerPlace:

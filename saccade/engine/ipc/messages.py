@@ -150,6 +150,7 @@ class Start(Message, frozen=True):
     warmup: list[RequestBody]  # run before Ready
     progress: bool  # whether to show progress bars while loading
     replica: Replica = Replica()
+    logs_kv_events: bool = False
 
 
 class Submit(Message, frozen=True):
@@ -202,6 +203,7 @@ class StepUpdate(Message, frozen=True):
     events: list[TokenEvent]  # since the last update
     stats: dict[str, Any] | None  # about twice a second, and when a request has ended
     cache: CacheChanges | None = None  # from one of several replicas, when something has changed
+    kv_events: bytes = b""  # as they are published; empty where they are not, or when nothing has changed
 
 
 class Fatal(Message, frozen=True):
@@ -225,6 +227,7 @@ def start_message(
     *,
     progress: bool,
     replica: Replica = Replica(),  # noqa: B008 (immutable)
+    logs_kv_events: bool = False,
 ) -> Start:
     return Start(
         path=str(path),
@@ -236,6 +239,7 @@ def start_message(
         warmup=pack_requests(warmup),
         progress=progress,
         replica=replica,
+        logs_kv_events=logs_kv_events,
     )
 
 
