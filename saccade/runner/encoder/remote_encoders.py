@@ -156,6 +156,8 @@ class RemoteEncoders:
                     logger.warning("an encoder worker sent %s; the image is encoded here", wrong)
                     self._count(wrong=1)
                     break
+                except torch.OutOfMemoryError:  # on this device, as it may happen to a tier's embeddings
+                    break
         self._refuse_quarantined(item)
         if self._is_closed.is_set():
             raise RuntimeError("the engine is closing")

@@ -176,6 +176,16 @@ def test_an_image_that_cannot_be_decoded_fails_once(opened: list[Workers]) -> No
     assert workers.tower.passes == [] and workers.channels[0].sent == [b"a"]
 
 
+def test_without_device_memory_for_it_an_embedding_is_made_in_the_engine(opened: list[Workers]) -> None:
+    def place(parts: object, size: int) -> NoReturn:
+        raise torch.OutOfMemoryError("none left")
+
+    workers = start(opened, FakeChannel())
+    workers.stage.place = place
+    assert workers.encode(picture("a", value=7)).embeddings[b"a"][0, 0] == 7.0
+    assert workers.remote.counters.fallbacks == 1 and workers.remote.stats()["open"] == 0
+
+
 def test_frame_groups_of_videos_stay_in_the_engine(opened: list[Workers]) -> None:
     workers = start(opened, FakeChannel())
     workers.encode(replace(picture("a"), kind="video"))
