@@ -25,6 +25,7 @@ MAX_QUEUED = 1000  # batches that wait for one reader; readers that wait for the
 REPLAY_BATCHES = 10_000  # kept for readers that ask for them again, and at most so many bytes:
 REPLAY_BYTES = 64 << 20
 _REPLAY_SECONDS = 1.0  # that a reader may take before it gets no more of its replay: others wait meanwhile
+_MAX_INCOMING = 4096  # bytes of what a reader sends: a topic, or a number
 _END = (-1).to_bytes(8, "big", signed=True)
 _PORT = re.compile(r"(tcp://[^\s/]+:)(\d{1,5})")
 _PATH = re.compile(r"ipc://\S+")
@@ -67,6 +68,7 @@ class KVEventPublisher:
         self.num_overflows = 0  # times that a reader's queue was full; it misses batches until it reads on
         self._rank = rank
         self._topic = (endpoints.topic or "").encode()
+        self._can_replay = endpoints.replay is not None
         self._kept: deque[tuple[int, bytes]] = deque()  # by number
         self._kept_bytes = 0
         self._lock = threading.Lock()  # of the two above
@@ -74,7 +76,7 @@ class KVEventPublisher:
         self._socket = self._context.socket(zmq.PUB)
         self._socket.sndhwm = MAX_QUEUED
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)  # the first batch that a reader cannot take is refused
-        replay = self._context.socket(zmq.ROUTER) if endpoints.replay is not None else None
+        replay = self._context.socket(zmq.ROUTER) if self._can_replay else None
         try:
             self._bind(self._socket, endpoints.publish)
             if replay is not None:
@@ -91,6 +93,7 @@ class KVEventPublisher:
         assert endpoint is not None
         at = endpoint_of_rank(endpoint, self._rank)
         socket.linger = 0
+        socket.maxmsgsize = _MAX_INCOMING
         socket.ipv6 = "[" in at
         try:
             socket.bind(at)
@@ -117,7 +120,8 @@ class KVEventPublisher:
             self._socket.setsockopt(self._zmq.XPUB_NODROP, 0)  # to the others
             self._socket.send_multipart(message, self._zmq.DONTWAIT)
             self._socket.setsockopt(self._zmq.XPUB_NODROP, 1)
-        self._keep(number, batch)
+        if self._can_replay:
+            self._keep(number, batch)
 
     def clear(self) -> None:
         """The engine is gone, with all blocks."""

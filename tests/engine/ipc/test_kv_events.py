@@ -133,6 +133,24 @@ def test_a_replay_that_is_asked_for_wrongly_ends_nothing(publisher: KVEventPubli
     assert reader.replay() == [0]
 
 
+def test_a_reader_that_sends_too_much_is_not_read(
+    publisher: KVEventPublisher, reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher.publish(CLEARED)
+    with caplog.at_level(logging.WARNING):
+        reader._replay.send_multipart((b"", bytes(2000)))  # wrong, but read
+        reader._replay.send_multipart((b"", bytes(1 << 20)))  # ends its connection; it comes back with another
+        assert reader.replay() == [0]
+    assert len(caplog.records) == 1 and "asked for" in caplog.text
+
+
+def test_without_replays_nothing_is_kept(endpoints: KVEventEndpoints) -> None:
+    publisher = KVEventPublisher(KVEventEndpoints(endpoints.publish), 0)
+    publisher.publish(CLEARED)
+    assert publisher.num_batches == 1 and not publisher._kept
+    publisher.close()
+
+
 # --- engines --------------------------------------------------------------------------------------------------------
 
 
