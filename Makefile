@@ -44,9 +44,9 @@ valkey:
 tests: setup browser valkey
 	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || echo 4) + 1)) --maxprocesses 8 --dist worksteal -m "not ray"
 
-# Apart from the others: each starts Ray clusters on this machine, about three minutes in all.
+# Apart from the others: each starts Ray clusters on this machine, about four minutes in all.
 ray-tests: setup
-	$(BIN)/python -m pytest -n 0 -m ray tests/engine/ray_cluster tests/server/test_ray.py
+	$(BIN)/python -m pytest -n 0 -m ray tests/engine/ray_cluster tests/server/test_ray.py tests/server/test_ray_encoders.py
 
 serve: setup
 	$(BIN)/saccade serve $(MODEL) --port $(PORT)

@@ -471,7 +471,7 @@ class Replica:
     count: int = 1  # engines, as many as there may be
     encoders: tuple[str, ...] = ()  # addresses of the encoder workers that all engines share
     encoder: int | None = None  # the index of this encoder worker; None: it is an engine
-    num_local: int | None = None  # engines that may share its machine; None: all
+    num_local: int | None = None  # workers that may share its machine; None: all
     has_own_device: bool = False  # PyTorch sees a GPU, or a number of threads, that are its own
 
     @property

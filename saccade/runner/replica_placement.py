@@ -32,20 +32,30 @@ def place(options: Options, replica: Replica) -> Placement:
     if replica.num_workers == 1:
         return Placement(options)
     options = replace(options, image_decode_threads=options.image_decode_threads or decode_threads(replica))
+    if replica.has_own_device:
+        return _place_on_own(options, _num_local(replica))
     if device_of(options.device).type == "cuda":
         return _place_on_gpu(options, replica)
-    num_workers = _num_local(replica)
-    threads = torch.get_num_threads()
-    if not replica.has_own_device:
-        threads = max(1, threads // num_workers)
-        torch.set_num_threads(threads)
+    threads = max(1, torch.get_num_threads() // replica.num_workers)
+    torch.set_num_threads(threads)
     encoders = f" and {_some(len(replica.encoders), 'encoder worker')}" if replica.encoders else ""
-    engines = _some(num_workers - len(replica.encoders), "engine")
     reason = (
-        f"{engines}{encoders} share this CPU: each has {threads} of its threads and "
-        f"1/{num_workers} of the automatic memory for KV blocks and embeddings"
+        f"{_some(replica.count, 'engine')}{encoders} share this CPU: each has {threads} of its threads and "
+        f"1/{replica.num_workers} of the automatic memory for KV blocks and embeddings"
     )
-    return Placement(options, num_workers, (reason,) if num_workers > 1 else ())
+    return Placement(options, replica.num_workers, (reason,))
+
+
+def _place_on_own(options: Options, num_local: int) -> Placement:
+    """A GPU, or threads of a CPU, that are reserved for this worker alone."""
+    if device_of(options.device).type == "cuda" or num_local == 1:
+        return Placement(options)
+    threads = _some(torch.get_num_threads(), "thread")
+    reason = (
+        f"{num_local} workers may share this machine: each has {threads} and "
+        f"1/{num_local} of the automatic memory for KV blocks and embeddings"
+    )
+    return Placement(options, num_local, (reason,))
 
 
 def device_label(device: torch.device) -> str:
@@ -76,7 +86,7 @@ def _place_on_gpu(options: Options, replica: Replica) -> Placement:
     devices = [_encoder_gpu(options.device, replica, index) for index in range(len(replica.encoders))]
     if replica.encoder is not None:
         return Placement(replace(options, device=devices[replica.encoder]))
-    own = options.device if replica.is_alone or replica.has_own_device else _gpu(options.device, replica)
+    own = options.device if replica.is_alone else _gpu(options.device, replica)
     beside = sum((device_of(device).index or 0) == (device_of(own).index or 0) for device in devices)
     named = ", ".join(devices)
     reasons = (f"encoder workers on {named}",) if replica.encoders else ()

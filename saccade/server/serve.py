@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -28,7 +29,7 @@ from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.supervisor import Launcher
 from saccade.engine.process_tuning import collect, freeze, trim
-from saccade.engine.ray_cluster.launcher import ray_launcher
+from saccade.engine.ray_cluster.launcher import ENCODER, ray_launcher
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
 from saccade.media.fetch import Fetcher, FetchPolicy
@@ -72,7 +73,7 @@ def serve(settings: Settings) -> int:
         "heartbeat_timeout": server.heartbeat_timeout,
     }
     low, high = server.replica_range
-    encoders = EncoderSet(options, server.encoders, high, **how)
+    encoders = EncoderSet(options, server.encoders, high, **_encoder_launcher(server), **how)
     make_client = partial(
         EngineClient,
         options,
@@ -102,10 +103,15 @@ def serve(settings: Settings) -> int:
 def _launcher(server: ServerOptions) -> Launcher:
     if server.ray_address is None:
         return partial(EngineProcess.spawn, WORKER)
-    if server.encoders:
-        problem = f"encoders={server.encoders} are processes of this machine"
-        raise ConfigError(f"{problem}, which engines on a Ray cluster cannot reach; leave --encoders out")
     return ray_launcher(server.ray_address, server.ray_cpus)
+
+
+def _encoder_launcher(server: ServerOptions) -> dict[str, Any]:
+    """On Ray the workers have names, unlike those of any other server of the cluster."""
+    if server.ray_address is None or not server.encoders:
+        return {}
+    launch = ray_launcher(server.ray_address, server.ray_cpus, ENCODER)
+    return {"launch": launch, "name": f"saccade-{secrets.token_hex(8)}"}
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import Any
 from saccade.checkpoint.config import model_config
 from saccade.engine.core import EngineCore
 from saccade.engine.ipc.client import EngineClient, RequestStream
-from saccade.engine.ipc.loop import run_process
+from saccade.engine.ipc.loop import run_process, serve_connection
 from saccade.engine.ipc.messages import Start
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.replicas.replica_set import ReplicaSet
@@ -71,6 +72,11 @@ def build(start: Start) -> EngineCore:
     seconds = float(sys.argv[1]) if __name__ == "__main__" else STEP_SECONDS
     runner = WorkerRunner(seconds, start.replica.index, config=limits)
     return EngineCore(limits, runner, reasons=["a fake engine"])
+
+
+class RayWorker:
+    def serve(self, connection: socket.socket) -> None:
+        serve_connection(connection, build)
 
 
 # --- the client ---------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": NOUNS | {"checkpoint", "scheduler", "runner", "runner.encoder"},
     "engine.ipc": NOUNS | {"checkpoint", "engine", "engine.encoders", "scheduler"},
     "engine.encoders": NOUNS | {"engine", "engine.ipc", "runner", "runner.encoder"},
-    "engine.ray_cluster": NOUNS | {"engine.ipc"},
+    "engine.ray_cluster": NOUNS | {"engine.ipc", "engine.encoders", "runner.encoder"},
     "engine.replicas": NOUNS | {"engine.ipc", "scheduler"},
     "llm": NOUNS | {"processor", "structured", "engine"},
     "server.http": {"errors", "options", "server"},

@@ -111,7 +111,7 @@ def test_an_engine_with_its_own_threads_shares_only_memory() -> None:
     placement = place(Options(device="cpu"), Replica(3, 4, num_local=2, has_own_device=True))
     assert torch.get_num_threads() == 6 and placement.memory_parts == 2
     (reason,) = placement.reasons
-    assert reason.startswith("2 engines share this CPU: each has 6 of its threads and 1/2 of")
+    assert reason.startswith("2 workers may share this machine: each has 6 threads and 1/2 of")
 
 
 def test_a_gpu_is_named_as_the_machine_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,11 @@ class EncoderSet:
         largest: Geometry | None,
         heartbeat_timeout: float = 60.0,
         launch: Launcher = partial(EngineProcess.spawn, WORKER),  # noqa: B008 (immutable)
+        name: str | None = None,
     ) -> None:
-        self._folder = _private_folder() if count else None
-        folder = self._folder.name if self._folder else ""
+        """`name`: the workers' addresses begin with it. None: they are sockets in a folder."""
+        self._folder = _private_folder() if count and name is None else None
+        folder = self._folder.name if self._folder else name
         self.addresses = tuple(f"{folder}/encoder-{index}" for index in range(count))
         files = (checkpoint.path, checkpoint.config, checkpoint.image_processor)
         self._workers = []

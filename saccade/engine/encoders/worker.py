@@ -7,11 +7,13 @@ connect to the address that the first message names.
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty
 from time import monotonic
+from typing import Protocol
 
 from saccade.engine.encoders.encoder_core import EncoderCore
 from saccade.engine.encoders.socket_server import SocketServer
@@ -22,8 +24,23 @@ from saccade.runner.build_encoder import build_encoder, plan_encoder
 from saccade.runner.replica_placement import device_label, place
 
 
+class Published(Protocol):
+    """A core that engines can reach."""
+
+    def close(self) -> None: ...
+
+
 class EncoderLoop(WorkerLoop):
-    """Steps one encoder core; serves it to engines from the moment it is warm."""
+    """Steps one encoder core; publishes it to engines from the moment it is warm."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        on_close: Callable[[], None],
+        publish: Callable[[EncoderCore, str], Published] = SocketServer,
+    ) -> None:
+        self._publish = publish
+        super().__init__(connection, on_close)
 
     def run(self, build: Callable[[Start], EncoderCore]) -> None:
         start = self._start()
@@ -31,7 +48,7 @@ class EncoderLoop(WorkerLoop):
             return
         core = build(start)
         assert start.replica.encoder is not None
-        server = SocketServer(core, start.replica.encoders[start.replica.encoder])
+        published = self._publish(core, start.replica.encoders[start.replica.encoder])
         try:
             self.send(Ready(None, core.reasons, place_on(device_label(core.device))))
             due = 0.0
@@ -41,7 +58,7 @@ class EncoderLoop(WorkerLoop):
                     due = monotonic() + BEAT_SECONDS
                     self.send(StepUpdate([], core.stats()))
         finally:
-            server.close()
+            published.close()
             core.close()
 
     def _is_stopped(self) -> bool:

@@ -15,9 +15,10 @@ from saccade.engine.encoders.socket_channel import SocketChannel
 from saccade.engine.ipc.loop import run_process
 from saccade.engine.ipc.messages import Start, config_of
 from saccade.engine.process_tuning import freeze
+from saccade.runner.encoder.encoder_channel import Connect
 
 
-def build(start: Start) -> EngineCore:
+def build(start: Start, connect: Connect = SocketChannel) -> EngineCore:
     files = (Path(start.path), config_of(start), start.image_processor)
     if not start.replica.is_alone:
         _log_as(f"engine {start.replica.index}")
@@ -27,7 +28,7 @@ def build(start: Start) -> EngineCore:
         start.largest,
         progress=start.progress,
         replica=start.replica,
-        connect=SocketChannel,
+        connect=connect,
     )
     freeze()
     return core

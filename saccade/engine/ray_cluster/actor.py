@@ -1,4 +1,4 @@
-"""The Ray actor of one engine: the worker loop on a TCP connection. Its process ends with the connection."""
+"""The Ray actor of one worker: its loop on a TCP connection. Its process ends with the connection."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import importlib
 import logging
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 
-from saccade.engine.ipc.loop import serve_connection
-
+NAMESPACE = "saccade"  # in which Ray knows encoder workers by name
 TOKEN_BYTES = 32  # first on the connection: the port is open to the cluster's network
 _CONNECT_SECONDS = 60.0
 _TOKEN_SECONDS = 5.0
@@ -30,11 +30,11 @@ class Endpoint(NamedTuple):
     has_model: bool  # whether the model folder is there
 
 
-class EngineActor:
+class WorkerActor:
     def __init__(self, token: bytes, worker: str) -> None:
-        """`worker` is the module whose `build` makes the core."""
+        """`worker` is the module whose `RayWorker` serves the connection."""
         self._token = token
-        self._build = importlib.import_module(worker).build
+        self._worker = importlib.import_module(worker).RayWorker()
         self._listener: socket.socket | None = None
 
     def listen(self, folder: str) -> Endpoint:
@@ -52,8 +52,17 @@ class EngineActor:
         logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
         with self._listener as listener:
             connection = self._accept(listener)
-        serve_connection(connection, self._build)
+        self._worker.serve(connection)
         connection.shutdown(socket.SHUT_RDWR)  # its reader sees that and ends the process
+
+    def hello(self) -> float | None:
+        """Of an encoder worker, for engines."""
+        seconds: float | None = self._worker.hello()
+        return seconds
+
+    def encode(self, engine: str, body: bytes) -> Iterator[Any]:
+        """Of an encoder worker, for engines."""
+        yield from self._worker.encode(engine, body)
 
     def _accept(self, listener: socket.socket) -> socket.socket:
         """The first connection that has the token. OSError if there is none in time."""

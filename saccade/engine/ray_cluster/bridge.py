@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from saccade.engine.ipc.loop import end_with_parent
 from saccade.engine.ipc.messages import Fatal, Start, command_in, frame, read_body
 from saccade.engine.ipc.process import MALLOC_ENVIRONMENT
-from saccade.engine.ray_cluster.actor import TOKEN_BYTES, Endpoint, EngineActor, keep_alive
+from saccade.engine.ray_cluster.actor import NAMESPACE, TOKEN_BYTES, Endpoint, WorkerActor, keep_alive
 from saccade.errors import ConfigError, EngineUnavailable
 
 _PLACE_SECONDS = 300.0  # for a node with free resources: a cluster that grows needs minutes to add one
@@ -37,6 +37,8 @@ _POLL_SECONDS = 0.5
 _CONNECT_SECONDS = 10.0
 _JOIN_SECONDS = 30.0
 _CHUNK_BYTES = 1 << 18
+_OWN_CALLS = 2  # of an encoder worker's actor: the one that serves the bridge, and another
+_CALLS_PER_ENGINE = 10  # images and greetings under way
 
 logger = logging.getLogger("saccade.engine")
 
@@ -95,14 +97,18 @@ class Bridge:
         resources = self._resources(start)
         group = self._place(resources)
         token = secrets.token_bytes(TOKEN_BYTES)
-        options = {
+        options: dict[str, Any] = {
             "num_cpus": resources["CPU"],
             "num_gpus": resources.get("GPU", 0),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
             "max_restarts": 0,  # the server starts another, after a pause
             "runtime_env": {"env_vars": MALLOC_ENVIRONMENT},
         }
-        actor = ray.remote(EngineActor).options(**options).remote(token, self._worker)
+        replica = start.replica
+        if replica.encoder is not None:  # engines find it by its name, and call it side by side
+            options["name"] = replica.encoders[replica.encoder]
+            options["max_concurrency"] = _OWN_CALLS + replica.count * _CALLS_PER_ENGINE
+        actor = ray.remote(WorkerActor).options(**options).remote(token, self._worker)
         endpoint = self._listen(actor, start.path)
         actor.serve.remote()
         connection = self._connect(endpoint, token)
@@ -117,7 +123,7 @@ class Bridge:
         try:
             if colon:
                 socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-            ray.init(address=self._address, logging_level=logging.ERROR)
+            ray.init(address=self._address, namespace=NAMESPACE, logging_level=logging.ERROR)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler prints a stack trace
         except (RayError, OSError, RuntimeError, ValueError) as error:
             raise EngineUnavailable(self._no_cluster((str(error).splitlines() or [""])[0]), 0) from None
@@ -189,7 +195,8 @@ class Bridge:
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
         cpus = nodes.get(endpoint.node_id, {}).get("CPU", self._num_cpus)
         num_local = 1 if "GPU" in resources else max(1, int(cpus // self._num_cpus))
-        replica = replace(start.replica, num_local=min(num_local, start.replica.count), has_own_device=True)
+        num_local = min(num_local, start.replica.num_workers)
+        replica = replace(start.replica, num_local=num_local, has_own_device=True)
         options = replace(start.options, device="cuda" if "GPU" in resources else "cpu")
         return msgspec.structs.replace(start, options=options, replica=replica)
 
@@ -228,7 +235,7 @@ class _EngineLines(io.TextIOBase):
 
     def write(self, text: str) -> int:
         for line in text.splitlines():
-            if line.startswith(f"({EngineActor.__name__}"):
+            if line.startswith(f"({WorkerActor.__name__}"):
                 print(line.partition(") ")[2], file=self._out, flush=True)
         return len(text)
 

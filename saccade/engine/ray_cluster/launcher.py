@@ -17,7 +17,8 @@ from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.supervisor import Launcher
 from saccade.errors import ConfigError
 
-WORKER_MODULE = "saccade.engine.ipc.worker"  # its `build` makes the core
+ENGINE = "saccade.engine.ray_cluster.engine_worker"
+ENCODER = "saccade.engine.ray_cluster.encoder_worker"
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]{1,5}")
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -27,7 +28,8 @@ _ENVIRONMENT = {
 }
 
 
-def ray_launcher(address: str, num_cpus: int, worker: str = WORKER_MODULE) -> Launcher:
+def ray_launcher(address: str, num_cpus: int, worker: str = ENGINE) -> Launcher:
+    """`worker` is the module that an actor runs."""
     if address != "auto" and not _ADDRESS.fullmatch(address):
         expected = "auto or HOST:PORT of a cluster that this machine has joined (ray start)"
         raise ConfigError(f"ray_address takes {expected}, not {address!r}")

@@ -22,7 +22,7 @@ def connect(listener: socket.socket, token: bytes) -> socket.socket:
 
 def test_only_a_connection_with_the_token_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors, "_TOKEN_SECONDS", 0.2)
-    actor = actors.EngineActor(TOKEN, "tests.helpers.fake_worker")
+    actor = actors.WorkerActor(TOKEN, "tests.helpers.fake_worker")
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         wrong = [connect(listener, token) for token in (TOKEN[::-1], TOKEN[:-1], b"")]
         right = connect(listener, TOKEN)
@@ -36,6 +36,6 @@ def test_only_a_connection_with_the_token_is_taken(monkeypatch: pytest.MonkeyPat
 
 def test_a_bridge_that_never_connects_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors, "_CONNECT_SECONDS", 0.01)
-    actor = actors.EngineActor(TOKEN, "tests.helpers.fake_worker")
+    actor = actors.WorkerActor(TOKEN, "tests.helpers.fake_worker")
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(TimeoutError):
         actor._accept(listener)

@@ -10,8 +10,6 @@ import pytest
 
 from saccade.engine.ray_cluster.launcher import ray_launcher
 from saccade.errors import ConfigError
-from saccade.options import ServerOptions
-from saccade.server.serve import _launcher
 
 
 @pytest.mark.parametrize("address", ["", "head", "ray://head:10001", "head:port", "head:6379/x", "local"])
@@ -30,11 +28,6 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"ray_address=auto needs Ray.*saccade\[ray\]"):
         ray_launcher("auto", 1)
-
-
-def test_encoder_workers_of_this_machine_are_refused_beside_it() -> None:
-    with pytest.raises(ConfigError, match=r"encoders=2.*leave --encoders out"):
-        _launcher(ServerOptions(ray_address="auto", encoders=2))
 
 
 def test_the_server_never_imports_ray() -> None:
