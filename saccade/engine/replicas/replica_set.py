@@ -80,7 +80,7 @@ class ReplicaSet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*[client.stop() for client in self._used_clients])
+        await asyncio.gather(*[client.stop() for client in self._clients])  # unused ones hold ports, too
 
     @property
     def info(self) -> EngineInfo | None:

@@ -223,6 +223,7 @@ def test_without_the_flag_a_worker_sends_no_events() -> None:
         ({"kv_events": "tcp://127.0.0.1"}, "must be an address"),
         ({"kv_events": "tcp://127.0.0.1:0"}, "from 1 to 65535"),
         ({"kv_events": "tcp://127.0.0.1:65533", "replicas": 4}, "from 1 to 65532, since 4 replicas"),
+        ({"kv_events": "tcp://127.0.0.1:65533", "max_replicas": 4}, "from 1 to 65532, since 4 replicas"),
         ({"kv_events": "tcp://*:5557", "kv_events_replay": "here"}, "kv_events_replay must be"),
         ({"kv_events_replay": "tcp://*:5557"}, "give --kv-events too"),
         ({"kv_events_topic": "kv@a@b"}, "give --kv-events too"),

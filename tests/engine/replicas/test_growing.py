@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints
 from saccade.engine.replicas import autoscale, replica_set
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.options import Options
@@ -90,3 +92,15 @@ def test_load_adds_a_replica_and_its_end_removes_one(monkeypatch: pytest.MonkeyP
         await until(lambda: sorted(states(replicas)) == ["ready", "stopped"])
 
     run_replicas(test, 1, bounds=(1, 2), step_seconds=0.01)
+
+
+def test_places_of_replicas_keep_their_addresses_of_kv_events_until_the_end(tmp_path: Path) -> None:
+    endpoints = KVEventEndpoints(f"ipc://{tmp_path}/events")
+
+    async def test(replicas: ReplicaSet) -> None:
+        await replicas.grow()
+        await replicas.shrink()
+        await replicas.grow()
+
+    for _ in range(2):  # the second set takes the addresses of the first
+        run_replicas(test, 1, bounds=(1, 3), kv_events=endpoints)
