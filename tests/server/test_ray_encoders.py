@@ -91,5 +91,5 @@ def test_a_killed_encoder_costs_no_request_and_comes_back(server: RunningServer)
 def test_an_image_that_cannot_be_decoded_is_refused_by_the_actor(server: RunningServer) -> None:
     broken = image_part(as_url(png(make_photo(112, 84, 20))[:-2000]))
     response = server.chat([broken, text_part("What is this?")], model=MODEL)
-    assert response.status_code == 400 and error_of(response)["code"] == "invalid_image", response.text
+    assert response.status_code == 400 and error_of(response)["code"] == "image_parse_error", response.text
     assert connected(server) == 1

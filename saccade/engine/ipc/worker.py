@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from saccade.engine.build import build_core
 from saccade.engine.core import EngineCore
@@ -15,10 +17,10 @@ from saccade.engine.encoders.socket_channel import SocketChannel
 from saccade.engine.ipc.loop import run_process
 from saccade.engine.ipc.messages import Start, config_of
 from saccade.engine.process_tuning import freeze
-from saccade.runner.encoder.encoder_channel import Connect
 
 
-def build(start: Start, connect: Connect = SocketChannel) -> EngineCore:
+def build(start: Start, connect: Callable[[str, int], Any] = SocketChannel) -> EngineCore:
+    """`connect` opens the channel to an encoder worker."""
     files = (Path(start.path), config_of(start), start.image_processor)
     if not start.replica.is_alone:
         _log_as(f"engine {start.replica.index}")
