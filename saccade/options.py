@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from saccade.errors import ConfigError
+from saccade.trusted_proxies import Network, check_proxies, network_of
 from saccade.types import LatencyProfile, StepTime
-
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 # --- what a user may set ------------------------------------------------------------------------------------
 
@@ -373,7 +371,7 @@ class ServerOptions:
             )
         if not all(self.api_key):
             raise ConfigError("an api_key is empty, which would let everybody in; give a key or leave it out")
-        _check_proxies(self)
+        check_proxies(self.trusted_proxies, self.tenant_header)
 
     @property
     def replica_range(self) -> tuple[int, int]:
@@ -384,46 +382,13 @@ class ServerOptions:
 
     def proxy_networks(self) -> list[Network]:
         """What `trusted_proxies` names."""
-        return [_network(text) for text in self.trusted_proxies]
+        return [network_of(text) for text in self.trusted_proxies]
 
 
 MAX_REPLICAS = MAX_ENCODERS = 64
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
-_HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
-_MIN_PREFIX = 7  # of the proxies' networks, joined: 10.0.0.0/8 and fc00::/7 are private ones
-
-
-def _network(text: str) -> Network:
-    """IPv4 also where it is written as IPv6: connections are compared as IPv4."""
-    try:
-        network = ipaddress.ip_network(text)
-    except ValueError as error:
-        expected = "addresses and networks such as 127.0.0.1 and 10.1.0.0/16"
-        raise ConfigError(f"trusted_proxies takes {expected}, not {text}: {error}") from None
-    mapped = getattr(network.network_address, "ipv4_mapped", None)
-    return ipaddress.IPv4Network((mapped, network.prefixlen - 96)) if mapped is not None else network
-
-
-def _check_proxies(server: ServerOptions) -> None:
-    networks = server.proxy_networks()
-    ipv4 = ipaddress.collapse_addresses(net for net in networks if isinstance(net, ipaddress.IPv4Network))
-    ipv6 = ipaddress.collapse_addresses(net for net in networks if isinstance(net, ipaddress.IPv6Network))
-    joined: list[Network] = [*ipv4, *ipv6]
-    for network in joined:
-        if network.prefixlen < _MIN_PREFIX:
-            given = f"trusted_proxies={','.join(server.trusted_proxies)}"
-            advice = f"name the proxies' own addresses, or networks of /{_MIN_PREFIX} or smaller"
-            raise ConfigError(f"{given} would let every client in {network} act as a proxy; {advice}")
-    header = server.tenant_header
-    if header is not None and not _HEADER.fullmatch(header):
-        raise ConfigError(f"tenant_header takes a header's name such as X-Tenant, not {header}")
-    if header is not None and not server.trusted_proxies:
-        raise ConfigError(
-            f"tenant_header={header} would let every client name itself any tenant; set trusted_proxies to "
-            "the addresses that may send it, such as 127.0.0.1 for a proxy on this machine"
-        )
 
 
 # --- what the parts get -------------------------------------------------------------------------------------
