@@ -15,7 +15,7 @@ import pytest
 
 PROJECT = Path(__file__).parents[2]
 ROOT = PROJECT / "saccade"
-NOUNS = {"types", "errors", "options", "sampling_params", "outputs", "costs"}
+NOUNS = {"types", "errors", "options", "trusted_proxies", "sampling_params", "outputs", "costs"}
 KERNELS = {"kernels.attention", "kernels.gemm", "kernels.gdn", "kernels.moe", "kernels.ops", "kernels.launch"}
 MODELS = {"models", "models.layers", "models.vision", "models.cuda"}  # families are imported by name, from their table
 
