@@ -255,6 +255,10 @@ class ServerOptions:
         "GPU after those of the engines if there is one, else beside an engine, or on a part of the CPU. An "
         "embedding that is lost or late is encoded in the engine; 0: engines encode all images themselves",
     )
+    min_encoders: int | None = _option(None, "encoder workers that autoscaling leaves; automatic: --encoders")
+    max_encoders: int | None = _option(
+        None, "encoder workers that autoscaling may start when those there are busy; automatic: --encoders"
+    )
     ray_address: str | None = _option(
         None,
         "Ray cluster on whose machines the engines run, such as 10.0.0.1:6379; auto: the one that this "
@@ -331,15 +335,8 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "port", self.port, "from 0 to 65535")
-        allowed = f"a whole number from 1 to {MAX_REPLICAS}"
-        is_valid = isinstance(self.replicas, int) and 1 <= self.replicas <= MAX_REPLICAS
-        _require(is_valid, "replicas", self.replicas, allowed)
-        low, high = self.replica_range
-        if not 1 <= low <= self.replicas <= high <= MAX_REPLICAS:
-            given = f"min_replicas={low}, replicas={self.replicas}, max_replicas={high}"
-            raise ConfigError(f"{given} must not fall, and be from 1 to {MAX_REPLICAS}")
-        is_valid = isinstance(self.encoders, int) and 0 <= self.encoders <= MAX_ENCODERS
-        _require(is_valid, "encoders", self.encoders, f"a whole number from 0 to {MAX_ENCODERS}")
+        _check_range("replicas", self.replicas, *self.replica_range, at_least=1)
+        _check_range("encoders", self.encoders, *self.encoder_range, at_least=0)
         for name in ("ray_cpus", "max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"):
             _positive(name, getattr(self, name))
         if self.max_connections is not None:
@@ -376,16 +373,35 @@ class ServerOptions:
     @property
     def replica_range(self) -> tuple[int, int]:
         """How few and how many engines there may be."""
-        limits = (self.min_replicas, self.max_replicas)
-        low, high = [self.replicas if limit is None else limit for limit in limits]
-        return low, high
+        return _range(self.replicas, self.min_replicas, self.max_replicas)
+
+    @property
+    def encoder_range(self) -> tuple[int, int]:
+        return _range(self.encoders, self.min_encoders, self.max_encoders)
 
     def proxy_networks(self) -> list[Network]:
         """What `trusted_proxies` names."""
         return [network_of(text) for text in self.trusted_proxies]
 
 
-MAX_REPLICAS = MAX_ENCODERS = 64
+def _range(count: int, low: int | None, high: int | None) -> tuple[int, int]:
+    return count if low is None else low, count if high is None else high
+
+
+def _check_range(name: str, count: int, low: int, high: int, *, at_least: int) -> None:
+    """Where there are none, autoscaling starts none."""
+    _require(
+        isinstance(count, int) and at_least <= count <= MAX_REPLICAS,
+        name,
+        count,
+        f"a whole number from {at_least} to {MAX_REPLICAS}",
+    )
+    if not min(count, 1) <= low <= count <= high <= (MAX_REPLICAS if count else 0):
+        given = f"min_{name}={low}, {name}={count}, max_{name}={high}"
+        raise ConfigError(f"{given} must not fall, and be from 1 to {MAX_REPLICAS}")
+
+
+MAX_REPLICAS = 64  # and encoder workers
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")

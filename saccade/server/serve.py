@@ -73,7 +73,9 @@ def serve(settings: Settings) -> int:
         "heartbeat_timeout": server.heartbeat_timeout,
     }
     low, high = server.replica_range
-    encoders = EncoderSet(options, server.encoders, high, **_encoder_launcher(server), **how)
+    encoders = EncoderSet(
+        options, server.encoders, high, bounds=server.encoder_range, **_encoder_launcher(server), **how
+    )
     make_client = partial(
         EngineClient,
         options,

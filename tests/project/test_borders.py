@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.ipc": NOUNS | {"checkpoint", "engine", "engine.encoders", "scheduler"},
     "engine.encoders": NOUNS | {"engine", "engine.ipc", "runner", "runner.encoder"},
     "engine.ray_cluster": NOUNS | {"engine.ipc", "engine.encoders", "runner.encoder"},
-    "engine.replicas": NOUNS | {"engine.ipc", "scheduler"},
+    "engine.replicas": NOUNS | {"engine", "engine.ipc", "scheduler"},
     "llm": NOUNS | {"processor", "structured", "engine"},
     "server.http": {"errors", "options", "server"},
     "server.request": NOUNS | {"media", "structured", "processor", "server", "server.http"},

@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from threading import Condition
+from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ class EncoderCore:
         seconds_per_patch: float,
         reasons: tuple[str, ...] = (),
         device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.encoder = encoder
         self.seconds_per_patch = seconds_per_patch
@@ -52,6 +54,9 @@ class EncoderCore:
         self._queues: OrderedDict[Hashable, deque[EncoderJob]] = OrderedDict()  # the next engine first
         self._running: dict[Key, list[EncoderJob]] = {}  # given to the encoder; several engines may want one
         self._num_encoded = 0
+        self._clock = clock
+        self._counted_at = clock()  # the latest `stats`
+        self._idle_seconds = 0.0  # since then
         self._delivery = _Delivery(device) if device.type == "cuda" else None
 
     def submit(self, job: EncoderJob) -> None:
@@ -71,7 +76,9 @@ class EncoderCore:
         if not self._running:
             with self._arrived:
                 if not self._queues:
+                    begun = self._clock()
                     self._arrived.wait(_IDLE_SECONDS)
+                    self._idle_seconds += self._clock() - begun
             return
         self.encoder.advance(_LAYERS)
         done = self.encoder.poll()
@@ -113,9 +120,16 @@ class EncoderCore:
             job.done(outcome)
 
     def stats(self) -> dict[str, Any]:
+        """`use` is the share of the time since the last call in which there were images."""
         with self._arrived:
-            queued = sum(map(len, self._queues.values()))
-        return {"queue": queued + len(self._running), "encoded": self._num_encoded}
+            jobs = [job for queue in self._queues.values() for job in queue]
+        jobs += [wanted[0] for wanted in self._running.values()]
+        now = self._clock()
+        use = 1 - self._idle_seconds / max(now - self._counted_at, 1e-9)
+        self._counted_at = now
+        self._idle_seconds = 0.0
+        patches = sum(job.item.geometry.grid.patches for job in jobs)
+        return {"queue": len(jobs), "patches": patches, "use": use, "encoded": self._num_encoded}
 
     def close(self) -> None:
         self.encoder.close()

@@ -15,9 +15,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from saccade.engine.autoscale import AUTOSCALE_SECONDS, Autoscaler, Load
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineStatus, ReplicaView
 from saccade.engine.ipc.stream import RequestStream, Submission
-from saccade.engine.replicas.autoscale import Autoscaler, Load
 from saccade.engine.replicas.merging import merged_info, merged_stats, merged_status
 from saccade.engine.replicas.router import Placement, Router, demand_of
 from saccade.errors import ConfigError, EngineUnavailable, RequestError
@@ -25,7 +25,6 @@ from saccade.scheduler.cache_log import CacheChanges
 from saccade.types import Replica, Request
 
 _SILENT_SECONDS = 5.0  # without a heartbeat: a replica gets no new requests while another can take them
-AUTOSCALE_SECONDS = 2.0  # between two observations of the load
 _DRAIN_POLL_SECONDS = 0.1
 _MAX_DEATHS = 2  # of replicas under one submission: then it may be the cause, and does not move again
 
@@ -166,7 +165,7 @@ class ReplicaSet:
             num_ready=len(ready),
             num_starting=sum(view.status.state == "starting" for view in views),
             queued_work=sum(view.queued_work for view in views),
-            kv_use=sum(kv["used"] / kv["total"] for kv in blocks),
+            use=sum(kv["used"] / kv["total"] for kv in blocks),
         )
 
     # --- requests -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from saccade.engine.encoders import encoder_core
 from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, Outcome
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.types import MediaItem
@@ -49,7 +50,8 @@ def test_engines_take_turns_however_many_images_one_sends(served: Served) -> Non
     served.submit("b", picture("b0"), picture("b1"))
     served.run(8)
     assert [engine for engine, _ in served.begun] == ["a", "b", "a", "b", "a", "a", "a", "a"]
-    assert served.core.stats() == {"queue": 0, "encoded": 8}
+    stats = served.core.stats()
+    assert (stats["queue"], stats["patches"], stats["encoded"]) == (0, 0, 8)
     served.core.close()
 
 
@@ -85,3 +87,14 @@ def test_an_image_that_is_none_is_told_of(served: Served) -> None:
     outcomes = dict(zip((key for _, key in served.done), served.outcomes, strict=True))
     assert outcomes[b"bad"].error is not None and outcomes[b"good"].embedding is not None
     served.core.close()
+
+
+def test_images_that_wait_count_as_patches_and_waiting_as_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_core, "_IDLE_SECONDS", 0.0)
+    times = iter([0.0, 1.0, 4.0, 5.0, 9.0])  # built; from 1 to 4 idle; stats at 5 and 9
+    core = EncoderCore(LocalEncoder(FakeTower(), 16, 1), 0.001, clock=lambda: next(times))  # type: ignore[arg-type]
+    core.step()
+    assert core.stats()["use"] == pytest.approx(0.4)
+    core.submit(EncoderJob("a", picture("x"), lambda: None, lambda outcome: None))
+    assert core.stats() == {"queue": 1, "patches": 16, "use": 1.0, "encoded": 0}
+    core.close()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from saccade.engine import autoscale
+from saccade.engine.encoders import encoder_set
 from saccade.engine.encoders.encoder_set import EncoderSet
+from saccade.engine.ipc.process import EngineProcess
 from saccade.errors import ConfigError, EngineUnavailable
-from saccade.options import Options
-from tests.helpers.fake_worker import NO_FILES
+from saccade.options import Options, ServerOptions
+from tests.helpers.fake_worker import NO_FILES, run_bounded, until
 
 
 def make(count: int, **how: object) -> EncoderSet:
@@ -66,3 +70,44 @@ def test_systems_without_this_kind_of_memory_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match="leave out --encoders"):
         make(1)
+
+
+def states(encoders: EncoderSet) -> list[str]:
+    return [view.status.state for view in encoders.views()]
+
+
+@pytest.mark.parametrize(("high", "expected"), [(-1, ["ready"] * 3), (10, ["ready", "stopped", "stopped"])])
+def test_the_number_of_workers_follows_the_load(
+    monkeypatch: pytest.MonkeyPatch, high: int, expected: list[str]
+) -> None:
+    monkeypatch.setattr(encoder_set, "AUTOSCALE_SECONDS", 0.02)
+    monkeypatch.setattr(autoscale, "HIGH_WORK", high)  # below 0: any load is high
+    monkeypatch.setattr(autoscale, "SHRINK_AFTER", 3)
+    command = (sys.executable, "-m", "tests.helpers.fake_worker", "0.0")
+
+    async def body() -> None:
+        encoders = make(2, bounds=(1, 3), launch=partial(EngineProcess.spawn, command))
+        try:
+            assert len(encoders.addresses) == 3 and states(encoders)[2] == "stopped"
+            await encoders.start()
+            await until(lambda: states(encoders) == expected)
+        finally:
+            await encoders.stop()
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"min_encoders": 0}, {"min_encoders": 3}, {"max_encoders": 1}, {"encoders": 0, "max_encoders": 2}],
+    ids=str,
+)
+def test_limits_must_not_fall(given: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="must not fall, and be from 1 to 64"):
+        ServerOptions(**{"encoders": 2, **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{"encoders": -1}, {"encoders": 65}], ids=str)
+def test_a_number_that_cannot_be_is_refused(given: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="encoders must be a whole number from 0 to 64"):
+        ServerOptions(**given)  # type: ignore[arg-type]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from saccade.engine import autoscale
 from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints
-from saccade.engine.replicas import autoscale, replica_set
+from saccade.engine.replicas import replica_set
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.options import Options
 from tests.helpers.fake_worker import collect, endless, is_running, pids_of, run_replicas, submit, until

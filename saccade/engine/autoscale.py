@@ -1,35 +1,36 @@
-"""When a set of replicas grows and shrinks: by queued work and KV use, with hysteresis. No clock, no I/O.
+"""When a set of workers grows and shrinks: by queued work and use, with hysteresis. No clock, no I/O.
 
 `Autoscaler.decide` is called at even intervals. It grows after a few observations of high load in a row, and
-shrinks after many under which one replica fewer would still have low load: a short burst starts no engine,
-and a short pause ends none.
+shrinks after many under which one worker fewer would still have low load: a short burst starts none, and a
+short pause ends none.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-HIGH_WORK = 16_384  # prompt tokens queued for each replica
+HIGH_WORK = 16_384  # queued for each worker: prompt tokens of an engine, patches of an encoder worker
 LOW_WORK = 2_048
-HIGH_KV_USE = 0.9  # of the blocks, held by requests
-LOW_KV_USE = 0.5
+HIGH_USE = 0.9  # of an engine's KV blocks, held by requests; of an encoder worker's time
+LOW_USE = 0.5
+AUTOSCALE_SECONDS = 2.0  # between two observations
 GROW_AFTER = 3  # observations in a row
 SHRINK_AFTER = 30
 
 
 class Load(NamedTuple):
-    """What all replicas have to do at one moment."""
+    """What all workers of a kind have to do at one moment."""
 
     num_ready: int
     num_starting: int  # they will take a part of it soon
-    queued_work: int  # prompt tokens over all of them
-    kv_use: float  # the sum over the ready ones of the share of blocks in use
+    queued_work: int  # over all of them
+    use: float  # the sum over the ready ones of what is in use
 
 
 class Autoscaler:
-    def __init__(self, min_replicas: int, max_replicas: int) -> None:
-        self._min = min_replicas
-        self._max = max_replicas
+    def __init__(self, minimum: int, maximum: int) -> None:
+        self._min = minimum
+        self._max = maximum
         self._num_high = 0  # observations in a row
         self._num_low = 0
 
@@ -38,7 +39,7 @@ class Autoscaler:
         return self._min < self._max
 
     def decide(self, load: Load) -> int:
-        """Replicas to add: 1, 0 or -1."""
+        """Workers to add: 1, 0 or -1."""
         is_high = bool(load.num_ready) and _is_high(load)
         is_low = load.num_ready > 1 and _is_low(load, load.num_ready - 1)
         self._num_high = self._num_high + 1 if is_high else 0
@@ -54,9 +55,9 @@ class Autoscaler:
 
 
 def _is_high(load: Load) -> bool:
-    return load.queued_work > HIGH_WORK * load.num_ready or load.kv_use > HIGH_KV_USE * load.num_ready
+    return load.queued_work > HIGH_WORK * load.num_ready or load.use > HIGH_USE * load.num_ready
 
 
-def _is_low(load: Load, num_replicas: int) -> bool:
+def _is_low(load: Load, num_workers: int) -> bool:
     """Whether so few would have little to do."""
-    return load.queued_work < LOW_WORK * num_replicas and load.kv_use < LOW_KV_USE * num_replicas
+    return load.queued_work < LOW_WORK * num_workers and load.use < LOW_USE * num_workers

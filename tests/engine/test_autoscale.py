@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade.engine.replicas.autoscale import GROW_AFTER, HIGH_WORK, LOW_WORK, SHRINK_AFTER, Autoscaler, Load
+from saccade.engine.autoscale import GROW_AFTER, HIGH_WORK, LOW_WORK, SHRINK_AFTER, Autoscaler, Load
 
 
 def decisions(scaler: Autoscaler, *loads: Load) -> list[int]:
@@ -21,7 +21,7 @@ def idle(count: int, starting: int = 0) -> Load:
     return Load(count, starting, 0, 0.0)
 
 
-@pytest.mark.parametrize("load", [busy(2), Load(2, 0, 0, 1.9)], ids=["queued work", "KV use"])
+@pytest.mark.parametrize("load", [busy(2), Load(2, 0, 0, 1.9)], ids=["queued work", "use"])
 def test_high_load_grows_after_some_observations(load: Load) -> None:
     assert decisions(Autoscaler(1, 4), *[load] * GROW_AFTER) == [0] * (GROW_AFTER - 1) + [1]
 
@@ -48,17 +48,17 @@ def test_one_start_at_a_time_counts_against_the_maximum() -> None:
     assert not any(decisions(Autoscaler(1, 4), *[busy(2, starting=1)] * 100))
 
 
-def test_nothing_is_decided_while_no_replica_is_ready() -> None:
+def test_nothing_is_decided_while_no_worker_is_ready() -> None:
     assert not any(decisions(Autoscaler(0, 4), *[Load(0, 0, HIGH_WORK, 0.0)] * 100))
 
 
-@given(work=st.integers(0, 10 * HIGH_WORK), kv_use=st.floats(0, 8), count=st.integers(1, 8))
-def test_constant_load_is_followed_by_rest(work: int, kv_use: float, count: int) -> None:
+@given(work=st.integers(0, 10 * HIGH_WORK), use=st.floats(0, 8), count=st.integers(1, 8))
+def test_constant_load_is_followed_by_rest(work: int, use: float, count: int) -> None:
     """Growing never leads to a size that is shrunk again."""
     scaler = Autoscaler(1, 8)
     steps = []
     for _ in range(20 * SHRINK_AFTER):
-        change = scaler.decide(Load(count, 0, work, min(kv_use, count)))
+        change = scaler.decide(Load(count, 0, work, min(use, count)))
         count += change
         steps += [change] if change else []
     assert len(set(steps)) <= 1 and 1 <= count <= 8
