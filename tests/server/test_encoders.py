@@ -47,7 +47,8 @@ def engine(server: RunningServer) -> int:
 def connected(server: RunningServer) -> int:
     view = server.get("/v1/engine").json()
     states = [encoder["state"] for encoder in view["encoders"]]
-    return states.count("ready") and int(view["stats"]["remote_encoders"]["connected"])
+    counts = view["stats"].get("remote_encoders", {})  # the engine may not have reported yet
+    return states.count("ready") and int(counts.get("connected", 0))
 
 
 def arenas(pid: int) -> tuple[int, int]:
