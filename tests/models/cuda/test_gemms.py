@@ -34,9 +34,12 @@ def test_a_layer_projects_adds_and_widens_as_the_plain_one_does(rows: int, biase
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
-@pytest.mark.parametrize(("shared", "expected"), [(0, "_SkinnyGemms"), (24, "_SkinnyGemms"), (48, "_LargeGemms")])
+@pytest.mark.parametrize(
+    ("shared", "expected"),
+    [(0, "_SkinnyGemms"), (24, "_SkinnyGemms"), (48, "_SkinnyGemms"), (40, "_LargeGemms")],
+)
 def test_a_layer_of_experts_adds_its_residual(shared: int, expected: str, rows: int) -> None:
-    """A shared expert of another width runs by itself, so the next norm adds the residual."""
+    """A shared expert that is not as wide as some others runs by itself: the next norm adds the residual."""
     made = decoder(text=replace(TEXT, experts=config(layers=(0, 1), shared=shared)))
     layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
     assert type(gemms).__name__ == (expected if rows <= 4 else "_LargeGemms")
