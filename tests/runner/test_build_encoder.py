@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,3 +69,18 @@ def test_encoders_for_a_model_without_images_are_refused(tmp_path: Path) -> None
     config = open_checkpoint(str(FAMILIES["qwen2_vl"].build(tmp_path))).config
     with pytest.raises(ConfigError, match="leave out --encoders"):
         plan_encoder(OPTIONS, config, None)
+
+
+def test_a_decoder_that_is_left_out_loads_no_compiler() -> None:
+    """Triton, too, would come with it, and prints at the end of its process."""
+    code = (
+        "import sys, torch\n"
+        "from saccade.models import load_model\n"
+        "from saccade.options import Options\n"
+        "from saccade.processor.checkpoint_files import open_checkpoint\n"
+        "files = open_checkpoint(Options().model)\n"
+        "how = dict(dtype=torch.float32, device=torch.device('cpu'), progress=False, is_encoder=True)\n"
+        "load_model(files.path, files.config, image_processor=files.image_processor, **how)\n"
+        "sys.exit(bool({'torch._dynamo', 'triton'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

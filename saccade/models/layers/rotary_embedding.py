@@ -15,6 +15,8 @@ from saccade.errors import ConfigError
 
 def frequencies(rotated: int, theta: float, device: torch.device) -> Tensor:
     """RoPE's inverse frequencies of `rotated` dimensions: float32 [rotated / 2], from 1 to 1 / theta."""
+    if device.type == "meta":  # of a decoder that is left out; such arithmetic would load PyTorch's compiler
+        device = torch.device("cpu")
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
     return 1.0 / theta**exponents
 
