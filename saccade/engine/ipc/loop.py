@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from ctypes import CDLL
 from queue import Empty, SimpleQueue
@@ -56,7 +57,7 @@ logger = logging.getLogger("saccade.engine")
 Build = Callable[[Start], EngineCore]
 
 
-class WorkerLoop:
+class WorkerLoop(ABC):
     """The worker's end of the socket to its supervisor: messages from a reader thread, and replies."""
 
     def __init__(self, connection: socket.socket, on_close: Callable[[], None]) -> None:
@@ -66,9 +67,9 @@ class WorkerLoop:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         threading.Thread(target=self._read, name="saccade-reader", daemon=True).start()
 
+    @abstractmethod
     def run(self, build: Callable[[Start], Any]) -> None:
         """Build from the first message, then work until told to stop."""
-        raise NotImplementedError
 
     def send(self, message: Report) -> None:
         self._connection.sendall(frame(message))
