@@ -13,8 +13,8 @@ from saccade.fair_pool import FairPool, QueueFull
 def blocked(threads: int = 1, max_waiting: int | None = None) -> tuple[FairPool, threading.Event]:
     """A pool whose only thread is busy until the event is set."""
     pool, go, is_busy = FairPool(threads, "test", max_waiting), threading.Event(), threading.Event()
-    pool.submit("first", lambda: (is_busy.set(), go.wait(10)))
-    assert is_busy.wait(10)
+    pool.submit("first", lambda: (is_busy.set(), go.wait(120)))
+    assert is_busy.wait(120)
     return pool, go
 
 

@@ -207,14 +207,14 @@ def test_a_image_given_up_while_it_is_decoded_counts_until_it_is_done_and_is_the
 
     def slowly(item: MediaItem) -> Any:
         has_begun.set()
-        go_on.wait(60)
+        go_on.wait(120)
         prepared = prepare(item)
         made.append(weakref.ref(prepared.patches))
         return prepared
 
     monkeypatch.setattr(encoder, "_prepare", slowly)
     wait_begun = llm.engine.core.release_if_idle
-    monkeypatch.setattr(llm.engine.core, "release_if_idle", lambda: (has_begun.wait(60), wait_begun()))
+    monkeypatch.setattr(llm.engine.core, "release_if_idle", lambda: (has_begun.wait(120), wait_begun()))
     assert refused(llm, photo, monkeypatch) == 1
     assert decoding(llm) == 0 and len(encoder._leaving) == 1
     go_on.set()

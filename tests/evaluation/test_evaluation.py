@@ -301,7 +301,7 @@ def test_ctrl_c_prints_the_table_so_far(folder: Path) -> None:
 
     def say(body: dict[str, Any]) -> str:
         if "many" in question_of(body):
-            hold.wait(30)
+            hold.wait(120)
         return knows(body)
 
     with fake_api(say) as api:
@@ -312,7 +312,7 @@ def test_ctrl_c_prints_the_table_so_far(folder: Path) -> None:
         )  # fmt: skip
         assert until(lambda: len(api.bodies) == 3)
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=30)
+        out, err = child.communicate(timeout=120)
         hold.set()
     assert child.returncode == 130
     assert "interrupted after 2 of 3 questions" in err

@@ -33,7 +33,7 @@ from tests.helpers.scheduling import FakeRunner, make_config, make_request
 BREAKS_THE_STEP, BREAKS_THE_CORE = 66_000, 77_000  # first tokens
 HANGS_REPLICA = 88_000  # plus its index: first token of a prompt whose first step never ends there
 STEP_SECONDS = 0.002  # where no command line says it
-HANG = 30.0  # seconds after which a test is given up
+HANG = 120.0  # seconds after which a test is given up
 SHAPE = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 CONFIG = model_config({"model_type": "fake", "vocab_size": 9, "max_position_embeddings": 64, **SHAPE})
 NO_FILES = SimpleNamespace(path=Path("/nowhere"), config=CONFIG, image_processor={})

@@ -88,7 +88,7 @@ def watching(server: RunningServer, ask: Callable[[], httpx.Response] | None = N
 
 
 @contextmanager
-def raw_connection(server: RunningServer, timeout: float = 60.0) -> Iterator[socket.socket]:
+def raw_connection(server: RunningServer, timeout: float = 120.0) -> Iterator[socket.socket]:
     """A plain TCP connection: what is sent on it is up to the test."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=timeout) as sock:

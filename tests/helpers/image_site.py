@@ -44,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind == "/astray":
             self._answer(302, b"", location=self.server.elsewhere)
         elif kind == "/slow":
-            self.server.is_over.wait(30)
+            self.server.is_over.wait(120)
         else:
             self._answer(404, b"nothing here")
 

@@ -42,7 +42,7 @@ class RunningServer:
 
     def stranger(self, **headers: str) -> httpx.Client:
         """A client without the key. Certificates are not loaded: that takes longer than most requests here."""
-        return httpx.Client(base_url=self.url, timeout=60, headers=headers, verify=False)
+        return httpx.Client(base_url=self.url, timeout=120, headers=headers, verify=False)
 
     def get(self, path: str) -> httpx.Response:
         with self.client() as client:
@@ -111,7 +111,7 @@ def events_of(lines: Iterator[str] | list[str]) -> list[Any]:
     return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
-def until(condition: Any, seconds: float = 20.0) -> bool:
+def until(condition: Any, seconds: float = 120.0) -> bool:
     """Whether it becomes true in time; the limit only keeps a broken test from hanging."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -181,7 +181,7 @@ def _until_done(server: RunningServer) -> Iterator[RunningServer]:
     finally:
         server.process.send_signal(signal.SIGTERM)
         try:
-            server.process.wait(10)
+            server.process.wait(30)
         except subprocess.TimeoutExpired:
             server.process.kill()
             server.process.wait()

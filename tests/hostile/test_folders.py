@@ -169,7 +169,7 @@ def test_folders_and_pipes_with_the_names_of_files_are_left_alone(folder: Path) 
     (folder / "other.safetensors").mkdir()
     opened = threading.Event()
     threading.Thread(target=lambda: (open_checkpoint(str(folder)), opened.set()), daemon=True).start()
-    assert opened.wait(30)  # a pipe that is opened is waited for
+    assert opened.wait(120)  # a pipe that is opened is waited for
 
 
 # --- values -------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class Bills:
 
     def all(self) -> list[tuple[str, int]]:
         for thread in self.threads:
-            thread.join(60)
+            thread.join(120)
         return self.order
 
 

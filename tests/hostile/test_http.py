@@ -98,7 +98,7 @@ def flood(sock: socket.socket, what: bytes) -> bytes:
 
 def asks(server: RunningServer, path: str, address: str = "127.0.0.1") -> httpx.Response:
     """From another address than the attacker."""
-    with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=60) as client:
+    with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=120) as client:
         return client.get(server.url + path, headers={"authorization": f"Bearer {KEY}"})
 
 
@@ -178,7 +178,7 @@ UNREAD = {
 @pytest.mark.parametrize("case", UNREAD)
 def test_a_connection_ends_with_the_answer_to_a_body_that_is_not_read(strict: RunningServer, case: str) -> None:
     status, begun = UNREAD[case]
-    with raw_connection(strict, timeout=20) as sock:
+    with raw_connection(strict, timeout=120) as sock:
         sock.sendall(begun)
         answer = read_all(sock)
     assert statuses(answer) == [status] and b"connection: close" in answer.lower()
@@ -265,21 +265,21 @@ def test_only_a_few_requests_may_wait_on_a_connection(strict: RunningServer) -> 
 
 
 def test_a_connection_on_which_nothing_comes_is_closed(strict: RunningServer) -> None:
-    with raw_connection(strict, timeout=20) as sock:
+    with raw_connection(strict, timeout=120) as sock:
         assert read_all(sock) == b""
 
 
 @pytest.mark.parametrize("drop", [b"x", b""])
 def test_headers_that_do_not_come_in_time_are_a_408(strict: RunningServer, drop: bytes) -> None:
     """Not even when a byte comes now and then."""
-    with raw_connection(strict, timeout=20) as sock:
+    with raw_connection(strict, timeout=120) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx: ")
         answer = drip(sock, drop)
     assert statuses(answer) == [408] and b"--header-timeout" in answer
 
 
 def test_empty_lines_do_not_keep_a_connection(strict: RunningServer) -> None:
-    with raw_connection(strict, timeout=20) as sock:
+    with raw_connection(strict, timeout=120) as sock:
         assert drip(sock, b"\r\n") == b""
 
 
@@ -313,7 +313,7 @@ def drip(sock: socket.socket, drop: bytes, pause: float = 0.2) -> bytes:
     ids=["stalled", "dripping", "fast, then dripping", "stalled chunks", "dripping trailers", "expectation"],
 )
 def test_a_body_that_stalls_is_a_408(strict: RunningServer, begun: bytes, drop: bytes) -> None:
-    with raw_connection(strict, timeout=20) as sock:
+    with raw_connection(strict, timeout=120) as sock:
         sock.sendall(begun)
         if b"100-continue" in begun:
             assert sock.recv(65536).startswith(b"HTTP/1.1 100")
@@ -338,7 +338,7 @@ def test_a_body_that_is_slow_and_steady_is_taken(strict: RunningServer) -> None:
 def stalled(server: RunningServer, count: int, size: int, key: str = KEY) -> Iterator[list[socket.socket]]:
     """Connections that send most of a body and stop."""
     with ExitStack() as stack:
-        socks = [stack.enter_context(raw_connection(server, timeout=20)) for _ in range(count)]
+        socks = [stack.enter_context(raw_connection(server, timeout=120)) for _ in range(count)]
         for sock in socks:
             sock.sendall(message(CHAT, b" " * (size - 1000), f"content-length: {size}", key=key))
         yield socks
@@ -384,7 +384,7 @@ def test_an_answer_that_nobody_reads_is_given_up(strict: RunningServer) -> None:
         before = strict.stats("saccade:request_failures_total")
         long = {"n": 16, "max_tokens": 400, "logprobs": True, "top_logprobs": 20}  # far more than the buffers hold
         sock.sendall(chat_message(stream=True, ignore_eos=True, **long))
-        assert until(lambda: strict.stats("saccade:request_failures_total") == before + 1, 40)
+        assert until(lambda: strict.stats("saccade:request_failures_total") == before + 1)
         assert strict.get("/v1/engine").json()["open_requests"] == 0
 
 
@@ -407,7 +407,7 @@ def test_ready_is_503_while_the_engine_hangs(strict: RunningServer) -> None:
 
 def test_idle_connections_make_room_for_new_ones_of_the_same_client(strict: RunningServer) -> None:
     with ExitStack() as stack:
-        socks = [stack.enter_context(raw_connection(strict, timeout=20)) for _ in range(MAXIMUM // 2)]
+        socks = [stack.enter_context(raw_connection(strict, timeout=120)) for _ in range(MAXIMUM // 2)]
         time.sleep(1.2)  # so long they are taken for about to ask
         assert strict.get("/version").status_code == 200
         assert socks[0].recv(1) == b""
@@ -432,7 +432,7 @@ def test_one_client_cannot_have_all_connections(strict: RunningServer) -> None:
 def test_a_flood_of_connections_is_refused(strict: RunningServer) -> None:
     """More than there are places in reserve. Who comes from elsewhere notices nothing."""
     with watching(strict, lambda: asks(strict, "/health", ELSEWHERE)) as watch, ExitStack() as stack:
-        socks = [stack.enter_context(raw_connection(strict, timeout=20)) for _ in range(200)]
+        socks = [stack.enter_context(raw_connection(strict, timeout=120)) for _ in range(200)]
         answers = [read_quietly(sock) for sock in socks]
         assert until(lambda: watch.num_answered > 0)
     assert not watch.failures

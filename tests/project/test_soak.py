@@ -61,7 +61,7 @@ def test_without_videos_none_is_asked_for() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_answers_every_kind_as_it_should(kind: str, server: RunningServer) -> None:
     async def both() -> list[RequestOutputBuilder]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             load = Load(0, 0, MODEL, has_video=True)
             client.headers["content-type"] = "application/json"
             return [await ask(client, load.of(kind), 0.0) for _ in range(2)]

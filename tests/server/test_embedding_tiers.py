@@ -16,7 +16,7 @@ def ask(server: RunningServer, key: str) -> dict[str, Any]:
     body = chat_body(IMAGE, include_bill=True)
     del body["model"]
     headers = {"authorization": f"Bearer {key}"}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60, verify=False)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=120, verify=False)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 

@@ -67,7 +67,7 @@ def server() -> Iterator[RunningServer]:
     before = folders()
     seen: set[int] = set()
     with running_builtin("--encoders", "2", "--device", "cpu") as made:
-        assert until(lambda: connected(made) == 2, 60)
+        assert until(lambda: connected(made) == 2)
         (folder,) = folders() - before
         assert folder.stat().st_mode & 0o777 == 0o700
         seen.update(workers(made))
@@ -128,7 +128,7 @@ def test_a_worker_killed_with_images_in_it_fails_no_request(server: RunningServe
             os.kill(pid, signal.SIGKILL)
         assert all(isinstance(future.result(), str) for future in asked)
     assert until(lambda: server.stats("saccade:remote_encoder_lost_total") > lost)
-    assert until(lambda: connected(server) == 2, 60)
+    assert until(lambda: connected(server) == 2)
     assert server.stats("saccade:encoder_restarts_total") == 2
     before = server.stats("saccade:remote_encoder_encoded_total")
     content_of(server, photo(30))

@@ -368,7 +368,7 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(qwen2_vl_folder: Path) 
         response = server.chat()
         assert response.status_code == 503 and "retry-after" in response.headers
         assert server.get("/health").status_code == 503
-        assert until(lambda: is_ready(server), 60)
+        assert until(lambda: is_ready(server))
         assert server.answers() and server.children() != [worker]
 
 
@@ -385,7 +385,7 @@ def test_sigterm_lets_open_requests_finish_and_refuses_new_ones(qwen2_vl_folder:
         assert refused.status_code == 503 and "retry-after" in refused.headers
         assert events_of(list(lines))[-1] == "[DONE]"
         client.close()
-        assert server.process.wait(20) == 0
+        assert server.process.wait(120) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
@@ -396,7 +396,7 @@ def test_after_the_drain_timeout_streams_end_with_an_error(qwen2_vl_folder: Path
         events = events_of(list(lines))
         client.close()
         assert "error" in events[-1]
-        assert server.process.wait(20) == 0
+        assert server.process.wait(120) == 0
 
 
 def test_a_second_signal_does_not_wait(qwen2_vl_folder: Path) -> None:
@@ -407,7 +407,7 @@ def test_a_second_signal_does_not_wait(qwen2_vl_folder: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         assert "error" in events_of(list(lines))[-1]
         client.close()
-        assert server.process.wait(20) == 0
+        assert server.process.wait(120) == 0
 
 
 # --- starting -----------------------------------------------------------------------------------------------------
@@ -428,16 +428,16 @@ def test_health_and_ready_tell_the_truth_while_the_model_loads(qwen2_vl_folder: 
                 return False
             return 200 in seen
 
-        assert until(look, 60)
+        assert until(look)
         assert seen == {503, 200}
     finally:
         server.process.terminate()
-        assert server.process.wait(20) == 0
+        assert server.process.wait(120) == 0
 
 
 def test_a_setting_that_cannot_work_ends_with_one_line(qwen2_vl_folder: Path) -> None:
     server = start_server(qwen2_vl_folder, "--max-model-len", "100000000")
-    assert server.process.wait(60) == 1
+    assert server.process.wait(120) == 1
     assert until(lambda: any("--max-model-len" in line for line in server.log))
     assert not any("Traceback" in line for line in server.log)
 

@@ -44,7 +44,7 @@ def are_ready(server: RunningServer) -> bool:
 def pair() -> Iterator[RunningServer]:
     seen: set[int] = set()
     with running_builtin("--replicas", "2", "--device", "cpu") as server:
-        assert until(lambda: are_ready(server), 60)
+        assert until(lambda: are_ready(server))
         seen.update(engines(server))
         yield server
         seen.update(engines(server))
@@ -116,7 +116,7 @@ def test_a_replica_killed_half_way_ends_its_streams_and_no_other(pair: RunningSe
     assert broken[-1]["error"]["code"] == "engine_unavailable"
     assert whole[-1]["choices"][0]["finish_reason"] == "length"
     assert pair.get("/ready").status_code == 200
-    assert until(lambda: are_ready(pair), 60)
+    assert until(lambda: are_ready(pair))
 
 
 def test_requests_without_a_token_move_to_the_other_replica(pair: RunningServer) -> None:
@@ -129,4 +129,4 @@ def test_requests_without_a_token_move_to_the_other_replica(pair: RunningServer)
         os.kill(victim, signal.SIGKILL)
         assert all(isinstance(future.result(), str) for future in asked)
     assert pair.stats("saccade:requests_moved_total") > before
-    assert until(lambda: are_ready(pair), 60)
+    assert until(lambda: are_ready(pair))

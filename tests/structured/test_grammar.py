@@ -133,7 +133,7 @@ def test_a_request_that_ends_before_its_grammar_is_there_leaves_nothing(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    monkeypatch.setattr(grammar, "compiled", lambda *given: go.wait(10) and schema.compiled(*given))
+    monkeypatch.setattr(grammar, "compiled", lambda *given: go.wait(120) and schema.compiled(*given))
     grammars.of(request())
     assert grammars.not_ready(2, 0.0) == {"r/0"}
     grammars.end("r/0")
@@ -162,10 +162,10 @@ def test_others_are_answered_while_a_grammar_takes_its_time(
 ) -> None:
     go = threading.Event()
     if where == "compiling":
-        monkeypatch.setattr(grammar, "compiled", lambda *given: go.wait(60) and schema.compiled(*given))
+        monkeypatch.setattr(grammar, "compiled", lambda *given: go.wait(120) and schema.compiled(*given))
     else:
         make = Grammar.make_mask
-        monkeypatch.setattr(Grammar, "make_mask", lambda self: go.wait(60) and make(self))
+        monkeypatch.setattr(Grammar, "make_mask", lambda self: go.wait(120) and make(self))
     llm.engine.add_request("slow", PROMPT, held_to(LIST, n=3))
     for i in range(3):
         llm.engine.add_request(f"quick{i}", PROMPT, FREE)
@@ -178,7 +178,7 @@ def test_others_are_answered_while_a_grammar_takes_its_time(
 
 def test_an_aborted_request_is_not_waited_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    monkeypatch.setattr(grammar, "compiled", lambda *given: go.wait(60) and schema.compiled(*given))
+    monkeypatch.setattr(grammar, "compiled", lambda *given: go.wait(120) and schema.compiled(*given))
     llm.engine.add_request("slow", PROMPT, held_to(LIST))
     llm.engine.add_request("quick", PROMPT, FREE)
     ends(llm, "quick")

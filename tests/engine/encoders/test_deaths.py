@@ -89,7 +89,7 @@ def test_a_slow_worker_is_not_waited_for_and_its_place_comes_back(
     goes_on = threading.Event()
 
     def prepare(image: Any, geometry: Geometry) -> Tensor:
-        assert goes_on.wait(20)
+        assert goes_on.wait(120)
         return worker.tower.prepare(image, geometry)
 
     worker.core.encoder._to_patches = prepare

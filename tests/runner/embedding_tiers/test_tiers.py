@@ -123,7 +123,7 @@ def hold_writes(store: MemoryStore) -> tuple[threading.Event, threading.Event]:
 
     def hold() -> None:
         begun.set()
-        assert gate.wait(20)
+        assert gate.wait(120)
 
     store.before_write = hold
     return gate, begun
@@ -135,7 +135,7 @@ def test_a_full_queue_drops_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, begun = hold_writes(store)
     with open_tiers(store) as tiers:
         tiers.put(item(), embedding(), None)
-        assert begun.wait(20)
+        assert begun.wait(120)
         for _ in range(5):  # two wait, three do not fit
             tiers.put(item(), embedding(), None)
         assert tiers.stats()["fake"]["dropped"] == 3
@@ -150,7 +150,7 @@ def test_what_was_evicted_before_it_could_be_written_is_dropped() -> None:
     with open_tiers(store, host_bytes=4 * 64) as tiers:  # two embeddings
         for _ in range(4):
             tiers.put(item(), embedding(), None)
-            assert begun.wait(20)
+            assert begun.wait(120)
         gate.set()
         tiers.flush()
         assert len(store.entries) == 2 and tiers.stats()["fake"]["dropped"] == 2

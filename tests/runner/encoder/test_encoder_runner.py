@@ -233,7 +233,7 @@ def test_a_slice_does_not_wait_for_a_image_that_is_still_being_decoded(tower: Fa
 
     def slow(image: np.ndarray, geometry: Geometry) -> Tensor:
         if geometry.grid.patches == 64:
-            assert gate.wait(20)
+            assert gate.wait(120)
         return prepare(image, geometry)
 
     tower.prepare = slow  # type: ignore[method-assign]
@@ -253,7 +253,7 @@ def test_where_passes_run_ahead_the_first_does_not_wait_for_all_its_images(tower
 
     def slow(image: np.ndarray, geometry: Geometry) -> Tensor:
         if geometry.grid.patches == 64:
-            assert gate.wait(20)
+            assert gate.wait(120)
         return prepare(image, geometry)
 
     def opening(patches: Tensor, grids: Sequence[Grid]) -> Generator[int, None, list[Tensor]]:

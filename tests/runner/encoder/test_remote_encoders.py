@@ -57,7 +57,7 @@ def test_a_worker_encodes_and_the_engines_tower_does_not_run(opened: list[Worker
 
 
 def test_images_are_shared_between_the_workers(opened: list[Workers]) -> None:
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=120)
 
     def respond(item: MediaItem) -> RemoteEmbedding:
         both.wait()  # passes only when each has one
@@ -196,7 +196,7 @@ def test_a_slice_does_not_wait_for_a_worker_and_counts_only_what_the_engine_enco
     hold = threading.Event()
 
     def respond(item: MediaItem) -> RemoteEmbedding:
-        assert hold.wait(20)
+        assert hold.wait(120)
         return embedding(item)
 
     workers = start(opened, FakeChannel(respond))
@@ -232,6 +232,6 @@ def test_closing_gives_up_what_is_under_way(opened: list[Workers]) -> None:
     channel.respond = respond
     workers = start(opened, channel)
     workers.stage.submit([picture("a")])
-    assert came.wait(20)
+    assert came.wait(120)
     workers.stage.close()
     assert workers.tower.passes == [] and not workers.remote._suspects
