@@ -19,7 +19,7 @@ from tests.helpers.families import FAMILIES
 pytestmark = pytest.mark.transformers
 
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=4, ignore_eos=True)
-SHORT: dict[str, Any] = {"deepseek_vl_v2": {"text": {**TWO_LAYERS, "first_k_dense_replace": 2}}}
+SHORT: dict[str, Any] = {"deepseek_vl_v2": {**TWO_LAYERS, "first_k_dense_replace": 2}}
 LONG = [{"prompt_token_ids": [first + i for i in range(50)]} for first in (10, 60, 110)]  # three blocks each
 Params = SamplingParams | list[SamplingParams]
 

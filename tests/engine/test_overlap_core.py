@@ -36,7 +36,7 @@ pytestmark = pytest.mark.transformers
 ONE_OF_EACH = {"text": {**TWO_LAYERS, "layer_types": ["linear_attention", "full_attention"]}}
 CROSSING = {"text": {**TWO_LAYERS, "cross_attention_layers": [1]}}
 SHORT: dict[str, dict[str, Any]] = {
-    "deepseek_vl_v2": {"text": {**TWO_LAYERS, "first_k_dense_replace": 2}},  # MLA; experts are qwen3_vl_moe's
+    "deepseek_vl_v2": {**TWO_LAYERS, "first_k_dense_replace": 1},  # MLA; the second layer has experts
     "internvl": {},
     "ministral3": {},
     "mllama": CROSSING,

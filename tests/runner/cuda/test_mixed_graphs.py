@@ -23,7 +23,7 @@ SIZE = MixedSize(32, 4)
 SHORT: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"text": TWO_LAYERS},
     "qwen3_vl": {"text": TWO_LAYERS},  # whose rows are wider where an image is spliced in
-    "deepseek_vl_v2": {"text": {**TWO_LAYERS, "first_k_dense_replace": 2}},  # MLA; without experts
+    "deepseek_vl_v2": {**TWO_LAYERS, "first_k_dense_replace": 2},  # MLA; without experts
     "mllama": {"text": {**TWO_LAYERS, "cross_attention_layers": [1]}},
     "internvl": {},  # Transformers' layers
 }
