@@ -204,7 +204,8 @@ def _metrics() -> Iterator[_Metric]:
     for collector in [one for registry in registries for one in registry._collector_to_names]:  # no public list
         own_labels = tuple(getattr(collector, "_labelnames", ()))
         for family in collector.collect():
-            labels = own_labels or tuple(family.samples[0].labels if family.type != "histogram" else ())
+            seen = tuple(label for sample in family.samples[:1] for label in sample.labels if label != "le")
+            labels = own_labels or seen
             yield _Metric(family.name, family.type, labels, family.documentation)
 
 

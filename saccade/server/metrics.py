@@ -14,6 +14,7 @@ from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import ReplicaView
 from saccade.server.engine_metrics import EngineCollector
 from saccade.server.tenant_metrics import Stats, TenantMetrics
+from saccade.server.token_gaps import TokenGaps
 from saccade.types import Bill, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,6 +60,8 @@ class Metrics:
         self._model = model
         self._saccade = _SaccadeMetrics(self.registry)
         self._vllm = _VllmMetrics(self.registry, model)
+        self._gaps = TokenGaps(model, _FAST)
+        self.registry.register(self._gaps)
         self.tenants = TenantMetrics(stats)
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
         self.registry.register(EngineCollector(stats, replicas, encoders, model))
@@ -75,9 +78,7 @@ class Metrics:
 
     def next_tokens(self, seconds: float, count: int, *, has_media: bool) -> None:
         """`count` tokens of one output arrived this long after the preceding one."""
-        for _ in range(count):
-            self._saccade.inter_token.labels(_flag(has_media)).observe(seconds / count)
-            self._vllm.inter_token.observe(seconds / count)
+        self._gaps.observe(seconds / count, count, has_media=has_media)
 
     def fetched(self, seconds: float, num_bytes: int | None) -> None:
         """A fetch ended. No bytes: it failed."""
@@ -129,7 +130,6 @@ class _SaccadeMetrics:
         self.media_mistyped = counter("media_mistyped", "Pictures of another format than their data URL says")
         self.tokens = counter("tokens", "Tokens by kind", "kind")
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _SLOW, media)
-        self.inter_token = histogram("inter_token_latency_seconds", "One token to the next", _FAST, media)
         self.e2e = histogram("e2e_latency_seconds", "Arrival to last token", _SLOW, media)
         self.queue = histogram("queue_seconds", "Waiting for the first step")
         self.fetch = histogram("media_fetch_seconds", "Fetching one picture", _SLOW, "outcome")
@@ -180,7 +180,6 @@ class _VllmMetrics:
         self.success = counter("request_success", "Answers by the reason they ended", "finished_reason")
         self.refused = counter("admission_rejections", "Requests turned away", "reason")
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token")
-        self.inter_token = histogram("inter_token_latency_seconds", "One token to the next", _FAST)
         self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token")
         self.queue = histogram("request_queue_time_seconds", "Waiting for the first step")
         self.prefill = histogram("request_prefill_time_seconds", "First step to first token")

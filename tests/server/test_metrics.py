@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from saccade.server.metrics import Finished, Metrics
+from saccade.server.token_gaps import TokenGaps
 from saccade.types import Bill, BillItem, Grid, Usage
 from tests.helpers.serving import RunningServer, photo_part, text_part, until
 
@@ -207,3 +209,23 @@ def test_a_running_server_counts_a_image_request(server: RunningServer) -> None:
 
 def test_a_line_of_throughput_is_logged_while_there_is_work(server: RunningServer) -> None:
     assert until(lambda: server.answers() and any("answer tokens/s" in line for line in server.log))
+
+
+def test_gaps_between_tokens_are_counted_as_prometheus_own_histogram_counts_them() -> None:
+    registry = CollectorRegistry()
+    labels = ("has_media",)
+    bounds = (0.001, 0.01, 1)
+    name = "saccade:inter_token_latency_seconds"
+    reference = Histogram(name, "One token to the next", labels, buckets=bounds, registry=registry)
+    gaps = TokenGaps("m", bounds)
+    for seconds, count, has_media in [(0.001, 1, False), (0.002, 3, False), (0.5, 2, True), (7.0, 1, True)]:
+        gaps.observe(seconds, count, has_media=has_media)
+        for _ in range(count):
+            reference.labels("true" if has_media else "false").observe(seconds)
+    ours = {(s.name, tuple(s.labels.items())): s.value for family in gaps.collect() for s in family.samples}
+    theirs = {(s.name, tuple(s.labels.items())): s.value for family in registry.collect() for s in family.samples}
+    for key, value in theirs.items():
+        if not key[0].endswith("_created"):
+            assert ours[key] == pytest.approx(value), key
+    total = ours["vllm:inter_token_latency_seconds_count", (("model_name", "m"),)]
+    assert total == 7

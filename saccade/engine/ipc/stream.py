@@ -10,11 +10,17 @@ from saccade.types import Request, TokenEvent
 
 
 class News:
-    """Wakes the task that reads the streams of a submission: no task is needed for a wait with a timeout."""
+    """Wakes the task that reads the streams of a submission.
+
+    A wait with a timeout needs no task, and the timer of one wait serves the next: both would be made for
+    each token.
+    """
 
     def __init__(self) -> None:
         self._is_there = False
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline: float | None = None  # of the latest wait; the timer may ring before it
 
     def tell(self) -> None:
         self._is_there = True
@@ -26,16 +32,33 @@ class News:
             assert self._waiter is None, "the streams of a submission have one reader"
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = None if seconds is None else loop.call_later(seconds, self._wake)
+            self._deadline = None if seconds is None else loop.time() + seconds
+            self._set_timer()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-                if timer is not None:
-                    timer.cancel()
         was_there = self._is_there
         self._is_there = False
         return was_there
+
+    def _set_timer(self) -> None:
+        if self._deadline is None:
+            return
+        if self._timer is not None and self._timer.when() > self._deadline:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(self._deadline, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._deadline is None:
+            return
+        if asyncio.get_running_loop().time() < self._deadline:
+            self._set_timer()
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

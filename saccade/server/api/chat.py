@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from saccade.processor.tools import CallStart, Content, ToolDelta
-from saccade.server.api.chunks import DONE, Envelope
+from saccade.server.api.chunks import DONE, Envelope, TextEvent
 from saccade.server.api.events import Event, EventShape, send_events
 from saccade.server.api.logprobs import chat_logprobs
 from saccade.server.api.tool_calls import CallFinder
@@ -33,9 +33,15 @@ class ChatEvents(EventShape):
         self._outputs = [_ChatOutput(chat, index) for index in range(len(generation.outputs))]
         response_id = f"chatcmpl-{options.request_id or request_id}"
         self._envelope = Envelope(response_id, service.names[0], options, generation)
+        self._texts: dict[int, TextEvent] = {}  # by output
+        is_plain = options.stream and not chat.tools.calls and options.params.logprobs is None
+        self.is_plain = is_plain and not (options.return_token_ids or options.continuous_usage)
 
     def take(self, delta: Delta) -> Iterator[Event]:
         output = self._outputs[delta.index]
+        if self.is_plain and output.is_open and delta.text and delta.finish_reason is None:
+            yield self._text_event(delta.index)(delta.text)
+            return
         if not output.is_open:
             output.is_open = True
             yield self._chunk(Delta(delta.index), {"role": "assistant", "content": ""})
@@ -49,6 +55,12 @@ class ChatEvents(EventShape):
             delta.finish_reason = output.finish_reason(delta.finish_reason)
             yield self._chunk(delta, messages[-1])
 
+    def _text_event(self, index: int) -> TextEvent:
+        """For most events of most streams. Nothing is kept of its text: only `whole` would need it."""
+        if index not in self._texts:
+            self._texts[index] = TextEvent(lambda text: self._chunk(Delta(index), {"content": text}))
+        return self._texts[index]
+
     def end(self) -> Iterator[Event]:
         return self._envelope.last_chunk("chat.completion.chunk")
 
@@ -56,7 +68,7 @@ class ChatEvents(EventShape):
         choices = [self._choice(output.total(), "message", output.message()) for output in self._outputs]
         return self._envelope.whole("chat.completion", choices)
 
-    def _chunk(self, delta: Delta, message: dict[str, Any]) -> Event:
+    def _chunk(self, delta: Delta, message: dict[str, Any]) -> Mapping[str, Any]:
         return self._envelope.chunk("chat.completion.chunk", self._choice(delta, "delta", message))
 
     def _choice(self, delta: Delta, key: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.response import ResponseWriter
 
-Event = Mapping[str, Any]
-"""The data of one server-sent event. If it has a `type`, the event is named after it."""
+Event = Mapping[str, Any] | bytes
+"""The data of one server-sent event, named after its `type` if it has one; or the event as its bytes."""
 
 
 class EventShape(Protocol):
@@ -29,7 +29,7 @@ class EventShape(Protocol):
         """Sent while no token arrives. None sends a comment line instead."""
         return None
 
-    def failed(self, error: ApiError) -> Event:
+    def failed(self, error: ApiError) -> Mapping[str, Any]:
         """The last event of a stream that fails."""
         return error.body()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from saccade.server.api.chunks import usage_of
@@ -62,7 +62,7 @@ class MessageEvents(EventShape):
         yield {"type": "message_delta", "delta": self._stop(), "usage": _usage(self._generation)}
         yield {"type": "message_stop"}
 
-    def failed(self, error: ApiError) -> Event:
+    def failed(self, error: ApiError) -> Mapping[str, Any]:
         return error.anthropic_body(self._request_id)
 
     def _stop(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class ResponseEvents(EventShape):
         response = self.whole()
         yield self._event(response["status"], response=response)
 
-    def failed(self, error: ApiError) -> Event:
+    def failed(self, error: ApiError) -> Mapping[str, Any]:
         response = self._response("failed")
         code = error.code if error.status < 500 and error.code else "server_error"
         response["error"] = {"code": code, "message": error.message}
@@ -129,7 +129,7 @@ class ResponseEvents(EventShape):
         where = {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
         return self._event(name, **where, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> Mapping[str, Any]:
         return {"type": f"response.{kind}", "sequence_number": next(self._sequence_numbers), **fields}
 
 

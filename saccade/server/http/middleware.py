@@ -18,6 +18,7 @@ from saccade.server.http.auth import Tenants, is_open, peer_of
 from saccade.server.http.origins import BrowserRules
 from saccade.server.http.parser import PEER
 from saccade.server.http.request_context import Caller
+from saccade.server.http.response import SEND_BODY
 
 logger = logging.getLogger("saccade.server")
 
@@ -46,6 +47,7 @@ class RequestMiddleware:
         start = time.perf_counter()
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id"))
+        scope[SEND_BODY] = send
         status = 0
 
         async def send_with_headers(message: Message) -> None:

@@ -18,6 +18,9 @@ _STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would buffer events otherwise
 ]
 
+SEND_BODY = "saccade.send_body"
+"""In a request's scope: sends what follows the headers, past the layers that only look at those."""
+
 
 class ResponseWriter:
     """A write waits while the connection's buffer is full, so a slow reader delays only its own response."""
@@ -26,15 +29,16 @@ class ResponseWriter:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._send_body = scope.get(SEND_BODY, send)
         self.is_streaming = False
         self._failure_event: Callable[[ApiError], Mapping[str, Any]] = ApiError.body
 
     async def json(self, content: Any) -> None:
         await json_response(content)(self._scope, self._receive, self._send)
 
-    async def event(self, data: Mapping[str, Any]) -> None:
-        """A server-sent event, named after the `type` in its data if there is one."""
-        await self._write(_event(data))
+    async def event(self, event: Mapping[str, Any] | bytes) -> None:
+        """Data of a server-sent event, or the event as its bytes."""
+        await self._write(event if isinstance(event, bytes) else event_bytes(event))
 
     async def keep_alive(self) -> None:
         await self._write(b": keep-alive\n\n")
@@ -49,7 +53,7 @@ class ResponseWriter:
     async def error(self, error: ApiError) -> None:
         """An HTTP error if nothing was sent yet; otherwise the last event of the stream, without [DONE]."""
         if self.is_streaming:
-            await self._write(_event(self._failure_event(error)), more=False)
+            await self._write(event_bytes(self._failure_event(error)), more=False)
         else:
             scope = self._scope
             await error.response(scope["path"], scope["caller"].request_id)(scope, self._receive, self._send)
@@ -58,10 +62,11 @@ class ResponseWriter:
         if not self.is_streaming:
             self.is_streaming = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await self._send_body({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _event(data: Mapping[str, Any]) -> bytes:
+def event_bytes(data: Mapping[str, Any]) -> bytes:
+    """A server-sent event, named after the `type` in its data if there is one."""
     name = f"event: {data['type']}\n".encode() if "type" in data else b""
     return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from saccade.engine.ipc.client import EngineUnavailable
 from saccade.errors import RequestError
+from saccade.server.api.chat import ChatEvents
+from saccade.server.api.chunks import TextEvent
 from saccade.server.api.content_blocks import BlockOutput
 from saccade.server.api.events import EventShape, send_events
 from saccade.server.api.messages import MessageEvents
 from saccade.server.api.responses import ResponseEvents
 from saccade.server.errors import api_error
 from saccade.server.generation import Delta, Generation
-from saccade.server.http.response import ResponseWriter
+from saccade.server.http.response import ResponseWriter, event_bytes
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths
 from saccade.server.request.fields import FieldReader
@@ -219,3 +226,56 @@ def test_a_call_joins_the_assistants_message_before_it() -> None:
     chat.add_call("b", "look", "{}", "turn[2]")
     (message,) = chat.messages
     assert [call["id"] for call in message["tool_calls"]] == ["a", "b"]
+
+
+# --- OpenAI's chunks ---------------------------------------------------------------------------------------
+
+
+@given(text=st.text(), name=st.text(min_size=1))
+def test_an_event_that_is_encoded_once_has_the_bytes_of_one_that_is_encoded_anew(text: str, name: str) -> None:
+    def make(content: str) -> dict[str, Any]:
+        return {"model": name, "choices": [{"delta": {"content": content}, "finish_reason": None}]}
+
+    assert TextEvent(make)(text) == event_bytes(make(text))
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream_options": {"include_usage": True}}], ids=["plain", "usage"])
+def test_a_stream_of_text_has_the_bytes_of_one_without_the_short_way(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service: Any = SimpleNamespace(processor=SimpleNamespace(tokenizer=None), names=["m"])
+    request = chat(stream=True, **fields)
+    monkeypatch.setattr(time, "time", lambda: 7.0)
+
+    def sent(is_short: bool) -> bytes:
+        wire = Wire()
+
+        async def play() -> None:
+            stream = new_stream()
+            generation = await started(stream)
+            shape = ChatEvents(service, request, "id-1", generation)
+            assert shape.is_plain
+            shape.is_plain = is_short
+            sending = asyncio.create_task(send_events(wire.writer(), generation, shape, stream=True))
+            for number in range(5):
+                stream.push(token(number, "length" if number == 4 else None))
+                await asyncio.sleep(0)
+            await sending
+
+        running(play)
+        return wire.body()
+
+    assert sent(is_short=True) == sent(is_short=False)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stream": False}, {"logprobs": True}, {"tools": [LOOK]}, {"return_token_ids": True}]
+)
+def test_what_has_more_than_text_takes_the_long_way(fields: dict[str, Any]) -> None:
+    service: Any = SimpleNamespace(processor=SimpleNamespace(tokenizer=None), names=["m"])
+
+    async def check() -> None:
+        generation = await started(new_stream())
+        assert not ChatEvents(service, chat(**{"stream": True, **fields}), "id-1", generation).is_plain
+
+    running(check)
