@@ -110,6 +110,7 @@ class MediaItem:
     geometry: Geometry
     stamps: tuple[int, ...] = ()  # its frames' times, in the unit of the file's own stream
     stills: tuple[Still, ...] = ()  # its frames, one after the other in `data`
+    reduction: int = 1  # a JPEG is decoded at 1/2, 1/4 or 1/8 of its size
 
     @property
     def num_frames(self) -> int:

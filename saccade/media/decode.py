@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -74,13 +75,26 @@ def _decode_group(item: MediaItem, readers: VideoReaders) -> Pixels:
 
 
 def decode(item: MediaItem, new: NewPixels = _new_pixels) -> Pixels:  # [height, width, 3]
-    """An upright image. Any fault of the bytes becomes a RequestError without library text."""
+    """An upright image, at 1/`item.reduction` of its size."""
     width, height = item.header.size
     if item.header.format == "rgb":
         return np.frombuffer(item.data, np.uint8).reshape(height, width, 3)
-    try:
+    with refuse_faults(item):
         decoded = _decode_jpeg(item, new)
         pixels = _decode_file(item) if decoded is None else decoded
+    if Size(pixels.shape[1], pixels.shape[0]) != reduce_size(item.header.size, item.reduction):
+        found = f"{pixels.shape[1]}x{pixels.shape[0]} were decoded"
+        message = f"the picture's header says {width}x{height} pixels but {found}"
+        raise RequestError(message, code="image_parse_error")
+    return pixels
+
+
+@contextmanager
+def refuse_faults(item: MediaItem) -> Iterator[None]:
+    """Any fault of the bytes becomes a RequestError without library text."""
+    width, height = item.header.size
+    try:
+        yield
     except RequestError:
         raise
     except MemoryError:
@@ -90,11 +104,17 @@ def decode(item: MediaItem, new: NewPixels = _new_pixels) -> Pixels:  # [height,
         what = f"the {item.header.format.upper()} picture of {width}x{height} pixels ({len(item.data)} bytes)"
         message = f"{what} is damaged or cut short and cannot be decoded"
         raise RequestError(message, code="image_parse_error") from None
-    if pixels.shape[:2] != (height, width):
-        found = f"{pixels.shape[1]}x{pixels.shape[0]} were decoded"
-        message = f"the picture's header says {width}x{height} pixels but {found}"
-        raise RequestError(message, code="image_parse_error")
-    return pixels
+
+
+def reduce_size(size: Size, reduction: int) -> Size:
+    """What libjpeg makes of it: parts of a pixel count."""
+    return Size(-(-size.width // reduction), -(-size.height // reduction))
+
+
+def draft(image: ImageFile, reduction: int) -> None:
+    """Have a JPEG decoded at a lower scale, by its own DCT."""
+    if reduction > 1:
+        image.draft(image.mode, (image.width // reduction, image.height // reduction))
 
 
 def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
@@ -105,7 +125,9 @@ def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(item.data)
         if colours not in ("YCbCr", "Gray") or Size(width, height) != item.header.size:
             return None
-        pixels: Pixels = simplejpeg.decode_jpeg(item.data, "RGB", buffer=new((height, width, 3)))
+        width, height = reduce_size(item.header.size, item.reduction)
+        smallest = {"min_height": height, "min_width": width}
+        pixels: Pixels = simplejpeg.decode_jpeg(item.data, "RGB", buffer=new((height, width, 3)), **smallest)
     except ValueError:
         return None
     return pixels
@@ -113,12 +135,13 @@ def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
 
 def _decode_file(item: MediaItem) -> Pixels:
     with _READERS[item.header.format](io.BytesIO(item.data)) as image:
-        _check_stored_size(Size(*image.size), item)
+        check_stored_size(Size(*image.size), item)
+        draft(image, item.reduction)
         image.load()
         return np.asarray(upright(to_rgb(image), item.header.orientation))
 
 
-def _check_stored_size(stored: Size, item: MediaItem) -> None:
+def check_stored_size(stored: Size, item: MediaItem) -> None:
     """The raster about to be allocated must have the billed size."""
     width, height = item.header.size
     if stored.width * stored.height != width * height:

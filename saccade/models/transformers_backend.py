@@ -78,6 +78,7 @@ class Fallback:
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The processor's tiles, reshaped to [patches, patch_dim] without reordering."""
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image
+        assert isinstance(pixels, np.ndarray), "what is not resized is decoded"
         made = self.on_device(processed(self.processor, self.token, Image.fromarray(pixels)))
         assert self.config.vision is not None
         side = self.config.vision.patch_size

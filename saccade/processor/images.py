@@ -16,7 +16,7 @@ from saccade.options import MediaPolicy
 from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.families import family_for
 from saccade.processor.families.base import Family, ManyImagesPolicy
-from saccade.types import BillItem, Geometry, Key, MediaItem, short_key
+from saccade.types import BillItem, Geometry, Header, Key, MediaItem, Size, short_key
 
 LOW_DETAIL_PIXELS = 512 * 512
 """The limit for OpenAI's `detail: "low"`; auto, high and original use the deployment's limit."""
@@ -123,8 +123,12 @@ class Images:
             geometry = self.family.geometry(loaded.header.size, limits.min_pixels, limits.max_pixels)
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param=image.param) from None
-        key = self._keys.of(loaded, self._tag(limits.min_pixels, limits.max_pixels), salt)
-        return MediaItem(key, "image", loaded.data, loaded.header, geometry)
+        reduction = jpeg_reduction(loaded.header, geometry.resized) if self.policy.scaled_jpeg else 1
+        tag = self._tag(limits.min_pixels, limits.max_pixels)
+        if reduction > 1:
+            tag += b" scaled_jpeg %d" % reduction
+        key = self._keys.of(loaded, tag, salt)
+        return MediaItem(key, "image", loaded.data, loaded.header, geometry, reduction=reduction)
 
     def request_limits(self, given: Any) -> Limits:
         """Limits from a request's mm_processor_kwargs, which may only lower the deployment's."""
@@ -138,6 +142,14 @@ class Images:
         highest = whole_number(given, "max_pixels", self.limits.max_pixels) or self.limits.max_pixels
         lowest = whole_number(given, "min_pixels", highest) or min(self.limits.min_pixels, highest)
         return Limits(lowest, highest)
+
+
+def jpeg_reduction(header: Header, resized: Size) -> int:
+    """The lowest scale of a JPEG that is not below the resized size; 1 for other formats."""
+    width, height = header.size
+    scales = (8, 4, 2) if header.format == "jpeg" else ()
+    fits = [scale for scale in scales if resized.width * scale <= width and resized.height * scale <= height]
+    return max(fits, default=1)
 
 
 def reads_text_only(images: int, param: str | None = None) -> RequestError:

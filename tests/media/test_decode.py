@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,22 @@ def test_without_the_fast_library_jpegs_are_the_same(monkeypatch: pytest.MonkeyP
     expected = decode(item(data))
     monkeypatch.setattr(decode_module, "simplejpeg", None)
     assert np.array_equal(decode(item(data)), expected)
+
+
+@pytest.mark.parametrize("reduction", [2, 4, 8])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("library", [decode_module.simplejpeg, None], ids=["simplejpeg", "Pillow"])
+def test_a_jpeg_at_a_lower_scale_is_pillows_draft(
+    library: Any, mode: str, reduction: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_module, "simplejpeg", library)
+    for size in ((8, 8), (64, 48), (131, 77), (33, 250)):
+        data = saved(make_photo(*size).convert(mode), "JPEG")
+        with Image.open(io.BytesIO(data)) as image:
+            image.draft(image.mode, (size[0] // reduction, size[1] // reduction))
+            expected = np.asarray(image.convert("RGB"))
+        assert expected.shape[0] == -(-size[1] // reduction)
+        assert np.array_equal(decode(replace(item(data), reduction=reduction)), expected)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -173,6 +173,27 @@ def test_a_deployments_limit_holds(qwen2_vl_folder: Path) -> None:
     assert tokens_of(make(qwen2_vl_folder, max_pixels=100_352)) <= 128
 
 
+def test_images_of_two_jpeg_policies_share_no_key_unless_their_pixels_are_equal(qwen2_vl_folder: Path) -> None:
+    whole = make(qwen2_vl_folder)
+    scaled = make(qwen2_vl_folder, scaled_jpeg=True)
+    stream = io.BytesIO()
+    make_photo(1120, 896).save(stream, "JPEG")
+    for source, max_pixels, reduction in (
+        (stream.getvalue(), 1_003_520, 1),
+        (stream.getvalue(), 280 * 224, 4),
+        (stream.getvalue(), 280 * 224 - 1, 4),
+        (stream.getvalue(), 560 * 448, 2),
+        (stream.getvalue(), 616 * 504, 1),
+        (png(make_photo(1120, 896)), 280 * 224, 1),
+    ):
+        how = {**with_image(source), "mm_processor_kwargs": {"max_pixels": max_pixels}}
+        kept, given = (processor.from_prompt(how) for processor in (whole, scaled))
+        assert (kept.items[0].reduction, given.items[0].reduction) == (1, reduction)
+        assert (kept.items[0].key == given.items[0].key) == (reduction == 1)
+        assert (kept.identity == given.identity) == (reduction == 1)
+        assert kept.items[0].geometry == given.items[0].geometry
+
+
 def test_a_request_may_lower_the_limit(qwen: Processor) -> None:
     assert tokens_of(qwen) == 1280
     assert tokens_of(qwen, mm_processor_kwargs={"max_pixels": 200_704}) <= 256

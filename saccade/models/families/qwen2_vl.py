@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +19,7 @@ from saccade.models.layers.linear import Linear, PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
-from saccade.models.vision.preprocess import ImagePixels, PatchLayout
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, Pixels
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -40,12 +41,12 @@ class Qwen2VL(DecoderModel):
         return Decoder(params, self.config.text, Biases(qkv=True))
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        if image.ndim == 4:
+        if isinstance(image, np.ndarray | Tensor) and image.ndim == 4:
             return self._prepare_group(image, geometry)
         small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
         return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
-    def _prepare_group(self, frames: ImagePixels, geometry: Geometry) -> Tensor:
+    def _prepare_group(self, frames: Pixels | Tensor, geometry: Geometry) -> Tensor:
         """Patches over all frames of a group; missing frames repeat the last one."""
         shape = (geometry.grid.patches, 3, self.layout.frames, self.layout.patch**2)
         patches = torch.empty(shape, dtype=self.params.dtype, device=self.params.device)

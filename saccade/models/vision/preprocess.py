@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,18 @@ from saccade.models.vision.pillow_resize import FILTERS
 from saccade.types import Grid, Size, Tiling
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
-ImagePixels = Pixels | Tensor
+
+
+class Undecoded(Protocol):
+    """An image on the CPU that is decoded while it is resized."""
+
+    shape: tuple[int, int, int]  # of its pixels
+
+    def resized(self, size: Size, resampling: int) -> Pixels:
+        """[size.height, size.width, 3]"""
+
+
+ImagePixels = Pixels | Tensor | Undecoded
 """8-bit RGB [height, width, 3] on the CPU, or a tensor on the device. A frame group is [frames, ...]."""
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -58,8 +69,10 @@ class PatchLayout(NamedTuple):
     frames: int = 1  # per patch; an image is repeated
 
 
-def resize(image: Pixels, size: Size, resampling: int = Image.Resampling.BICUBIC) -> Pixels:
+def resize(image: Pixels | Undecoded, size: Size, resampling: int = Image.Resampling.BICUBIC) -> Pixels:
     """Pillow's resampling on uint8, with whose rounding models are trained."""
+    if not isinstance(image, np.ndarray):
+        return image.resized(size, resampling)
     if image.shape[:2] == (size.height, size.width):
         return image
     return np.asarray(Image.fromarray(image).resize(size, resample=Image.Resampling(resampling)))

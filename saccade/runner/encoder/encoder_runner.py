@@ -24,6 +24,7 @@ from torch import Tensor
 
 from saccade.errors import RequestError
 from saccade.media.decode import decode_item
+from saccade.media.jpeg_stream import StreamedJpeg, is_streamed
 from saccade.media.video_pruning import Ints, Kept, kept_of
 from saccade.media.video_reader import VideoReaders
 from saccade.models.interface import Tiled, VisionLanguageModel
@@ -288,12 +289,16 @@ class LocalEncoder:
                 return encoded
             with self._decoders:
                 start = time.perf_counter()
-                into = {"new": pinned} if self._on_cuda else {}
-                pixels = decode_item(item, self._readers, **into)
-                kept = kept_of(item, pixels)
-                own = pixels[item.leading :] if item.leading else pixels
-                patches = self._to_patches(own, item.geometry)
+                patches, kept = self._decode(item)
         return Prepared(patches, kept, (time.perf_counter() - start) * 1e3)
+
+    def _decode(self, item: MediaItem) -> tuple[Tensor, Kept | None]:
+        if not self._on_cuda and is_streamed(item):
+            return self.model.prepare(StreamedJpeg(item, self._pool), item.geometry), None
+        into = {"new": pinned} if self._on_cuda else {}
+        pixels = decode_item(item, self._readers, **into)
+        own = pixels[item.leading :] if item.leading else pixels
+        return self._to_patches(own, item.geometry), kept_of(item, pixels)
 
     def _ready(self, key: Key) -> Prepared | Restored | None:
         """What its thread has brought; None: nothing yet, or an error."""

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import weakref
 from collections.abc import Generator, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from saccade.media.decode import decode
+from saccade.media.jpeg_stream import StreamedJpeg
+from saccade.models.vision.backend import TorchVision
+from saccade.models.vision.preprocess import ImagePixels, resize
 from saccade.runner.encoder import encoder_runner as encoder_module
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.timing import Times
-from saccade.types import Geometry, Grid, MediaTimes, Size
+from saccade.types import Geometry, Grid, Header, MediaTimes, Size
 from tests.helpers.fake_tower import FakeTower, picture
+from tests.helpers.images import make_photo
 
 
 class UnreadWatch:
@@ -46,6 +53,30 @@ def test_images_of_different_requests_share_a_pass_up_to_the_patch_budget(tower:
     encoder.advance(None)
     assert tower.passes == [[16, 16], [16, 16], [16]]
     assert len(encoder.poll().embeddings) == 5
+
+
+def test_a_large_jpeg_is_decoded_while_the_model_resizes_it(tower: FakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = Size(40, 30)
+    data = io.BytesIO()
+    make_photo(1400, 1000).save(data, "JPEG")
+    item = replace(
+        picture("photo", data=data.getvalue()),
+        header=Header("jpeg", Size(1400, 1000), 1, 1, "RGB"),
+        geometry=Geometry(size, Grid(1, 4, 4), 4, 4),
+    )
+    prepared: list[Tensor] = []
+
+    def prepare(image: ImagePixels, geometry: Geometry) -> Tensor:
+        assert isinstance(image, StreamedJpeg)
+        prepared.append(TorchVision().resize(image, geometry.resized, 3))
+        return torch.zeros(geometry.grid.patches, 1)
+
+    monkeypatch.setattr(tower, "prepare", prepare)
+    encoder = stage(tower)
+    encoder.submit([item])
+    encoder.advance(None)
+    assert not encoder.poll().errors
+    assert np.array_equal(prepared[0].numpy(), resize(decode(item), size))
 
 
 def test_a_image_larger_than_the_budget_gets_a_pass_of_its_own(tower: FakeTower) -> None:
