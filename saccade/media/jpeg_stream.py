@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
-from saccade.media.decode import Pixels, check_stored_size, draft, reduce_size, refuse_faults
+from saccade.media.decode import Pixels, check_stored_size, decode, draft, reduce_size, refuse_faults
 from saccade.media.rgb import upright
 from saccade.types import MediaItem, Size
 
@@ -56,8 +56,12 @@ class StreamedJpeg:
 
     def resized(self, size: Size, resampling: int) -> Pixels:
         """[size.height, size.width, 3]"""
+        filter_ = Image.Resampling(resampling)
         with refuse_faults(self._item):
-            return self._resized(size, Image.Resampling(resampling))
+            try:
+                return self._resized(size, filter_)
+            except _NotStreamed:
+                return np.asarray(Image.fromarray(decode(self._item)).resize(size, filter_))
 
     def _resized(self, size: Size, resampling: Image.Resampling) -> Pixels:
         height, width, _ = self.shape
@@ -112,6 +116,10 @@ class StreamedJpeg:
         return upright(_as_image(np.ascontiguousarray(part)), orientation)
 
 
+class _NotStreamed(Exception):
+    """Pillow has decoded it, but not as we watch it: another release may work otherwise."""
+
+
 class _StoredJpeg(JpegImageFile):
     """Pillow's reader, with pixels in an array that is read before the last one is there.
 
@@ -137,7 +145,7 @@ class _StoredJpeg(JpegImageFile):
         self.load()
         self._count_rows()
         if self._rows < self.height:
-            raise OSError(f"{self._rows} of {self.height} rows were decoded")
+            raise _NotStreamed
 
     def load_prepare(self) -> None:
         """The pixels are there."""

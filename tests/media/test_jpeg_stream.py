@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from saccade.errors import RequestError
+from saccade.media import jpeg_stream
 from saccade.media.decode import decode
 from saccade.media.jpeg_stream import StreamedJpeg, is_streamed
 from saccade.media.load import load_image
@@ -187,3 +188,12 @@ def test_only_large_colour_jpegs_that_become_narrower_are_streamed() -> None:
     png = io.BytesIO()
     make_photo(1400, 1000).save(png, "PNG")
     assert not is_streamed(item_of(png.getvalue()))
+
+
+def test_where_pillow_does_not_show_its_progress_the_image_is_decoded_plainly(
+    threads: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jpeg_stream._StoredJpeg, "_count_rows", lambda self: None)
+    data = jpeg((700, 433))
+    found = StreamedJpeg(item_of(data), threads).resized(Size(300, 211), 3)
+    assert np.array_equal(found, np.asarray(Image.fromarray(decode(item_of(data))).resize((300, 211), 3)))
