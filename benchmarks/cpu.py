@@ -7,7 +7,6 @@ question, so decoding and preprocessing count on both sides.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import operator
 import statistics
@@ -18,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
+from benchmarks.cpu_engine import END, IMAGE, photo
 from benchmarks.models import qwen2_vl_120m
 from benchmarks.results import write_rows
 from benchmarks.scheduling import schedule_and_commit_ms
@@ -27,19 +26,9 @@ from benchmarks.transformers_side import TransformersSide
 from saccade import LLM, SamplingParams
 from saccade.outputs import RequestOutput
 
-IMAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
 QUESTIONS = ("What is in this picture?", "How many red circles are there in it?")
-END = "<|im_end|>\n<|im_start|>assistant\n"
 TOKENS = 32
 Request = tuple[str, bytes]
-
-
-def photo(seed: int, width: int = 640, height: int = 480) -> bytes:
-    """A smooth random picture as JPEG bytes."""
-    small = np.random.default_rng(seed).integers(0, 255, (height // 40, width // 40, 3), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
-    return stream.getvalue()
 
 
 def workload(seed: int) -> list[Request]:

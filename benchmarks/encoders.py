@@ -25,7 +25,7 @@ import httpx
 import numpy as np
 
 from benchmarks.checkpoints import QWEN_TEMPLATE
-from benchmarks.cpu import photo
+from benchmarks.cpu_engine import photo
 from benchmarks.gpu_shapes import SHAPES, write_folder
 from benchmarks.results import write_json
 from benchmarks.server import counter, image_part, user

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.cpu import photo
+from benchmarks.cpu_engine import photo
 from benchmarks.server import ask, body, first_token, image_part, serving, user, words
 from saccade.processor.checkpoint_files import BUILTIN
 

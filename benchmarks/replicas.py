@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
-from benchmarks.cpu import photo
+from benchmarks.cpu_engine import photo
 from benchmarks.results import write_json
 from benchmarks.server import counter, image_part, user
 from benchmarks.soak import serving

@@ -24,7 +24,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.cpu import QUESTIONS, greedy, make_llm, photo
+from benchmarks.cpu import QUESTIONS, greedy, make_llm
+from benchmarks.cpu_engine import photo
 from benchmarks.models import qwen2_vl_120m
 from benchmarks.results import write_rows
 

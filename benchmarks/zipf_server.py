@@ -19,7 +19,7 @@ from typing import NamedTuple
 import httpx
 
 from benchmarks.cache_policies import zipf
-from benchmarks.cpu import photo
+from benchmarks.cpu_engine import photo
 from benchmarks.results import write_json
 from benchmarks.server import counter, image_part, user
 from benchmarks.soak import serving

@@ -91,6 +91,7 @@ class DecoderModel:
         self.pixels = pixel_policy(parts.image_processor)
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
+        assert self.params.targets, "the weights are packed"
         return {name: own for name, own in self.params.targets.items() if not name.startswith("decoder.")}
 
     def embed(self, token_ids: Tensor) -> Tensor:

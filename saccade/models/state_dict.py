@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ class Whole(NamedTuple):
 
     tensor: Tensor
     parts: frozenset[str]  # the targets that it covers
+
+
+class Packable(Protocol):
+    """A GEMM whose weight can be packed."""
+
+    weight: Tensor
+
+    def pack(self) -> None: ...
 
 
 class Parameters:
@@ -30,6 +38,7 @@ class Parameters:
         self._left_out = left_out
         self.targets: dict[str, Tensor] = {}
         self.wholes: dict[str, Whole] = {}
+        self.linears: list[Packable] = []
         self._prefix = ""
 
     def within(self, name: str | int) -> Parameters:
@@ -38,6 +47,7 @@ class Parameters:
         inner = Parameters(self.dtype, device)
         inner.targets = self.targets
         inner.wholes = self.wholes
+        inner.linears = self.linears
         inner._prefix = f"{self._prefix}{name}."
         return inner
 
@@ -56,6 +66,11 @@ class Parameters:
 
     def add_whole(self, name: str, tensor: Tensor, parts: Sequence[str]) -> None:
         self.wholes[self._prefix + name] = Whole(tensor, frozenset(self._prefix + part for part in parts))
+
+    def give_up_names(self) -> None:
+        """Once weights are loaded and `encoder_weights` was asked: layers alone hold the tensors then."""
+        self.targets.clear()
+        self.wholes.clear()
 
     def new(self, name: str, *shape: int) -> Tensor:
         tensor = self.empty(*shape)

@@ -29,6 +29,7 @@ from saccade.runner.cuda.graph_sizes import (
 )
 from saccade.runner.cuda.kv_host_blocks import IN_BUFFERS, OUT_BUFFERS, staging_blocks
 from saccade.runner.encoder.graph_capture import largest_pass
+from saccade.runner.weight_packing import plan_packing
 from saccade.types import Geometry, Size
 
 _CPU_KV_GIB = 4.0  # automatic maximum on a CPU
@@ -57,6 +58,7 @@ class MemoryPlan:
     scheduler: SchedulerConfig
     reasons: tuple[str, ...]  # one line per choice, for the start-up log
     parts: MemoryParts
+    packs_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,9 @@ def plan_memory(
     known = _free_bytes(device, options, encoders) if free_bytes is None else free_bytes
     free = known // memory_parts  # engines on one CPU share it, and the automatic cache sizes
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest, memory_parts)
+    packing = plan_packing(model, dtype, device)
     parts = _beside_kv(options, model, dtype, largest, slots, device.type, encoders)
+    parts = replace(parts, weights=parts.weights + packing.copied_bytes)
     blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type, memory_parts)
     parts = replace(parts, kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size))
     free_ram = _free_ram() if device.type == "cuda" else free - parts.total
@@ -125,6 +129,7 @@ def plan_memory(
     reasons = (
         f"device {device}",
         why_dtype,
+        *([packing.reason] if device.type == "cpu" else []),
         why_length,
         why_kv,
         *why_offload,
@@ -133,7 +138,7 @@ def plan_memory(
         *_why_states(options, model, parts),
         *_why_parts(parts),
     )
-    return MemoryPlan(device, getattr(torch, dtype), scheduler, reasons, parts)
+    return MemoryPlan(device, getattr(torch, dtype), scheduler, reasons, parts, packing.is_on)
 
 
 def _beside_kv(
@@ -342,6 +347,11 @@ def _kv_blocks(
             raise ConfigError(
                 f"the model that config.json describes needs {-left / costs.GIB:.2f} GiB more than are free, "
                 "without any KV cache; take a smaller one, or check config.json"
+            )
+        if device == "cpu" and size > left:
+            raise ConfigError(
+                f"kv_cache_gb={options.kv_cache_gb} does not fit: {left / costs.GIB:.2f} GiB of memory are "
+                "free beside the weights; lower --kv-cache-gb"
             )
         if device == "cuda" and size > left:
             raise ConfigError(

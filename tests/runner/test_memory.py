@@ -60,6 +60,11 @@ def test_kv_blocks_fill_the_asked_size() -> None:
     assert made.scheduler.num_blocks == GIB // per_block
 
 
+def test_a_kv_cache_beyond_the_free_memory_is_refused_since_a_cpu_takes_it_only_as_it_is_used() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_gb=20 does not fit: 1\d\.\d\d GiB of memory are free"):
+        plan(kv_cache_gb=20)
+
+
 def test_budget_and_cache_hold_the_largest_image_by_themselves() -> None:
     huge = Geometry(Size(3584, 3584), Grid(1, 256, 256), 16384, 16384)
     made = plan(huge, encoder_cache_gb=None)

@@ -114,7 +114,8 @@ class Resampler:
         self.narrow = Linear(params.within("narrow"), inputs, width) if inputs != width else None
         self.query_norm = LayerNorm(params.within("query_norm"), width, _EPS)
         self.kv_norm = LayerNorm(params.within("kv_norm"), width, _EPS)
-        self.qkv = Linear(params.within("qkv"), width, 3 * width, bias=True)
+        self.qkv_weight = params.new("qkv.weight", 3 * width, width)
+        self.qkv_bias = params.new("qkv.bias", 3 * width)
         self.out = Linear(params.within("out"), width, width, bias=True)
         self.norm = LayerNorm(params.within("norm"), width, _EPS)
         self.project = params.new("project", width, width)  # [inputs, outputs]
@@ -131,8 +132,7 @@ class Resampler:
 
     def _projected(self, *inputs: Tensor) -> list[Tensor]:
         """Each input through its third of the qkv projection."""
-        assert self.qkv.bias is not None
-        thirds = zip(inputs, self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
+        thirds = zip(inputs, self.qkv_weight.chunk(3), self.qkv_bias.chunk(3), strict=True)
         return [F.linear(rows, weight, bias) for rows, weight, bias in thirds]
 
     def _attend(self, *qkv: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from saccade.models.layers.packed_linear import pack, packed_linear
 from saccade.models.state_dict import Parameters
 
 
@@ -31,6 +32,7 @@ class Linear:
         parts = {"": outputs} if isinstance(outputs, int) else outputs
         sizes = [_up_to(size, pad_outputs) for size in parts.values()]
         shape = (sum(sizes), _up_to(inputs, pad_inputs))
+        self.gemm = F.linear
         self.weight = params.empty(*shape)  # [outputs, inputs]
         self.bias = params.empty(sum(sizes)) if bias else None  # [outputs]
         for (name, size), rows in zip(parts.items(), torch.split(self.weight, sizes), strict=True):
@@ -38,21 +40,26 @@ class Linear:
         if self.bias is not None:
             for (name, size), values in zip(parts.items(), torch.split(self.bias, sizes), strict=True):
                 params.add(_join(name, "bias"), _own_part(values, size))
+        params.linears.append(self)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.gemm(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Once weights are loaded; the originals are given up."""
+        self.weight = pack(self.weight)
+        self.gemm = packed_linear
 
 
-class PatchLinear:
+class PatchLinear(Linear):
     """Patch embedding: a convolution with stride = kernel, as a GEMM over [patches, patch_dim]."""
 
     def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int, bias: bool = False) -> None:
+        self.gemm = F.linear
         stored = params.new("weight", outputs, *kernel)
         self.weight = stored.view(outputs, -1)  # [outputs, patch_dim]
         self.bias = params.new("bias", outputs) if bias else None
-
-    def __call__(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.weight, self.bias)
+        params.linears.append(self)
 
 
 def _own_part(padded: Tensor, *sizes: int) -> Tensor:

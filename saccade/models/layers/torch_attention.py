@@ -8,6 +8,8 @@ One layer's cache is [num_blocks * block_size, kv_heads, d]; token i is in block
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,9 +59,8 @@ class PagedKV(NamedTuple):
         cls, config: TextConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> PagedKV:
         shape = (config.num_kv_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
-        # Written, not only reserved, so that missing memory fails at start-up.
-        k = torch.empty(shape, dtype=dtype, device=device).zero_()
-        return cls(k, k if config.mla else torch.empty_like(k).zero_())
+        k = _zeros(shape, dtype, device)
+        return cls(k, k if config.mla else _zeros(shape, dtype, device))
 
     def clear(self, blocks: Sequence[int], block_size: int) -> None:
         """Zero blocks that will be partly filled: a mask does not remove a NaN of an earlier owner."""
@@ -124,6 +125,14 @@ class PagedAttention:
         if self.kv.v is not self.kv.k:
             v_cache.index_copy_(0, self.batch.slots, v)
         return self.backend(q, k_cache, v_cache, self.batch, self.scale)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a device written at once, so that missing memory fails at start-up; a CPU takes pages as used."""
+    if device.type != "cpu":
+        return torch.empty(*shape, dtype=dtype, device=device).zero_()
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)  # zero until written
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 class _Keys(NamedTuple):

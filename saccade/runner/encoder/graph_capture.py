@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from tqdm import tqdm
 
 from saccade.checkpoint.config import VisionConfig
 from saccade.models.cuda import vision_graph_sizes as sizes
-from saccade.models.interface import VisionLanguageModel
+from saccade.models.interface import DecoderModel, VisionLanguageModel
 from saccade.types import Grid
 
 _ROWS = 8  # tokens: the height of the captured images; only their number of patches matters
@@ -85,7 +85,8 @@ def _rows_of(square: Grid) -> int:
 def blank_patches(model: VisionLanguageModel, grids: list[Grid]) -> torch.Tensor:
     vision = model.config.vision
     assert vision is not None
-    like = model.decoder.table
-    if like.is_meta:  # an encoder worker's
-        like = next(iter(model.encoder_weights().values()))
-    return like.new_ones(sum(grid.patches for grid in grids), vision.patch_dim)
+    table = model.decoder.table
+    # An encoder worker's table has no memory.
+    device = cast(DecoderModel, model).params.device if table.is_meta else table.device
+    shape = (sum(grid.patches for grid in grids), vision.patch_dim)
+    return torch.ones(shape, dtype=table.dtype, device=device)

@@ -1,0 +1,84 @@
+"""GEMMs over weights in oneDNN's blocked layout, for x86 CPUs. Knows no model.
+
+A weight is packed once and replaces the original. `F.linear` over the original is the reference.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MAX_STEP = 64  # between two padded row counts
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of sums of 64 values near 1
+
+
+@lru_cache
+def plain_reason(dtype: torch.dtype, device_type: str) -> str | None:
+    """Why weights of this dtype stay as they are; None: they can be packed, and packed GEMMs are faster."""
+    if device_type != "cpu":
+        return "packed weights are for a CPU"
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return f"packed GEMMs were measured on x86_64, and this is {platform.machine()}"
+    if not torch.backends.mkldnn.is_available():
+        return "this PyTorch was built without oneDNN"
+    if dtype not in _TOLERANCE:
+        return f"{dtype} GEMMs are not packed"
+    if dtype == torch.bfloat16 and not multiplies_bfloat16():
+        return "this CPU only emulates bfloat16, where packing does not help"
+    return _failure(dtype)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this x86 CPU has instructions for it. oneDNN emulates them on any CPU with AVX-512."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[outputs, inputs] -> the same shape in a layout that only `packed_linear` reads."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` over a packed weight.
+
+    oneDNN builds code for each row count it meets, which takes 1 to 16 ms. Rows are padded to few counts.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    padded = padded_rows(len(rows), weight.dtype)
+    if padded != len(rows):
+        rows = F.pad(rows, (0, 0, 0, padded - len(rows)))
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return out[: x.shape[:-1].numel()].view(*x.shape[:-1], out.shape[1])
+
+
+def padded_rows(rows: int, dtype: torch.dtype) -> int:
+    """1, 2, 4, 8; four counts in each doubling up to 64, where GEMMs are bound by memory; then eight, or
+    steps of 64."""
+    if rows <= 8:
+        return max(1 << max(rows - 1, 0).bit_length(), _min_rows(dtype))
+    step = 1 << (rows - 1).bit_length() - (3 if rows <= 64 else 4)
+    step = min(step, _MAX_STEP)
+    return -(-rows // step) * step
+
+
+@lru_cache
+def _min_rows(dtype: torch.dtype) -> int:
+    """With AMX one row of bfloat16 takes longer than two, since oneDNN has no AMX kernel for one."""
+    return 2 if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else 1
+
+
+def _failure(dtype: torch.dtype) -> str | None:
+    """These are private operators of PyTorch, so they are tried once."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(64, 64, generator=generator).to(dtype) for _ in range(2))
+    try:
+        found = packed_linear(x[:3], pack(weight))
+    except (AttributeError, RuntimeError, TypeError) as error:
+        return f"packing failed ({(str(error).splitlines() or [''])[0]})"
+    difference = (found - F.linear(x[:3], weight)).float().abs().max().item()
+    return None if difference < 8 * _TOLERANCE[dtype] else f"packed GEMMs differ by {difference:.1g}"

@@ -1,0 +1,81 @@
+"""Whole models with packed weights against the same with plain ones; and what the plan says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from saccade import costs
+from saccade.models import load_model
+from saccade.models.layers.packed_linear import plain_reason
+from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
+from saccade.options import Options
+from saccade.processor.checkpoint_files import open_checkpoint
+from saccade.runner.memory import plan_memory
+from saccade.runner.weight_packing import pack_weights, plan_packing
+
+pytestmark = pytest.mark.skipif(plain_reason(torch.float32, "cpu") is not None, reason="no packed GEMMs here")
+CPU = torch.device("cpu")
+TOKENS = 21
+
+
+def loaded(folder: Path) -> Any:
+    config = open_checkpoint(str(folder)).config
+    return load_model(folder, config, dtype=torch.float32, device=CPU, progress=False)
+
+
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    text = model.config.text
+    kv = PagedKV.allocate(text, 2, 16, torch.float32, CPU)
+    batch = AttentionBatch([TOKENS], [TOKENS], torch.tensor([[0, 1]]), torch.arange(TOKENS), 16)
+    axes = 3 if text.mrope_section else 1
+    positions = torch.arange(TOKENS).expand(axes, -1)
+    attention = PagedAttention(kv, batch, model.decoder.scale)
+    embeds = model.embed(torch.arange(TOKENS))
+    found: torch.Tensor = model.logits(model.forward(embeds, positions, attention))
+    return found
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("name", ["qwen2_vl_folder", "llava_folder"])
+def test_a_packed_model_computes_the_same_logits(name: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(name)
+    plain, packed = loaded(folder), loaded(folder)
+    pack_weights(packed)
+    linears = packed.params.linears
+    assert linears and all(linear.weight.is_mkldnn for linear in linears)
+    assert packed.decoder.head.is_mkldnn and not packed.decoder.table.is_mkldnn
+    torch.testing.assert_close(logits(packed), logits(plain), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.transformers
+def test_a_packed_model_holds_no_plain_weight_beside_a_tied_table(qwen2_vl_folder: Path) -> None:
+    model = loaded(qwen2_vl_folder)
+    pack_weights(model)
+    assert not model.params.targets and not model.params.wholes
+    with pytest.raises(AssertionError, match="packed"):
+        model.encoder_weights()
+
+
+@pytest.mark.transformers
+def test_the_copy_of_a_tied_head_is_planned_and_said(qwen2_vl_folder: Path) -> None:
+    config = open_checkpoint(str(qwen2_vl_folder)).config
+    text = config.text
+    copied = text.vocab_size * text.hidden_size * 4
+    plan = plan_memory(Options(device="cpu", dtype="float32"), config, None, 16 << 30)
+    assert plan.packs_weights and plan.parts.weights == costs.weight_bytes(config, "float32") + copied
+    assert any("its packed copy takes" in reason for reason in plan.reasons)
+    untied = replace(config, text=replace(text, tie_word_embeddings=False))
+    assert plan_packing(untied, "float32", CPU).copied_bytes == 0
+
+
+@pytest.mark.transformers
+def test_a_model_of_transformers_code_keeps_its_weights(qwen2_vl_folder: Path) -> None:
+    config = replace(open_checkpoint(str(qwen2_vl_folder)).config, model_type="unheard_of")
+    packing = plan_packing(config, "float32", CPU)
+    assert not packing.is_on and "Transformers' code" in packing.reason
