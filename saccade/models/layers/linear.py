@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.models.layers.packed_linear import pack, packed_linear
+from saccade.models.layers.packed_linear import pack, packed_linear, padded_rows
 from saccade.models.state_dict import Parameters
 
 
@@ -44,6 +44,10 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.gemm(x, self.weight, self.bias)
+
+    def padding(self, rows: int) -> int:
+        """Rows that a call with so many rows would add to them."""
+        return padded_rows(rows, self.weight.dtype) - rows if self.weight.is_mkldnn else 0
 
     def pack(self) -> None:
         """Once weights are loaded; the originals are given up."""

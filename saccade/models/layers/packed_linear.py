@@ -46,23 +46,26 @@ def pack(weight: Tensor) -> Tensor:
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` over a packed weight.
 
-    oneDNN builds code for each row count it meets, which takes 1 to 16 ms. Rows are padded to few counts.
+    oneDNN builds code for each row count of each weight, which takes 1 to 16 ms and 0.6 MiB, and keeps the
+    latest 1,024. So rows are padded to few counts.
     """
     rows = x.reshape(-1, x.shape[-1])
-    padded = padded_rows(len(rows), weight.dtype)
-    if padded != len(rows):
-        rows = F.pad(rows, (0, 0, 0, padded - len(rows)))
+    count = len(rows)
+    padded = padded_rows(count, weight.dtype)
+    if padded != count:
+        own = rows
+        rows = own.new_empty(padded, own.shape[1])
+        rows[:count] = own
+        rows[count:] = 0
     out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return out[: x.shape[:-1].numel()].view(*x.shape[:-1], out.shape[1])
+    return out[:count].view(*x.shape[:-1], out.shape[1])
 
 
 def padded_rows(rows: int, dtype: torch.dtype) -> int:
-    """1, 2, 4, 8; four counts in each doubling up to 64, where GEMMs are bound by memory; then eight, or
-    steps of 64."""
+    """1, 2, 4, 8; four counts in each doubling up to 64, then eight, or multiples of 64."""
     if rows <= 8:
         return max(1 << max(rows - 1, 0).bit_length(), _min_rows(dtype))
-    step = 1 << (rows - 1).bit_length() - (3 if rows <= 64 else 4)
-    step = min(step, _MAX_STEP)
+    step = min(1 << (rows - 1).bit_length() - (3 if rows <= 64 else 4), _MAX_STEP)
     return -(-rows // step) * step
 
 

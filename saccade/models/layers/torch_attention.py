@@ -26,6 +26,7 @@ from saccade.checkpoint.config import TextConfig
 # cache: a batch that leaves the cache between gather and use costs more than another call.
 _MAX_PADDING = 0.25
 _MAX_GROUP_TOKENS = 2048
+_MIN_SPLIT = 1024  # tokens of a window for which two attention calls on a CPU cost less than a mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +168,7 @@ class _Window(NamedTuple):
     keys: _Keys
     block_size: int
     mask: Tensor | None  # float32 [new tokens, context]; None when the window is the whole context
+    is_split: bool  # attends to its own keys and to those before it in two calls
 
 
 class _Plan(NamedTuple):
@@ -187,11 +189,24 @@ def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: T
 def _attend_window(w: _Window, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
     queries = q[w.rows].transpose(0, 1)[None]  # [1, heads, n, d]
     k, v = (w.keys.read(cache, w.block_size)[:, :, : w.context] for cache in (keys, values))
+    if w.is_split:
+        out[w.rows] = _attend_in_parts(queries, k, v, scale)[0].transpose(0, 1)
+        return
     mask = None if w.mask is None else w.mask.to(q.dtype)
     mixed = F.scaled_dot_product_attention(
         queries, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
     out[w.rows] = mixed[0].transpose(0, 1)
+
+
+def _attend_in_parts(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention to the own keys, full attention to those before: no mask, and less to compute."""
+    past = k.shape[2] - q.shape[2]
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    before, before_lse = attend(q, k[:, :, :past], v[:, :, :past], 0.0, False, scale=scale)
+    own, own_lse = attend(q, k[:, :, past:], v[:, :, past:], 0.0, True, scale=scale)
+    share = torch.sigmoid(before_lse - own_lse)[..., None]  # of the softmax's sum that lies in the past
+    return torch.lerp(own, before, share.to(own.dtype))
 
 
 def _similar_contexts(requests: list[int], seq_lens: Sequence[int]) -> Iterator[list[int]]:
@@ -224,10 +239,11 @@ def _window(batch: AttentionBatch, i: int, start: int) -> _Window:
     n = batch.query_lens[i]
     context = batch.seq_lens[i]
     mask = None
-    if n < context:
+    is_split = n < context and n >= _MIN_SPLIT and batch.block_tables.device.type == "cpu"
+    if n < context and not is_split:
         own = torch.arange(context - n, context, device=batch.block_tables.device)
         mask = _additive(torch.arange(context, device=own.device) <= own[:, None])
-    return _Window(slice(start, start + n), context, _keys(batch, [i]), batch.block_size, mask)
+    return _Window(slice(start, start + n), context, _keys(batch, [i]), batch.block_size, mask, is_split)
 
 
 def _keys(batch: AttentionBatch, members: list[int]) -> _Keys:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.models.vision import preprocess
-from saccade.models.vision.blocks import PatchPositions, VisionBlock, angles_of
+from saccade.models.vision.blocks import PatchPositions, RotaryCosSin, VisionBlock, angles_of
 from saccade.models.vision.pillow_resize import resample, weigh_axis
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, PixelPolicy
 from saccade.types import Grid, Size
@@ -50,7 +51,20 @@ class TorchVision:
 
     def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         angles = angles_of(positions) if positions else None
-        return lambda blocks, x: (blocks[0](x, lengths, angles), 1)
+
+        def run(blocks: Blocks, x: Tensor) -> tuple[Tensor, int]:
+            missing = blocks[0].qkv.padding(len(x))
+            if not missing:
+                return blocks[0](x, lengths, angles), 1
+            # Once a block, not once a GEMM: the padding is one more image.
+            padded = RotaryCosSin(*(_pad(part, missing) for part in angles)) if angles else None
+            return blocks[0](_pad(x, missing), [*lengths, missing], padded)[: len(x)], 1
+
+        return run
+
+
+def _pad(rows: Tensor, missing: int) -> Tensor:
+    return F.pad(rows, (0, 0, 0, missing))
 
 
 def run_blocks(run: RunBlocks, blocks: Blocks, x: Tensor) -> Generator[int, None, Tensor]:

@@ -75,8 +75,20 @@ def assert_equal_to_reference(batch: AttentionBatch, heads: int = 6) -> None:
         [(1, 8), (1, 8), (1, 8)],
         [(1, 3), (1, 40), (1, 41), (1, 2), (1, 39)],
         [(7, 7), (1, 12), (4, 10), (1, 30), (2, 2)],
+        [(1024, 1025), (1, 12)],
+        [(1030, 2050)],
     ],
-    ids=["prompt", "chunk", "first token", "decode", "equal decodes", "unequal decodes", "all mixed"],
+    ids=[
+        "prompt",
+        "chunk",
+        "first token",
+        "decode",
+        "equal decodes",
+        "unequal decodes",
+        "all mixed",
+        "large chunk after one token",
+        "large chunk",
+    ],
 )
 @pytest.mark.parametrize("scattered", [True, False], ids=["scattered", "in order"])
 def test_fast_attention_equals_the_reference(windows: list[tuple[int, int]], scattered: bool) -> None:
