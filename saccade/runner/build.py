@@ -32,7 +32,7 @@ from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.replica_placement import decode_threads
 from saccade.runner.runner import Runner
 from saccade.runner.torch_threads import OneTorchThread
-from saccade.runner.weight_packing import pack_weights
+from saccade.runner.weight_packing import pack_where_faster
 from saccade.structured.grammar import Grammars
 from saccade.types import Geometry, Key
 
@@ -92,10 +92,8 @@ def build_runner(
         forward, eager_reason = select_forward(parts, target, options.attention_backend)
         capture_tower(model)
     encoder = _encoder(model, options, plan, largest, links)
-    if plan.packs_weights:  # after the encoder's tiers, whose names depend on the weights
-        pack_weights(model)
-    # Beside a GPU, PyTorch only copies a few kilobytes on the host. Splitting a copy over all cores takes
-    # microseconds, or ten milliseconds while image decoding keeps them busy.
+    pack_where_faster(model, plan.dtype, plan.device)  # after the encoder's tiers, which hash the weights
+    # Beside a GPU, PyTorch only copies kilobytes on the host. Split over cores that decode they take 10 ms.
     on_close = OneTorchThread().end if plan.device.type == "cuda" else None
     held = (model, kv, encoder, Grammars(path, config.text.vocab_size), forward, embeddings)
     return Runner(*held, memory.report(), on_close, eager_reason, host)

@@ -26,7 +26,7 @@ from saccade.runner.memory import (
     tower_graph_bytes,
 )
 from saccade.runner.replica_placement import decode_threads
-from saccade.runner.weight_packing import pack_weights, plan_packing
+from saccade.runner.weight_packing import pack_where_faster
 from saccade.types import Geometry
 
 MAX_CPU_PATCHES = 2048  # per pass: more gain nothing in GEMMs, cost memory, and lengthen a slice of a layer
@@ -99,8 +99,7 @@ def build_encoder(
         is_encoder=True,
     )
     capture_tower(model)
-    if plan_packing(config, str(plan.dtype).removeprefix("torch."), plan.device).is_on:
-        pack_weights(model)
+    pack_where_faster(model, plan.dtype, plan.device)
     threads = options.image_decode_threads or decode_threads()
     encoder = LocalEncoder(model, plan.max_patches, threads, plan.device, plan.upload_bytes)
     assert config.vision is not None

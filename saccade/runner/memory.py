@@ -58,7 +58,6 @@ class MemoryPlan:
     scheduler: SchedulerConfig
     reasons: tuple[str, ...]  # one line per choice, for the start-up log
     parts: MemoryParts
-    packs_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +100,7 @@ def plan_memory(
     known = _free_bytes(device, options, encoders) if free_bytes is None else free_bytes
     free = known // memory_parts  # engines on one CPU share it, and the automatic cache sizes
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest, memory_parts)
-    packing = plan_packing(model, dtype, device)
     parts = _beside_kv(options, model, dtype, largest, slots, device.type, encoders)
-    parts = replace(parts, weights=parts.weights + packing.copied_bytes)
     blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type, memory_parts)
     parts = replace(parts, kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size))
     free_ram = _free_ram() if device.type == "cuda" else free - parts.total
@@ -129,16 +126,15 @@ def plan_memory(
     reasons = (
         f"device {device}",
         why_dtype,
-        *([packing.reason] if device.type == "cpu" else []),
         why_length,
         why_kv,
         *why_offload,
         *([why_budget] if model.vision else []),
         why_cache,
         *_why_states(options, model, parts),
-        *_why_parts(parts),
+        *(_why_parts(parts) if parts.graphs else [plan_packing(model, dtype, device).reason]),
     )
-    return MemoryPlan(device, getattr(torch, dtype), scheduler, reasons, parts, packing.is_on)
+    return MemoryPlan(device, getattr(torch, dtype), scheduler, reasons, parts)
 
 
 def _beside_kv(
@@ -151,7 +147,7 @@ def _beside_kv(
     encoders: Encoders,
 ) -> MemoryParts:
     """All that has to fit beside the KV cache. The largest image counts whole, for any context."""
-    weights = costs.weight_bytes(model, dtype)
+    weights = costs.weight_bytes(model, dtype) + plan_packing(model, dtype, torch.device(device)).copied_bytes
     num_states = options.max_num_seqs + _num_checkpoints(options)
     states = num_states * costs.state_bytes_per_request(model.text, dtype)
     if device != "cuda":
@@ -274,8 +270,6 @@ def _num_checkpoints(options: Options) -> int:
 
 
 def _why_parts(parts: MemoryParts) -> tuple[str, ...]:
-    if not parts.graphs:
-        return ()
     sizes = (f"{field.name} {getattr(parts, field.name) / costs.GIB:.2f}" for field in fields(parts))
     return (f"{parts.total / costs.GIB:.2f} GiB of the device in all: {', '.join(sizes)}",)
 

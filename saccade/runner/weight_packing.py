@@ -33,6 +33,11 @@ def plan_packing(model: ModelConfig, dtype: str, device: torch.device) -> Weight
     return WeightPacking(True, copied, f"weights are packed for oneDNN; {copy}")
 
 
+def pack_where_faster(model: VisionLanguageModel, dtype: torch.dtype, device: torch.device) -> None:
+    if plan_packing(model.config, str(dtype).removeprefix("torch."), device).is_on:
+        pack_weights(model)
+
+
 def pack_weights(model: VisionLanguageModel) -> None:
     """Replace the weights of linear layers and of the head. Experts stay as they are."""
     params = cast(DecoderModel, model).params

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from PIL import Image
 
@@ -27,7 +28,8 @@ OPTIONS: dict[str, Any] = {
 
 def overlapped(folder: Path, **options: Any) -> LLM:
     """An engine whose decoder runs in kernels and whose core launches ahead."""
-    llm = LLM(str(folder), **{**OPTIONS, **options})
+    with mock.patch("saccade.runner.build.pack_where_faster"):  # kernels read weights as they are
+        llm = LLM(str(folder), **{**OPTIONS, **options})
     core = llm.engine.core
     runner, limits = core.runner, core.limits
     text = runner.model.config.text

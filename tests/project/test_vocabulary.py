@@ -29,7 +29,11 @@ IDENTIFIERS = {
     "whoever|nobody|somebody|someone|anyone": "the request, the caller",
 }
 FIRST_WORDS = {"most": "max", "least": "min"}  # of an identifier
-OF_OTHERS = {"scaled_dot_product_attention", "most_common"}  # names of other libraries
+OF_OTHERS = {  # names of other libraries
+    "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "most_common",
+}
 # A pattern for prose -> what to say.
 PROSE = {
     r"whoever|whom|nobody|somebody|someone|anyone": "name the request, the caller, the process",

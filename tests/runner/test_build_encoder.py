@@ -18,7 +18,7 @@ from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.runner.build_encoder import build_encoder, plan_encoder
 from saccade.runner.encoder.encoder_runner import LocalEncoder
-from saccade.runner.weight_packing import pack_weights, plan_packing
+from saccade.runner.weight_packing import pack_where_faster
 from saccade.types import Key, MediaItem
 from tests.helpers.families import FAMILIES
 from tests.helpers.images import make_photo
@@ -55,8 +55,7 @@ def test_a_worker_makes_the_bits_that_the_engine_makes(name: str, tmp_path: Path
         progress=False,
         image_processor=checkpoint.image_processor,
     )
-    if plan_packing(checkpoint.config, "float32", plan.device).is_on:
-        pack_weights(whole)
+    pack_where_faster(whole, plan.dtype, plan.device)
     engine = LocalEncoder(whole, plan.max_patches, 1)
     expected = encoded(engine, items)
     together = encoded(worker, items)

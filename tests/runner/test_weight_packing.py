@@ -17,6 +17,7 @@ from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.memory import plan_memory
 from saccade.runner.weight_packing import pack_weights, plan_packing
+from saccade.types import Grid
 
 pytestmark = pytest.mark.skipif(plain_reason(torch.float32, "cpu") is not None, reason="no packed GEMMs here")
 CPU = torch.device("cpu")
@@ -53,6 +54,30 @@ def test_a_packed_model_computes_the_same_logits(name: str, request: pytest.Fixt
     torch.testing.assert_close(logits(packed), logits(plain), atol=1e-4, rtol=1e-4)
 
 
+@torch.inference_mode()
+def embeddings(model: Any, grids: list[Grid]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    patches = torch.randn(sum(grid.patches for grid in grids), model.config.vision.patch_dim, generator=generator)
+    encoding = model.encode(patches, grids)
+    while True:
+        try:
+            next(encoding)
+        except StopIteration as done:
+            found: list[torch.Tensor] = done.value
+            return found
+
+
+@pytest.mark.transformers
+def test_a_packed_tower_whose_rows_are_padded_makes_the_same_embeddings(qwen2_vl_folder: Path) -> None:
+    plain, packed = loaded(qwen2_vl_folder), loaded(qwen2_vl_folder)
+    pack_weights(packed)
+    grids = [Grid(1, 6, 10), Grid(1, 4, 2)]
+    assert packed.tower.blocks[0].qkv.padding(68) == 4 and plain.tower.blocks[0].qkv.padding(68) == 0
+    found = embeddings(packed, grids)
+    assert [len(own) for own in found] == [15, 2]
+    torch.testing.assert_close(found, embeddings(plain, grids), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.transformers
 def test_a_packed_model_holds_no_plain_weight_beside_a_tied_table(qwen2_vl_folder: Path) -> None:
     model = loaded(qwen2_vl_folder)
@@ -68,7 +93,10 @@ def test_the_copy_of_a_tied_head_is_planned_and_said(qwen2_vl_folder: Path) -> N
     text = config.text
     copied = text.vocab_size * text.hidden_size * 4
     plan = plan_memory(Options(device="cpu", dtype="float32"), config, None, 16 << 30)
-    assert plan.packs_weights and plan.parts.weights == costs.weight_bytes(config, "float32") + copied
+    assert (
+        plan_packing(config, "float32", CPU).is_on
+        and plan.parts.weights == costs.weight_bytes(config, "float32") + copied
+    )
     assert any("its packed copy takes" in reason for reason in plan.reasons)
     untied = replace(config, text=replace(text, tie_word_embeddings=False))
     assert plan_packing(untied, "float32", CPU).copied_bytes == 0

@@ -15,7 +15,7 @@ from saccade.models.layers.forward_types import Attention
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
 from saccade.models.layers.moe import EXPERT_RULES, layer_mlp
-from saccade.models.layers.packed_linear import pack, packed_linear
+from saccade.models.layers.packed_linear import Gemm, pack, packed_linear
 from saccade.models.layers.rotary_embedding import Rotary, rotate
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
@@ -53,7 +53,7 @@ class Decoder:
         self.layers = [self.make_layer(own, text, biases, index) for index, own in layers]
         self.norm = self.make_norm(params.within("norm"), text)
         self.head = self.table
-        self.head_gemm = F.linear
+        self.head_gemm: Gemm = F.linear
         if not text.tie_word_embeddings:
             self.head = params.new("head.weight", text.vocab_size, text.hidden_size)
 
@@ -91,7 +91,7 @@ class Decoder:
         return torch.split(embeds, self.table.shape[1], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head_gemm(hidden, self.head).float()
+        return self.head_gemm(hidden, self.head, None).float()
 
     def pack_head(self) -> None:
         """A tied head becomes a packed copy, because embeddings are looked up in the original."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.models.layers.packed_linear import pack, packed_linear, padded_rows
+from saccade.models.layers.packed_linear import Gemm, pack, packed_linear, padded_rows
 from saccade.models.state_dict import Parameters
 
 
@@ -32,7 +32,7 @@ class Linear:
         parts = {"": outputs} if isinstance(outputs, int) else outputs
         sizes = [_up_to(size, pad_outputs) for size in parts.values()]
         shape = (sum(sizes), _up_to(inputs, pad_inputs))
-        self.gemm = F.linear
+        self.gemm: Gemm = F.linear
         self.weight = params.empty(*shape)  # [outputs, inputs]
         self.bias = params.empty(sum(sizes)) if bias else None  # [outputs]
         for (name, size), rows in zip(parts.items(), torch.split(self.weight, sizes), strict=True):

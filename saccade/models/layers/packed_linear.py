@@ -6,11 +6,15 @@ A weight is packed once and replaces the original. `F.linear` over the original 
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x [..., inputs], weight, bias) -> [..., outputs]"""
 
 _MAX_STEP = 64  # between two padded row counts
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of sums of 64 values near 1
@@ -23,7 +27,7 @@ def plain_reason(dtype: torch.dtype, device_type: str) -> str | None:
         return "packed weights are for a CPU"
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return f"packed GEMMs were measured on x86_64, and this is {platform.machine()}"
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this PyTorch was built without oneDNN"
     if dtype not in _TOLERANCE:
         return f"{dtype} GEMMs are not packed"
