@@ -59,7 +59,8 @@ class _Outputs:
 
 
 def _outputs(shape: str, folder: str, device: str, dtype: str, weights: dict[str, Tensor] | None) -> _Outputs:
-    llm = LLM(folder, load_format="dummy", device=device, dtype=dtype, max_pixels=1280 * 28 * 28, **SMALL)
+    with mock.patch("saccade.runner.build.pack_where_faster"):  # weights are set below
+        llm = LLM(folder, load_format="dummy", device=device, dtype=dtype, max_pixels=1280 * 28 * 28, **SMALL)
     runner = llm.engine.core.runner
     targets = runner.model.params.targets
     for name, tensor in (weights or {}).items():
