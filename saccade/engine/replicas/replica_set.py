@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from saccade.engine.autoscale import AUTOSCALE_SECONDS, Autoscaler, Load
+from saccade.engine.autoscale import Load
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineStatus, ReplicaView
 from saccade.engine.ipc.stream import RequestStream, Submission
+from saccade.engine.ipc.worker_places import WorkerPlaces
 from saccade.engine.replicas.merging import merged_info, merged_stats, merged_status
 from saccade.engine.replicas.router import Placement, Router, demand_of
-from saccade.errors import ConfigError, EngineUnavailable, RequestError
+from saccade.errors import EngineUnavailable, RequestError
 from saccade.scheduler.cache_log import CacheChanges
 from saccade.types import Replica, Request
 
@@ -42,44 +42,38 @@ class ReplicaSet:
         """`make_client` takes `replica` and `watcher`. Without a minimum or maximum the number stays."""
         self._make_client = make_client
         self._num_places = max_replicas or num_replicas
-        self._autoscaler = Autoscaler(min_replicas or num_replicas, self._num_places)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._router = Router(self._num_places)
         self._placements: dict[Submission, Placement] = {}  # of what is open
         self._is_stopping = False
         self._num_moved = 0
         self._infos: tuple[EngineInfo, ...] = ()  # that `_info` was made from
         self._info: EngineInfo | None = None
-        self._used = set(range(num_replicas))  # places with a replica; those of others wait for one
-        self._clients = [self._new_client(index) for index in range(self._num_places)]
+        bounds = (min_replicas or num_replicas, self._num_places)
+        self._places = WorkerPlaces("engine", self._new_client, num_replicas, bounds)
 
     def _new_client(self, index: int) -> EngineClient:
         return self._make_client(replica=Replica(index, self._num_places), watcher=self)
 
     @property
-    def _used_clients(self) -> list[EngineClient]:
-        return [self._clients[index] for index in sorted(self._used)]
+    def _clients(self) -> list[EngineClient]:
+        return self._places.workers
 
     # --- from start to stop ---------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
         """Wait until all replicas are warm; those that are take requests meanwhile."""
-        await asyncio.gather(*[client.start() for client in self._used_clients])
+        await self._places.start()
         assert self.info is not None
-        if self._autoscaler.is_needed:
-            self._begin(self._autoscale())
+        self._places.autoscale(self._load, self.shrink)
         return self.info
 
     def drain(self) -> None:
-        for client in self._used_clients:
+        for client in self._places.used_workers:
             client.drain()
 
     async def stop(self) -> None:
         self._is_stopping = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*[client.stop() for client in self._clients])  # unused ones hold ports, too
+        await self._places.stop()
 
     @property
     def info(self) -> EngineInfo | None:
@@ -99,34 +93,20 @@ class ReplicaSet:
         return {**stats, "moved": self._num_moved} if stats else {}
 
     def status(self) -> EngineStatus:
-        return merged_status([client.status() for client in self._used_clients])
+        return merged_status([client.status() for client in self._places.used_workers])
 
     def replicas(self) -> list[ReplicaView]:
         """By index; where autoscaling has none now, one that is stopped."""
         return [self._view(index) for index in range(self._num_places)]
 
     def _view(self, index: int) -> ReplicaView:
-        client = self._clients[index]
-        status = client.status()
-        if index not in self._used:
-            status = replace(status, state="stopped")
-        return ReplicaView(status, client.stats(), self._router.replicas[index].queued_work)
+        stats = self._clients[index].stats()
+        return ReplicaView(self._places.status(index), stats, self._router.replicas[index].queued_work)
 
     # --- growing and shrinking ------------------------------------------------------------------------------
 
     async def grow(self) -> None:
-        """Start one more replica where there is a place. One that fails to start changes nothing."""
-        free = [index for index in range(self._num_places) if index not in self._used]
-        if not free:
-            return
-        index = free[0]
-        self._used.add(index)
-        logger.info("engine %d is added", index)
-        try:
-            await self._clients[index].start()
-        except (ConfigError, EngineUnavailable) as error:
-            logger.error("engine %d could not be added: %s", index, error)
-            await self._retire(index)
+        await self._places.grow()
 
     async def shrink(self) -> None:
         """End the replica with the least work, once its open requests are finished."""
@@ -138,27 +118,10 @@ class ReplicaSet:
         self._clients[index].drain()
         while self._router.replicas[index].num_requests:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
-        await self._retire(index)
-
-    async def _retire(self, index: int) -> None:
-        await self._clients[index].stop()
-        self._clients[index] = self._new_client(index)
-        self._used.remove(index)
-
-    async def _autoscale(self) -> None:
-        while True:
-            await asyncio.sleep(AUTOSCALE_SECONDS)
-            change = self._autoscaler.decide(self._load())
-            if change:
-                self._begin(self.grow() if change > 0 else self.shrink())
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._places.retire(index)
 
     def _load(self) -> Load:
-        views = [self._view(index) for index in sorted(self._used)]
+        views = [self._view(index) for index in sorted(self._places.used)]
         ready = [view for view in views if view.status.state == "ready"]
         blocks = [view.stats["kv"] for view in ready if view.stats]
         return Load(
@@ -182,7 +145,7 @@ class ReplicaSet:
         info = self.info
         if not live or info is None:
             state = self.status().state
-            wait = min(client.retry_after for client in self._used_clients)
+            wait = min(client.retry_after for client in self._places.used_workers)
             raise EngineUnavailable(f"the engine is {state}; try again later", wait)
         limits = info.limits
         max_requests = None if limits.max_waiting is None else limits.max_num_seqs + limits.max_waiting

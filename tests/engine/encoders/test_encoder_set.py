@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from saccade.engine import autoscale
-from saccade.engine.encoders import encoder_set
 from saccade.engine.encoders.encoder_set import EncoderSet
+from saccade.engine.ipc import worker_places
 from saccade.engine.ipc.process import EngineProcess
 from saccade.errors import ConfigError, EngineUnavailable
 from saccade.options import Options, ServerOptions
@@ -80,7 +80,7 @@ def states(encoders: EncoderSet) -> list[str]:
 def test_the_number_of_workers_follows_the_load(
     monkeypatch: pytest.MonkeyPatch, high: int, expected: list[str]
 ) -> None:
-    monkeypatch.setattr(encoder_set, "AUTOSCALE_SECONDS", 0.02)
+    monkeypatch.setattr(worker_places, "AUTOSCALE_SECONDS", 0.02)
     monkeypatch.setattr(autoscale, "HIGH_WORK", high)  # below 0: any load is high
     monkeypatch.setattr(autoscale, "SHRINK_AFTER", 3)
     command = (sys.executable, "-m", "tests.helpers.fake_worker", "0.0")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from saccade.engine import autoscale
+from saccade.engine.ipc import worker_places
 from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints
-from saccade.engine.replicas import replica_set
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.options import Options
 from tests.helpers.fake_worker import collect, endless, is_running, pids_of, run_replicas, submit, until
@@ -72,7 +72,7 @@ def test_a_replica_that_cannot_start_changes_nothing(caplog: pytest.LogCaptureFi
     async def test(replicas: ReplicaSet) -> None:
         make = replicas._make_client
         replicas._make_client = lambda **how: make(options=Options(device="abacus"), **how)
-        replicas._clients[1] = replicas._new_client(1)
+        replicas._places.workers[1] = replicas._new_client(1)
         await replicas.grow()
         assert states(replicas) == ["ready", "stopped"] and "no device abacus" in caplog.text
         assert len(await collect(await submit(replicas, make_request("a", 9, max_tokens=3)))) == 3
@@ -81,7 +81,7 @@ def test_a_replica_that_cannot_start_changes_nothing(caplog: pytest.LogCaptureFi
 
 
 def test_load_adds_a_replica_and_its_end_removes_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_set, "AUTOSCALE_SECONDS", 0.02)
+    monkeypatch.setattr(worker_places, "AUTOSCALE_SECONDS", 0.02)
     monkeypatch.setattr(autoscale, "HIGH_WORK", 10)
     monkeypatch.setattr(autoscale, "SHRINK_AFTER", 3)
 
