@@ -18,6 +18,7 @@ from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models import is_native
+from saccade.models.layers.packed_linear import multiplies_bfloat16
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.cuda.graph_sizes import (
     GRAPH_STRETCHES,
@@ -293,7 +294,7 @@ def dtype_of(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
     if saved == "float32" or device.type != "cpu":
         _check_dtype(saved, "config.json says so (dtype or torch_dtype); choose with --dtype")
         return saved, f"dtype {saved}: as the checkpoint was saved"
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if multiplies_bfloat16():
         why = "this CPU multiplies bfloat16 natively"
         return "bfloat16", f"dtype bfloat16: the checkpoint is {saved} and {why}"
     return "float32", f"dtype float32: the checkpoint is {saved}, which this CPU would only emulate"

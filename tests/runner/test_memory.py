@@ -15,6 +15,7 @@ from saccade.models import is_native, load_model
 from saccade.models.layers.decoder import Decoder
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
+from saccade.runner import memory
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.memory import Encoders, MemoryPlan, _free_bytes, dtype_of, plan_memory
@@ -338,3 +339,13 @@ def test_an_engine_leaves_encoder_workers_on_its_gpu_their_memory(monkeypatch: p
     options = Options(gpu_memory_utilization=0.9)
     assert _free_bytes(torch.device("cuda"), options, Encoders(1, 20)) == 70
     assert _free_bytes(torch.device("cuda"), options, Encoders()) == 90 - taken
+
+
+@pytest.mark.parametrize(("is_native", "expected"), [(True, "bfloat16"), (False, "float32")])
+def test_a_cpu_that_only_emulates_bfloat16_computes_in_float32(
+    is_native: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "multiplies_bfloat16", lambda: is_native)
+    dtype, reason = memory.dtype_of("auto", "bfloat16", torch.device("cpu"))
+    assert dtype == expected and ("natively" in reason) == is_native
+    assert memory.dtype_of("bfloat16", "bfloat16", torch.device("cpu"))[0] == "bfloat16", "as asked"

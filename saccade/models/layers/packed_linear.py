@@ -25,7 +25,7 @@ def plain_reason(dtype: torch.dtype, device_type: str) -> str | None:
     """Why weights of this dtype stay as they are; None: they can be packed, and packed GEMMs are faster."""
     if device_type != "cpu":
         return "packed weights are for a CPU"
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    if not _is_x86():
         return f"packed GEMMs were measured on x86_64, and this is {platform.machine()}"
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this PyTorch was built without oneDNN"
@@ -37,8 +37,14 @@ def plain_reason(dtype: torch.dtype, device_type: str) -> str | None:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this x86 CPU has instructions for it. oneDNN emulates them on any CPU with AVX-512."""
+    """Whether this CPU has instructions for it. oneDNN says so of any with AVX-512, where it emulates them."""
+    if not _is_x86():
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def pack(weight: Tensor) -> Tensor:
