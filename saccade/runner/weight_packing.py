@@ -12,6 +12,8 @@ from saccade.models import is_native
 from saccade.models.interface import DecoderModel, VisionLanguageModel
 from saccade.models.layers.packed_linear import plain_reason
 
+_MIN_WEIGHT = 1 << 16  # elements of a layer's largest
+
 
 class WeightPacking(NamedTuple):
     is_on: bool
@@ -23,6 +25,8 @@ def plan_packing(model: ModelConfig, dtype: str, device: torch.device) -> Weight
     problem = plain_reason(getattr(torch, dtype), device.type)
     if problem is None and not is_native(model):
         problem = "the model runs through Transformers' code"
+    if problem is None and model.text.hidden_size * model.text.intermediate_size < _MIN_WEIGHT:
+        problem = "they are so small that building code for them takes longer than it saves"
     if problem is not None:
         return WeightPacking(False, 0, f"weights are not packed for oneDNN: {problem}")
     text = model.text

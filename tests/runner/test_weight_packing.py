@@ -89,7 +89,8 @@ def test_a_packed_model_holds_no_plain_weight_beside_a_tied_table(qwen2_vl_folde
 
 @pytest.mark.transformers
 def test_the_copy_of_a_tied_head_is_planned_and_said(qwen2_vl_folder: Path) -> None:
-    config = open_checkpoint(str(qwen2_vl_folder)).config
+    small = open_checkpoint(str(qwen2_vl_folder)).config
+    config = replace(small, text=replace(small.text, intermediate_size=1 << 14))
     text = config.text
     copied = text.vocab_size * text.hidden_size * 4
     plan = plan_memory(Options(device="cpu", dtype="float32"), config, None, 16 << 30)
@@ -100,6 +101,12 @@ def test_the_copy_of_a_tied_head_is_planned_and_said(qwen2_vl_folder: Path) -> N
     assert any("its packed copy takes" in reason for reason in plan.reasons)
     untied = replace(config, text=replace(text, tie_word_embeddings=False))
     assert plan_packing(untied, "float32", CPU).copied_bytes == 0
+
+
+@pytest.mark.transformers
+def test_a_tiny_model_keeps_its_weights(qwen2_vl_folder: Path) -> None:
+    packing = plan_packing(open_checkpoint(str(qwen2_vl_folder)).config, "float32", CPU)
+    assert not packing.is_on and packing.copied_bytes == 0 and "so small" in packing.reason
 
 
 @pytest.mark.transformers

@@ -37,7 +37,7 @@ def plain_reason(dtype: torch.dtype, device_type: str) -> str | None:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it. oneDNN says so of any with AVX-512, where it emulates them."""
+    """Whether this CPU has instructions for it. oneDNN says so of any with AVX-512, and emulates them."""
     if not _is_x86():
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
