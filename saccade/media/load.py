@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pybase64
 from PIL import Image, ImageFile
 
 from saccade.errors import RequestError
@@ -109,7 +110,7 @@ def _base64(url: str, start: int) -> bytes:
         if is_over and text:
             raise binascii.Error("data after the padding")
         whole = len(text) // 4 * 4
-        decoded.write(binascii.a2b_base64(text[:whole], strict_mode=True))
+        decoded.write(pybase64.b64decode(text[:whole], validate=True))
         is_over = is_over or text.endswith("=", 0, whole)
         rest = text[whole:]
     if rest:

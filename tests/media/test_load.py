@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pybase64
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from saccade.errors import RequestError
@@ -117,6 +122,17 @@ def test_base64_is_the_same_in_pieces_of_any_size(piece: int, between: str, monk
         assert load.decode_data_url("data:;base64," + text, POLICY) == data
         for wrong in (text + "AAAA", text + " " * 12 + "AAAA", text[:-1], text + "=", "=" + text):
             assert _is_refused("data:;base64," + wrong) == (not _is_base64(wrong))
+
+
+@given(text=st.lists(st.text("ABab09+/=-_ \n\u00e9", min_size=4, max_size=4), max_size=4).map("".join))
+def test_what_is_base64_is_what_python_calls_so(text: str) -> None:
+    def decoded(decode: Callable[..., bytes], **how: bool) -> bytes | None:
+        try:
+            return decode(text, **how)
+        except ValueError:  # binascii.Error is one
+            return None
+
+    assert decoded(pybase64.b64decode, validate=True) == decoded(binascii.a2b_base64, strict_mode=True)
 
 
 def _is_base64(text: str) -> bool:
