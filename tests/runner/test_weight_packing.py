@@ -11,15 +11,15 @@ import torch
 
 from saccade import costs
 from saccade.models import load_model
-from saccade.models.layers.packed_linear import plain_reason
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.memory import plan_memory
 from saccade.runner.weight_packing import pack_weights, plan_packing
 from saccade.types import Grid
+from tests.helpers.packing import needs_onednn
 
-pytestmark = pytest.mark.skipif(plain_reason(torch.float32, "cpu") is not None, reason="no packed GEMMs here")
+pytestmark = needs_onednn
 CPU = torch.device("cpu")
 TOKENS = 21
 

@@ -13,16 +13,21 @@ from saccade.models.layers.linear import Linear, PatchLinear
 from saccade.models.layers.packed_linear import pack, packed_linear, padded_rows, plain_reason
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
+from tests.helpers.packing import needs_onednn
 
 CPU = torch.device("cpu")
-needs_packing = pytest.mark.skipif(plain_reason(torch.float32, "cpu") is not None, reason="no packed GEMMs here")
 
 
 def params(dtype: torch.dtype = torch.float32) -> Parameters:
     return Parameters(dtype, CPU)
 
 
-@needs_packing
+@needs_onednn
+def test_float32_is_packed_wherever_it_can_be() -> None:
+    assert plain_reason(torch.float32, "cpu") is None
+
+
+@needs_onednn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 9, 17, 70, 200])
 def test_a_packed_gemm_is_the_plain_one(rows: int, dtype: torch.dtype) -> None:
@@ -35,7 +40,7 @@ def test_a_packed_gemm_is_the_plain_one(rows: int, dtype: torch.dtype) -> None:
         )
 
 
-@needs_packing
+@needs_onednn
 def test_padding_rows_do_not_change_the_others() -> None:
     weight, x = torch.randn(64, 32), torch.randn(12, 32)
     packed = pack(weight)
@@ -44,7 +49,7 @@ def test_padding_rows_do_not_change_the_others() -> None:
     torch.testing.assert_close(packed_linear(x[:11], packed), expected[:11], atol=0, rtol=0)
 
 
-@needs_packing
+@needs_onednn
 def test_inputs_of_three_dimensions_and_strided_ones_are_taken() -> None:
     weight, x = torch.randn(64, 32), torch.randn(3, 5, 64)
     half = x[..., ::2]
@@ -53,7 +58,7 @@ def test_inputs_of_three_dimensions_and_strided_ones_are_taken() -> None:
     torch.testing.assert_close(found, F.linear(half, weight), atol=1e-4, rtol=1e-3)
 
 
-@needs_packing
+@needs_onednn
 def test_a_layer_gives_up_its_original_weight_when_it_is_packed() -> None:
     own = params()
     merged = Linear(own.within("qkv"), 24, {"q": 16, "k": 8}, bias=True)
