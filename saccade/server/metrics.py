@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import ReplicaView
 from saccade.server.engine_metrics import EngineCollector
+from saccade.server.inter_token_latency import InterTokenLatency
 from saccade.server.tenant_metrics import Stats, TenantMetrics
-from saccade.server.token_gaps import TokenGaps
 from saccade.types import Bill, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -60,8 +60,8 @@ class Metrics:
         self._model = model
         self._saccade = _SaccadeMetrics(self.registry)
         self._vllm = _VllmMetrics(self.registry, model)
-        self._gaps = TokenGaps(model, _FAST)
-        self.registry.register(self._gaps)
+        self._inter_token = InterTokenLatency(model, _FAST)
+        self.registry.register(self._inter_token)
         self.tenants = TenantMetrics(stats)
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
         self.registry.register(EngineCollector(stats, replicas, encoders, model))
@@ -78,7 +78,7 @@ class Metrics:
 
     def next_tokens(self, seconds: float, count: int, *, has_media: bool) -> None:
         """`count` tokens of one output arrived this long after the preceding one."""
-        self._gaps.observe(seconds / count, count, has_media=has_media)
+        self._inter_token.observe(seconds / count, count, has_media=has_media)
 
     def fetched(self, seconds: float, num_bytes: int | None) -> None:
         """A fetch ended. No bytes: it failed."""

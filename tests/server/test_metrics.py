@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from saccade.server.inter_token_latency import InterTokenLatency
 from saccade.server.metrics import Finished, Metrics
-from saccade.server.token_gaps import TokenGaps
 from saccade.types import Bill, BillItem, Grid, Usage
 from tests.helpers.serving import RunningServer, photo_part, text_part, until
 
@@ -217,7 +217,7 @@ def test_gaps_between_tokens_are_counted_as_prometheus_own_histogram_counts_them
     bounds = (0.001, 0.01, 1)
     name = "saccade:inter_token_latency_seconds"
     reference = Histogram(name, "One token to the next", labels, buckets=bounds, registry=registry)
-    gaps = TokenGaps("m", bounds)
+    gaps = InterTokenLatency("m", bounds)
     for seconds, count, has_media in [(0.001, 1, False), (0.002, 3, False), (0.5, 2, True), (7.0, 1, True)]:
         gaps.observe(seconds, count, has_media=has_media)
         for _ in range(count):

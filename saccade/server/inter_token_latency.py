@@ -17,7 +17,7 @@ _NAME = "inter_token_latency_seconds"
 _TEXT = "One token to the next"
 
 
-class TokenGaps(Collector):
+class InterTokenLatency(Collector):
     """Under our name by `has_media`, and under vLLM's for all. Only the event loop may call it."""
 
     def __init__(self, model: str, bounds: Sequence[float]) -> None:
