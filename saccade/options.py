@@ -45,8 +45,10 @@ class Options:
     encoder_cache_gb: float | None = _option(
         None, "GiB for the encoder cache; 0 keeps nothing; automatic: 0.5, or more if one image needs it"
     )
-    embedding_host_gb: float = _option(
-        0.0, "GiB of host memory for embeddings that were evicted from the encoder cache, pinned beside a GPU"
+    embedding_host_gb: float | None = _option(
+        None,
+        "GiB of host memory for embeddings that were evicted from the encoder cache, pinned beside a GPU; 0: "
+        "none; automatic: 4 beside a GPU, or a tenth of the free memory if that is less, and none on a CPU",
     )
     embedding_dir: str | None = _option(
         None,

@@ -21,9 +21,11 @@ from saccade.runner.embedding_tiers.store import Store, StoreError
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
 from saccade.runner.embedding_tiers.weights_digest import weights_digest
 from saccade.runner.latency_profile import encode_seconds, largest_within
-from saccade.runner.memory import MemoryPlan
+from saccade.runner.memory import MemoryPlan, free_ram
 from saccade.types import Geometry, Grid, Header, MediaItem, Size
 
+_HOST_GIB = 4.0  # beside a GPU
+_HOST_SHARE = 0.1  # of the free memory, if that is less
 _STAGED_IMAGES = 4  # that are read from a store or written to it at the same time
 _SMALL_PATCHES = 256  # of the images that are measured; sizes between and beyond are on a line
 _LARGE_PATCHES = {"cuda": 8192, "cpu": 1024}
@@ -40,7 +42,13 @@ def build_tiers(
     if model.config.vision is None or largest is None or not size:
         return None
     store = _store(options)
-    host = HostTier(size, plan.device)
+    try:
+        host = HostTier(size, plan.device)
+    except ConfigError as error:
+        if store is not None or options.embedding_host_gb is not None:
+            raise
+        logger.warning("no embeddings are kept in host memory: %s", error)  # none was asked for
+        return None
     width = model.config.text.embedding_size
     weights = weights_digest(model.encoder_weights()) if store is not None else b""  # of use only for others
     dtype = str(plan.dtype).removeprefix("torch.")
@@ -48,8 +56,11 @@ def build_tiers(
 
 
 def host_bytes(options: Options, plan: MemoryPlan, largest: Geometry | None) -> int:
-    """As asked. What goes to a store passes through it."""
-    num_bytes = int(options.embedding_host_gb * costs.GIB)
+    """As asked, or some of the free memory beside a GPU. What goes to a store passes through it."""
+    size = options.embedding_host_gb
+    if size is None and plan.device.type == "cuda" and plan.scheduler.keep_idle_embeddings:
+        size = min(_HOST_GIB, _HOST_SHARE * free_ram() / costs.GIB)
+    num_bytes = int((size or 0) * costs.GIB)
     if not (options.embedding_dir or options.embedding_store) or largest is None:
         return num_bytes
     image = largest.slots * plan.scheduler.slot_bytes

@@ -104,8 +104,8 @@ def plan_memory(
     parts = _beside_kv(options, model, dtype, largest, slots, device.type, encoders)
     blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type, memory_parts)
     parts = replace(parts, kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size))
-    free_ram = _free_ram() if device.type == "cuda" else free - parts.total
-    host_blocks, why_offload = _host_blocks(options, model, dtype, free_ram)
+    host_free = free_ram() if device.type == "cuda" else free - parts.total
+    host_blocks, why_offload = _host_blocks(options, model, dtype, host_free)
     length, why_length = _model_len(options, model, blocks)
     biggest = _biggest(largest, length)
     budget, why_budget = _encoder_budget(options, biggest)
@@ -315,10 +315,10 @@ def _free_bytes(device: torch.device, options: Options, encoders: Encoders) -> i
         free, total = torch.cuda.mem_get_info(device)
         share = options.gpu_memory_utilization
         return int(min(free - total * (1 - share), total * share - encoders.bytes_beside))
-    return _free_ram()
+    return free_ram()
 
 
-def _free_ram() -> int:
+def free_ram() -> int:
     """What is available without swapping, and within the limit of a container."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
