@@ -100,10 +100,11 @@ class Options:
         "how long a step may take on a CPU: prefill is chunked, images are encoded in slices, text goes "
         "first, which bounds the time to first token; automatic: no limit offline, 400 when serving",
     )
-    inter_token_ms: float | None = _option(
-        None,
-        "on a GPU, the planned device time of a step in which requests decode, with its prefill and "
-        "encoding; the host's own time comes on top; automatic: 2.5 times the decode step alone",
+    inter_token_ms: float = _option(
+        20.0,
+        "on a GPU, the most that a step may take in which requests decode, with its prefill and encoding; "
+        "steps take 2.5 times what decode takes alone, and more only when prompts and images queue; the "
+        "host's own time comes on top",
     )
     encode_layers_per_step: int | None = _option(
         None, "encoder layers run per step while requests decode; automatic: whole images at once"

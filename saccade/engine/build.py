@@ -22,7 +22,14 @@ from saccade.runner.replica_placement import device_label, place
 from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward
 from saccade.scheduler.cpu_step_time import CpuStepTime
-from saccade.scheduler.latency_model import milliseconds, min_restored, mixed_tokens, split_spare_time
+from saccade.scheduler.latency_model import (
+    EncoderLoad,
+    milliseconds,
+    min_restored,
+    mixed_tokens,
+    spare_ms,
+    split_spare_time,
+)
 from saccade.types import Geometry, LatencyCurve, LatencyProfile, Replica, StepTime
 
 logger = logging.getLogger("saccade.engine")
@@ -136,9 +143,11 @@ def _step_reason(time: StepTime, max_tokens: int, options: Options) -> str:
 
 def _latency_reason(latency: LatencyProfile) -> str:
     many, alone = latency.decode_ms[-1]
-    tokens, layers = split_spare_time(latency, many, 1024)
-    mixed = mixed_tokens(latency, many) or tokens
+    spare = spare_ms(latency, many)
+    tokens, layers = split_spare_time(latency, spare, EncoderLoad(1024, 1))
+    mixed = mixed_tokens(latency, many, spare) or tokens
     return (
         f"a step of {many} answers takes {alone:.2f} ms alone; beside them {mixed} prompt tokens ({tokens} "
-        f"where a prompt ends) or {layers} encoder layers over an image of 1024 embeddings fit"
+        f"where a prompt ends) or {layers} encoder layers over an image of 1024 embeddings fit; when more "
+        f"queues a step may take {latency.ceiling_ms:g} ms"
     )

@@ -57,7 +57,7 @@ class TorchForward:
         return self._pass([*decode, *prefill], embeddings)
 
     def measure(
-        self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None
+        self, model: VisionLanguageModel, largest: Grid | None, ceiling_ms: float
     ) -> LatencyProfile | None:
         return None
 

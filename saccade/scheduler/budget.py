@@ -16,14 +16,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.fair_queue import LAST, Rank
+from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.step_policy import IMAGE_SHARE, Demand, StepLimits
-from saccade.types import Admission, ScheduledWindow
+from saccade.types import Admission, Key, ScheduledWindow
 
+_MANY_EMBEDDINGS = 1 << 16  # that are queued; more are not counted
 _LAST_TOKENS = 16  # of a prompt that did not end where it might have been fused: fewer take as long
 
 
@@ -94,6 +97,23 @@ def are_enough(requests: Sequence[ScheduledRequest], config: SchedulerConfig) ->
     return len(requests) >= max_requests or num_tokens >= config.max_num_batched_tokens
 
 
+class _EncodeQueue:
+    """Images that open requests need and no encoder works on, each once."""
+
+    def __init__(self, encoder: EncoderScheduler) -> None:
+        self.load = EncoderLoad()
+        self._encoder = encoder
+        self._keys: set[Key] = set()
+
+    def add(self, seq: ScheduledRequest) -> None:
+        for span in islice(seq.spans, seq.next_span, None):
+            if self.load.embeddings > _MANY_EMBEDDINGS:
+                return
+            if span.key not in self._keys and not self._encoder.has(span.key):
+                self._keys.add(span.key)
+                self.load = self.load.plus(EncoderLoad(span.encode_cost, 1))
+
+
 def demand_of(
     requests: Iterable[ScheduledRequest],
     step: int,
@@ -101,7 +121,8 @@ def demand_of(
     can_fuse: bool,
     latency_bounded: bool,
 ) -> Demand:
-    decoding = text_decoding = prompts = work = 0
+    decoding = text_decoding = prompts = prompt_tokens = work = 0
+    queue = _EncodeQueue(encoder)
     text_tokens: Counter[str] = Counter()
     ranks: dict[str, Rank] = {}  # of tenants with text
     first = LAST  # of tenants that wait for the encoder
@@ -109,7 +130,10 @@ def demand_of(
         if seq.is_decoding:
             decoding += 1
             text_decoding += not seq.spans
-        elif not seq.has_images_ahead:
+            continue
+        prompt_tokens += seq.num_tokens - seq.num_computed
+        queue.add(seq)
+        if not seq.has_images_ahead:
             prompts += 1
             text_tokens[seq.share.name] += seq.num_tokens - seq.num_computed
             ranks[seq.share.name] = seq.share.rank
@@ -126,8 +150,10 @@ def demand_of(
         prompts=prompts,
         text_tokens=text_tokens,
         text_before_images=before_images,
+        prompt_tokens=prompt_tokens,
         waiting_work=work,
-        work_in_flight=encoder.own_work,
+        queued=queue.load,
+        in_flight=encoder.own_load,
         can_fuse=can_fuse,
         latency_bounded=latency_bounded,
         has_workers=encoder.has_workers,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.fair_queue import EMBEDDING_COST
+from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types import Key, MediaItem, Span
 
@@ -112,9 +113,11 @@ class EncoderScheduler:
         return self.local_work is not None
 
     @property
-    def own_work(self) -> int:
-        """The part of `work_in_flight` that steps of this engine spend time on."""
-        return self.work_in_flight if self.local_work is None else self.local_work
+    def own_load(self) -> EncoderLoad:
+        """The part of what is in flight that steps of this engine spend time on."""
+        if self.local_work is not None:
+            return EncoderLoad(self.local_work, min(self.local_work, 1))
+        return EncoderLoad(self.work_in_flight, len(self._in_flight))
 
     @property
     def work_in_flight(self) -> int:

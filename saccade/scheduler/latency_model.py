@@ -1,11 +1,14 @@
 """How much fits into a step beside running decodes, by measured times. Plain arithmetic.
 
 a step     | decode                     | prefill, or encoder layers |
-           |<------ alone ------------->|<--------- spare ---------->|      alone + spare = target
+           |<------ alone ------------->|<--------- spare ---------->|
 
 or, where no prompt ends in the step, a mixed batch fits and it is faster:
 
            | decode and prefill tokens in one pass, which reads the weights once |
+
+The spare time grows with what waits. While prompts and images keep up it is short, and tokens come evenly.
+When they queue it is long enough to serve all of them within `CATCH_UP_STEPS` steps, up to a ceiling.
 """
 
 from __future__ import annotations
@@ -17,9 +20,20 @@ from typing import NamedTuple
 
 from saccade.types import LatencyCurve, LatencyProfile
 
-SLOWDOWN = 2.5  # of decode steps beside other work, where no target is set
-_MIN_SPARE = 0.25  # of what decode takes alone: whatever the target, prefill and encoding move on
+SLOWDOWN = 2.5  # of decode steps beside other work that keeps up
+CATCH_UP_STEPS = 16  # in which all that waits should be served
+_MIN_SPARE = 0.25  # of what decode takes alone: whatever the ceiling, prefill and encoding move on
 _MIN_TOKENS = 32
+
+
+class EncoderLoad(NamedTuple):
+    """Images for the encoder, together."""
+
+    embeddings: int = 0
+    images: int = 0
+
+    def plus(self, other: EncoderLoad) -> EncoderLoad:
+        return EncoderLoad(self.embeddings + other.embeddings, self.images + other.images)
 
 
 class SpareTime(NamedTuple):
@@ -29,18 +43,37 @@ class SpareTime(NamedTuple):
     encode_layers: int
 
 
-def split_spare_time(latency: LatencyProfile, num_decoding: int, work_in_flight: int) -> SpareTime:
+def spare_ms(latency: LatencyProfile, num_decoding: int, backlog_ms: float = 0.0) -> float:
+    """Time for prefill and encoding in a step beside so many decodes, while so much work waits."""
+    alone = milliseconds(latency.decode_ms, num_decoding)
+    wanted = max((SLOWDOWN - 1) * alone, backlog_ms / CATCH_UP_STEPS)
+    return max(min(wanted, latency.ceiling_ms - alone), _MIN_SPARE * alone)
+
+
+def backlog_ms(latency: LatencyProfile, prompt_tokens: int, images: EncoderLoad) -> float:
+    """Of these prompts and images, if nothing else ran."""
+    prefill = milliseconds(latency.prefill_ms, prompt_tokens) if prompt_tokens else 0.0
+    return prefill + latency.encoder_layers * layer_ms(latency, images)
+
+
+def layer_ms(latency: LatencyProfile, load: EncoderLoad) -> float:
+    """One encoder layer over all of these images: attention stays within an image."""
+    if not (load.embeddings and latency.layer_ms):
+        return 0.0
+    apart = load.images * milliseconds(latency.layer_ms, load.embeddings // load.images)
+    return min(apart, milliseconds(latency.layer_ms, load.embeddings))
+
+
+def split_spare_time(latency: LatencyProfile, spare: float, load: EncoderLoad) -> SpareTime:
     """Prefill or encoding gets all of the spare time; where both want it, they alternate."""
-    spare = _spare_ms(latency, num_decoding)
-    is_encoding = work_in_flight > 0 and bool(latency.layer_ms)
-    layers = max(1, int(spare / milliseconds(latency.layer_ms, work_in_flight))) if is_encoding else 1
+    one_layer = layer_ms(latency, load)
+    layers = max(1, int(spare / one_layer)) if one_layer else 1
     return SpareTime(max(_MIN_TOKENS, size_within(latency.prefill_ms, spare)), layers)
 
 
-def mixed_tokens(latency: LatencyProfile, num_decoding: int) -> int:
+def mixed_tokens(latency: LatencyProfile, num_decoding: int, spare: float) -> int:
     """Prefill tokens that fit into a step as a mixed batch; 0 if none do, or their own pass does more."""
     curve = _mixed_size(latency, num_decoding)
-    spare = _spare_ms(latency, num_decoding)
     mixed = size_within(curve, milliseconds(latency.decode_ms, num_decoding) + spare)
     if not mixed:
         return 0
@@ -63,17 +96,17 @@ def _mixed_size(latency: LatencyProfile, num_decoding: int) -> LatencyCurve:
     return next((curve for maximum, curve in latency.mixed_ms if maximum >= num_decoding), ())
 
 
-def max_work(latency: LatencyProfile, num_decoding: int) -> int:
+def max_work(latency: LatencyProfile, spare: float) -> int:
     """Embeddings that the encoder may make at a time, such that two layers over them fit into a step.
 
     A layer takes longer the more images go through it together. One image alone may exceed this.
     """
-    return size_at(latency.layer_ms, _spare_ms(latency, num_decoding) / 2)
+    return size_at(latency.layer_ms, spare / 2)
 
 
-def max_restored(latency: LatencyProfile, num_decoding: int, ms_per_block: float) -> int | None:
+def max_restored(spare: float, ms_per_block: float) -> int | None:
     """KV blocks that are copied from host memory within the spare time."""
-    return max(1, int(_spare_ms(latency, num_decoding) / ms_per_block)) if ms_per_block else None
+    return max(1, int(spare / ms_per_block)) if ms_per_block else None
 
 
 def min_restored(prefill_ms: LatencyCurve, copy_ms: LatencyCurve, block_size: int) -> int | None:
@@ -86,12 +119,6 @@ def min_restored(prefill_ms: LatencyCurve, copy_ms: LatencyCurve, block_size: in
         if milliseconds(copy_ms, count) < milliseconds(prefill_ms, (count + 1) * block_size) - last:
             return count
     return None
-
-
-def _spare_ms(latency: LatencyProfile, num_decoding: int) -> float:
-    alone = milliseconds(latency.decode_ms, num_decoding)
-    target = latency.target_ms if latency.target_ms is not None else SLOWDOWN * alone
-    return max(target - alone, _MIN_SPARE * alone)
 
 
 def milliseconds(curve: LatencyCurve, size: int) -> float:

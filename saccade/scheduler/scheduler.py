@@ -190,7 +190,7 @@ class Scheduler:
             self._queue.begin_step()
             self._fill(draft, limits)
         self._is_short = draft.is_short or draft.needs_sync
-        layers = self.policy.encode_layers(limits, demand, draft.budget.num_prefills, self._encoder.own_work)
+        layers = self.policy.encode_layers(limits, demand, draft.budget.num_prefills, self._encoder.own_load)
         prefetch = self._prefetch(limits)
         encodes = self._encoder.encode or (layers != 0 and self._encoder_cache.slots_in_flight > 0)
         if served and not (draft.has_windows or draft.admitted or prefetch or encodes):

@@ -2,7 +2,7 @@
 
 throughput   whole images and as many tokens as fit                      offline on a CPU
 bounded      tokens and encoder layers that fit into a step's time       serving on a CPU
-latency      what fits beside running decodes within a latency target    GPU
+latency      what fits beside running decodes, more when more waits      GPU
 
 A policy turns demand into limits. It knows neither requests nor blocks, and reads no clock.
 """
@@ -15,10 +15,13 @@ from typing import NamedTuple, Protocol
 from saccade.options import SchedulerConfig
 from saccade.scheduler.cpu_step_time import CpuStepTime
 from saccade.scheduler.latency_model import (
+    EncoderLoad,
+    backlog_ms,
     max_restored,
     max_work,
     mixed_is_faster,
     mixed_tokens,
+    spare_ms,
     split_spare_time,
 )
 from saccade.types import LatencyProfile, StepPlan, StepResult
@@ -38,11 +41,13 @@ class Demand(NamedTuple):
     prompts: int  # requests that could prefill now, as far as images are concerned
     text_tokens: Mapping[str, int]  # prefill tokens of requests that wait for no image, by tenant
     text_before_images: int  # of those, of tenants not after the first one that waits for the encoder
+    prompt_tokens: int  # all that are not computed, of requests with images too
     waiting_work: int  # embeddings of the first image that a request waits for
-    work_in_flight: int  # embeddings that the engine's own encoder is making
+    queued: EncoderLoad  # images that requests wait for and no encoder works on
+    in_flight: EncoderLoad  # images that the engine's own encoder works on
     can_fuse: bool  # prefill may be fused with the next decode step
     latency_bounded: bool  # tokens are wanted as they come, not only whole outputs
-    has_workers: bool = False  # encoder workers are up: only `work_in_flight` is encoded by steps
+    has_workers: bool = False  # encoder workers are up: only what is `in_flight` is encoded by steps
 
 
 class StepLimits(NamedTuple):
@@ -60,8 +65,10 @@ class StepLimits(NamedTuple):
 class StepPolicy(Protocol):
     def limits(self, demand: Demand) -> StepLimits: ...
 
-    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work: int) -> int | None:
-        """Layers to advance, once it is known what the step computes, and that `work` is in flight then."""
+    def encode_layers(
+        self, limits: StepLimits, demand: Demand, num_prefills: int, load: EncoderLoad
+    ) -> int | None:
+        """Layers to advance, once it is known what the step computes, and that `load` is in flight then."""
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
         """Whether these prefill tokens are fused with the next decode step."""
@@ -94,7 +101,9 @@ class ThroughputPolicy:
     def limits(self, demand: Demand) -> StepLimits:
         return StepLimits(self._max_tokens, encode_layers=self._layers if demand.decoding else None)
 
-    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work: int) -> int | None:
+    def encode_layers(
+        self, limits: StepLimits, demand: Demand, num_prefills: int, load: EncoderLoad
+    ) -> int | None:
         return limits.encode_layers
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
@@ -114,7 +123,7 @@ class BoundedStepPolicy(ThroughputPolicy):
         # A decode step costs a CPU as much for a few requests as for many. Image requests wait for images, so
         # they skip steps that only encode. Text requests never do, and none does beside prefill.
         uses_decoder = demand.prompts or demand.text_decoding
-        only_encodes = layers > 0 and demand.work_in_flight > 0 and not uses_decoder
+        only_encodes = layers > 0 and demand.in_flight.images > 0 and not uses_decoder
         return StepLimits(
             self.time.tokens(demand.decoding),
             encode_layers=layers,
@@ -136,7 +145,7 @@ class BoundedStepPolicy(ThroughputPolicy):
 
 
 class LatencyPolicy(ThroughputPolicy):
-    """Beside decodes, prefill and encoding get the time that the target leaves; else all they want."""
+    """Beside decodes, prefill and encoding get some time, by what waits; else all they want."""
 
     def __init__(self, profile: LatencyProfile, max_tokens: int, restore_ms: float = 0.0) -> None:
         self.profile = profile
@@ -148,30 +157,37 @@ class LatencyPolicy(ThroughputPolicy):
         free = StepLimits(self._max_tokens, max_prefills=self.profile.max_prefills, text_first=True)
         if not demand.latency_bounded or not demand.decoding:
             return free
-        work = max(demand.work_in_flight, demand.waiting_work)
-        prefill_tokens, layers = split_spare_time(self.profile, demand.decoding, work)
+        spare = self._spare_ms(demand)
+        load = max(demand.in_flight, EncoderLoad(demand.waiting_work, 1))
+        prefill_tokens, layers = split_spare_time(self.profile, spare, load)
         # Prefill reads all weights however short it is, so it and encoding alternate. A request whose image
         # has just become resident counts as waiting, so encoding always gets the step after a prefill step.
-        if (work and demand.prompts) or (demand.work_in_flight and self._is_prefill_turn):
+        if (load.embeddings and demand.prompts) or (demand.in_flight.images and self._is_prefill_turn):
             self._is_prefill_turn = not self._is_prefill_turn
             prefill_tokens, layers = (prefill_tokens, 0) if self._is_prefill_turn else (0, layers)
         can_fuse = demand.can_fuse and prefill_tokens > 0
         return free._replace(
             prefill_tokens=prefill_tokens,
-            mixed_tokens=mixed_tokens(self.profile, demand.decoding) if can_fuse else 0,
+            mixed_tokens=mixed_tokens(self.profile, demand.decoding, spare) if can_fuse else 0,
             encode_layers=layers,
-            max_encode_in_flight=max_work(self.profile, demand.decoding),
-            max_restored_blocks=max_restored(self.profile, demand.decoding, self._restore_ms),
+            max_encode_in_flight=max_work(self.profile, spare),
+            max_restored_blocks=max_restored(spare, self._restore_ms),
         )
 
-    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work: int) -> int | None:
+    def encode_layers(
+        self, limits: StepLimits, demand: Demand, num_prefills: int, load: EncoderLoad
+    ) -> int | None:
         """All images in flight may go through the tower together. None advances beside prefill."""
-        if not (limits.encode_layers and work):
+        if not (limits.encode_layers and load.images):
             return limits.encode_layers
         self._is_prefill_turn = num_prefills > 0
         if self._is_prefill_turn:
             return 0
-        return split_spare_time(self.profile, demand.decoding, work).encode_layers
+        return split_spare_time(self.profile, self._spare_ms(demand), load).encode_layers
+
+    def _spare_ms(self, demand: Demand) -> float:
+        backlog = backlog_ms(self.profile, demand.prompt_tokens, demand.in_flight.plus(demand.queued))
+        return spare_ms(self.profile, demand.decoding, backlog)
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
         return mixed_is_faster(self.profile, demand.decoding, prefill_tokens)
@@ -186,14 +202,18 @@ class WorkersPolicy:
     def limits(self, demand: Demand) -> StepLimits:
         if not demand.has_workers:
             return self._inner.limits(demand)
-        limits = self._inner.limits(demand._replace(waiting_work=demand.work_in_flight))
+        limits = self._inner.limits(
+            demand._replace(waiting_work=demand.in_flight.embeddings, queued=EncoderLoad())
+        )
         layers = _ALL_LAYERS if limits.encode_layers is None else limits.encode_layers
         return limits._replace(encode_layers=layers, max_encode_in_flight=None)
 
-    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work: int) -> int | None:
+    def encode_layers(
+        self, limits: StepLimits, demand: Demand, num_prefills: int, load: EncoderLoad
+    ) -> int | None:
         if limits.encode_layers == _ALL_LAYERS:
             return _ALL_LAYERS
-        return self._inner.encode_layers(limits, demand, num_prefills, work)
+        return self._inner.encode_layers(limits, demand, num_prefills, load)
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
         return self._inner.fuses(demand, prefill_tokens)

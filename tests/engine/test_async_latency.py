@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from saccade.engine.overlap_core import AsyncEngineCore
-from saccade.scheduler.latency_model import SLOWDOWN, milliseconds
+from saccade.scheduler.latency_model import SLOWDOWN, EncoderLoad, layer_ms, milliseconds
 from saccade.types import LatencyProfile, StepPlan, StepResult
 from tests.helpers.launching import Launching
 from tests.helpers.scheduling import FakeImage, make_config, make_request
@@ -28,7 +28,7 @@ PACE = LatencyProfile(  # as an H200 was measured with Qwen2-VL-2B's shape
         (8192, 38.2),
     ),
     layer_ms=((256, 0.118), (1024, 0.454), (1521, 0.756), (2304, 1.356), (4096, 3.467)),
-    target_ms=None,
+    ceiling_ms=20.0,
 )
 RIDING = replace(
     PACE, mixed_ms=((32, ((128, 2.6), (256, 3.2), (384, 3.7), (512, 4.3))), (64, ((128, 2.9), (256, 3.5))))
@@ -68,7 +68,7 @@ class Device(Launching):
         if not flying or plan.encode_layers == 0:
             return 0.0
         layers = min(max(flying.values()), plan.encode_layers or LAYERS)
-        return layers * milliseconds(PACE.layer_ms, EMBEDDINGS * len(flying))
+        return layers * layer_ms(PACE, EncoderLoad(EMBEDDINGS * len(flying), len(flying)))
 
     def between_tokens(self) -> list[float]:
         """Milliseconds, while all answers run."""
@@ -108,10 +108,25 @@ def played(latency: LatencyProfile, every: int) -> tuple[Device, dict[str, int]]
 def test_prompts_and_images_in_turns_never_share_the_time_between_two_tokens(
     latency: LatencyProfile, every: int
 ) -> None:
-    device, _ = played(latency, every)
-    gaps, alone = device.between_tokens()[1:], milliseconds(PACE.decode_ms, ANSWERS)
+    alone = milliseconds(PACE.decode_ms, ANSWERS)
+    device, _ = played(replace(latency, ceiling_ms=SLOWDOWN * alone), every)
+    gaps = device.between_tokens()[1:]
     assert max(gaps) > 1.8 * alone, "something was done beside the answers"
     assert max(gaps) <= SLOWDOWN * alone
+
+
+@pytest.mark.parametrize("every", [25, 60])
+def test_images_that_keep_up_do_not_stretch_steps(every: int) -> None:
+    device, _ = played(PACE, every)
+    assert max(device.between_tokens()[1:]) <= SLOWDOWN * milliseconds(PACE.decode_ms, ANSWERS)
+
+
+def test_images_that_queue_stretch_steps_up_to_the_ceiling_and_are_answered_sooner() -> None:
+    gentle, late = played(replace(PACE, ceiling_ms=SLOWDOWN * milliseconds(PACE.decode_ms, ANSWERS)), 2)
+    device, first = played(PACE, 2)
+    assert max(gentle.between_tokens()[1:]) < max(device.between_tokens()[1:]) <= PACE.ceiling_ms
+    assert len(first) > 2 * len(late) > 0
+    assert all(first[name] <= late[name] for name in late)
 
 
 def test_a_image_whose_prompt_rides_along_has_its_first_token_after_fewer_steps() -> None:

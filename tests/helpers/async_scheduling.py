@@ -7,14 +7,14 @@ from typing import Any
 from saccade.types import NO_TENANT, LatencyProfile, StepPlan, StepResult, Tenant
 from tests.helpers.scheduling import Rig
 
-PACE = LatencyProfile(decode_ms=((1, 1.0),), prefill_ms=((2, 0.5), (8, 1.0)), layer_ms=((4, 0.5),), target_ms=None)
+PACE = LatencyProfile(decode_ms=((1, 1.0),), prefill_ms=((2, 0.5), (8, 1.0)), layer_ms=((4, 0.5),), ceiling_ms=2.5)
 
 ALONE, RIDING = 32, 96  # tokens that fit beside an answer
 MIXED = LatencyProfile(
     decode_ms=((1, 1.0), (16, 1.0)),
     prefill_ms=((ALONE, 1.0), (64, 2.0)),
     layer_ms=((4, 0.5),),
-    target_ms=None,
+    ceiling_ms=2.5,
     mixed_ms=((4, ((64, 1.5), (RIDING, 2.0), (128, 3.0))),),
 )
 

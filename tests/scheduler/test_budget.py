@@ -42,7 +42,7 @@ def test_text_that_comes_behind_images_gets_the_next_step_but_for_their_share() 
 
 def test_no_more_prompts_go_into_a_step_than_are_computed_together() -> None:
     latency = LatencyProfile(
-        decode_ms=((1, 1.0),), prefill_ms=((16, 1.0),), layer_ms=(), target_ms=None, max_prefills=2
+        decode_ms=((1, 1.0),), prefill_ms=((16, 1.0),), layer_ms=(), ceiling_ms=2.5, max_prefills=2
     )
     rig = Rig(latency=latency)
     rig.latency_bounded = False

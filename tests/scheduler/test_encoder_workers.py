@@ -15,7 +15,7 @@ from saccade.types import Key, LatencyProfile, MediaTimes, StepPlan, StepResult
 from tests.helpers.random_workloads import CONFIGS, REQUESTS, assert_nothing_is_held, drive
 from tests.helpers.scheduling import FakeImage, FakeRunner, Rig
 
-PACE = LatencyProfile(decode_ms=((1, 1.0),), prefill_ms=((2, 0.5), (64, 1.0)), layer_ms=((4, 0.5),), target_ms=None)
+PACE = LatencyProfile(decode_ms=((1, 1.0),), prefill_ms=((2, 0.5), (64, 1.0)), layer_ms=((4, 0.5),), ceiling_ms=2.5)
 PHOTO = FakeImage("photo", 12)
 
 

@@ -44,7 +44,7 @@ def test_all_of_a_prompt_but_its_end_rides_along(tokens: int, windows: list[int]
 
 
 def test_without_passes_for_both_a_prompt_goes_in_parts_that_fit_beside_the_answer() -> None:
-    rig = beside_an_answer(latency=LatencyProfile(MIXED.decode_ms, MIXED.prefill_ms, MIXED.layer_ms, None))
+    rig = beside_an_answer(latency=LatencyProfile(MIXED.decode_ms, MIXED.prefill_ms, MIXED.layer_ms, 2.5))
     add(rig, "prompt", 80, max_tokens=1)
     assert windows_of(rig, "prompt") == [[32], [32], [16]]
 
@@ -63,7 +63,7 @@ SHORTER = LatencyProfile(  # fewer ride along than go by themselves, in less tim
     decode_ms=((1, 1.0), (16, 1.0)),
     prefill_ms=((32, 1.0), (64, 1.2), (96, 1.3)),
     layer_ms=((4, 0.5),),
-    target_ms=None,
+    ceiling_ms=2.5,
     mixed_ms=((4, ((64, 1.4),)),),
 )
 

@@ -63,7 +63,7 @@ def test_no_more_is_decoded_ahead_than_a_step_may_encode() -> None:
 def test_the_pace_is_that_of_whole_groups() -> None:
     """Beside running answers a layer over what stays would look four times as quick as it is."""
     latency = LatencyProfile(
-        decode_ms=((1, 1.0),), prefill_ms=((64, 1.0),), layer_ms=((3, 0.1), (12, 0.4)), target_ms=2.2
+        decode_ms=((1, 1.0),), prefill_ms=((64, 1.0),), layer_ms=((3, 0.1), (12, 0.4)), ceiling_ms=2.2
     )
     layers = []
     for groups in (GROUPS, WHOLE):

@@ -134,9 +134,7 @@ class CudaForward:
             torch.cuda.set_sync_debug_mode(before)
 
     @torch.inference_mode()
-    def measure(
-        self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None
-    ) -> LatencyProfile:
+    def measure(self, model: VisionLanguageModel, largest: Grid | None, ceiling_ms: float) -> LatencyProfile:
         self._scatter_blocks()
         run = self._decode_graphs.run
         sizes = self._decode_graphs.sizes
@@ -145,9 +143,10 @@ class CudaForward:
             decode_ms=timed_curve((size, partial(run, self._trial_rows(size))) for size in sizes),
             prefill_ms=timed_curve(self._prefill_trials()),
             layer_ms=layer_curve(model, largest),
-            target_ms=target_ms,
+            ceiling_ms=ceiling_ms,
             max_prefills=GRAPH_WINDOWS,
             mixed_ms=tuple((rows, timed_curve(self._mixed_trials(rows))) for rows in sorted(mixed)),
+            encoder_layers=model.config.vision.num_layers if model.config.vision else 0,
         )
 
     def _scatter_blocks(self) -> None:
