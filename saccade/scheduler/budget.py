@@ -121,7 +121,7 @@ def demand_of(
     can_fuse: bool,
     latency_bounded: bool,
 ) -> Demand:
-    decoding = text_decoding = prompts = prompt_tokens = work = 0
+    decoding = text_decoding = waiting = prompts = prompt_tokens = work = 0
     queue = _EncodeQueue(encoder)
     text_tokens: Counter[str] = Counter()
     ranks: dict[str, Rank] = {}  # of tenants with text
@@ -131,6 +131,7 @@ def demand_of(
             decoding += 1
             text_decoding += not seq.spans
             continue
+        waiting += 1
         prompt_tokens += seq.num_tokens - seq.num_computed
         queue.add(seq)
         if not seq.has_images_ahead:
@@ -147,6 +148,7 @@ def demand_of(
         step=step,
         decoding=decoding,
         text_decoding=text_decoding,
+        waiting=waiting,
         prompts=prompts,
         text_tokens=text_tokens,
         text_before_images=before_images,

@@ -8,7 +8,8 @@ or, where no prompt ends in the step, a mixed batch fits and it is faster:
            | decode and prefill tokens in one pass, which reads the weights once |
 
 The spare time grows with what waits. While prompts and images keep up it is short, and tokens come evenly.
-When they queue it is long enough to serve all of them within `CATCH_UP_STEPS` steps, up to a ceiling.
+When they queue it is long enough to serve all of them within some steps, up to a ceiling. A millisecond more
+delays every request that decodes and helps every one that waits, so the more decode the gentler it is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from saccade.types import LatencyCurve, LatencyProfile
 
 SLOWDOWN = 2.5  # of decode steps beside other work that keeps up
-CATCH_UP_STEPS = 16  # in which all that waits should be served
+CATCH_UP_STEPS = 8  # in which all that waits should be served, where as many requests wait as decode
 _MIN_SPARE = 0.25  # of what decode takes alone: whatever the ceiling, prefill and encoding move on
 _MIN_TOKENS = 32
 
@@ -43,10 +44,11 @@ class SpareTime(NamedTuple):
     encode_layers: int
 
 
-def spare_ms(latency: LatencyProfile, num_decoding: int, backlog_ms: float = 0.0) -> float:
-    """Time for prefill and encoding in a step beside so many decodes, while so much work waits."""
+def spare_ms(latency: LatencyProfile, num_decoding: int, num_waiting: int = 0, backlog: float = 0.0) -> float:
+    """Time for prefill and encoding in a step, while so many requests wait, for so many milliseconds."""
     alone = milliseconds(latency.decode_ms, num_decoding)
-    wanted = max((SLOWDOWN - 1) * alone, backlog_ms / CATCH_UP_STEPS)
+    catches_up = backlog * num_waiting / (num_decoding * CATCH_UP_STEPS)
+    wanted = max((SLOWDOWN - 1) * alone, catches_up)
     return max(min(wanted, latency.ceiling_ms - alone), _MIN_SPARE * alone)
 
 

@@ -38,7 +38,8 @@ class Demand(NamedTuple):
     step: int  # its number
     decoding: int  # requests
     text_decoding: int  # of those, requests without images
-    prompts: int  # requests that could prefill now, as far as images are concerned
+    waiting: int  # requests without a first token
+    prompts: int  # of those, requests that could prefill now, as far as images are concerned
     text_tokens: Mapping[str, int]  # prefill tokens of requests that wait for no image, by tenant
     text_before_images: int  # of those, of tenants not after the first one that waits for the encoder
     prompt_tokens: int  # all that are not computed, of requests with images too
@@ -187,7 +188,7 @@ class LatencyPolicy(ThroughputPolicy):
 
     def _spare_ms(self, demand: Demand) -> float:
         backlog = backlog_ms(self.profile, demand.prompt_tokens, demand.in_flight.plus(demand.queued))
-        return spare_ms(self.profile, demand.decoding, backlog)
+        return spare_ms(self.profile, demand.decoding, demand.waiting, backlog)
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
         return mixed_is_faster(self.profile, demand.decoding, prefill_tokens)

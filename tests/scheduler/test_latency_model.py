@@ -38,15 +38,20 @@ def spare_of(ceiling_ms: float, num_decoding: int = 32) -> float:
 
 def test_while_others_keep_up_answers_slow_down_by_a_fixed_factor() -> None:
     gentle = milliseconds(PACE.decode_ms, 32) * (SLOWDOWN - 1)
-    assert spare_ms(PACE, 32) == spare_ms(PACE, 32, gentle * CATCH_UP_STEPS) == gentle
+    assert spare_ms(PACE, 32) == spare_ms(PACE, 32, 32, gentle * CATCH_UP_STEPS) == gentle
 
 
-def test_what_waits_longer_is_served_within_a_number_of_steps() -> None:
-    assert spare_ms(PACE, 32, 10.0 * CATCH_UP_STEPS) == 10.0
+def test_a_longer_backlog_is_served_within_a_number_of_steps() -> None:
+    assert spare_ms(PACE, 32, 32, 10.0 * CATCH_UP_STEPS) == 10.0
+
+
+def test_the_fewer_wait_beside_many_that_decode_the_gentler_it_is() -> None:
+    assert spare_ms(PACE, 32, 16, 20.0 * CATCH_UP_STEPS) == 10.0
+    assert spare_ms(PACE, 32, 1, 20.0 * CATCH_UP_STEPS) == spare_ms(PACE, 32)
 
 
 def test_however_much_waits_a_step_keeps_to_the_ceiling() -> None:
-    assert spare_ms(PACE, 32, 1e6) == PACE.ceiling_ms - 2.0
+    assert spare_ms(PACE, 32, 1, 1e6) == PACE.ceiling_ms - 2.0
     assert spare_of(3.0) == 1.0
 
 
