@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade import __version__
+from saccade.cli.bench import add_arguments, bench
 from saccade.cli.cluster import fetch_workers, status_table
 from saccade.cli.count import count_files, table
 from saccade.errors import ConfigError, RequestError
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_tune(commands)
     _add_cluster(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -169,6 +171,22 @@ def _serve(args: argparse.Namespace) -> int:
 
     file = args.config or os.environ.get("SACCADE_CONFIG")
     return serve(load_settings(given_options(args, Options, ServerOptions), os.environ, file))
+
+
+# --- bench --------------------------------------------------------------------------------------------------
+
+
+def _add_bench(commands: Any) -> None:
+    command = commands.add_parser(
+        "bench",
+        help="put a load on a server, ours or another, and measure it",
+        description="Send requests to an OpenAI-compatible server and print what they met: times to the "
+        "first token and between tokens, throughput, and how much of it kept to the service levels.",
+        epilog="Examples: saccade bench image --clients 32; saccade bench text --rate 20 --beside 4; "
+        "saccade bench image --goodput",
+    )
+    add_arguments(command)
+    command.set_defaults(run=bench)
 
 
 # --- cluster ------------------------------------------------------------------------------------------------
