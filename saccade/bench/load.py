@@ -111,9 +111,13 @@ def _running(workers: Sequence[SpawnProcess]) -> Iterator[None]:
 
 def _watch(counter: Any, total: int, name: str, workers: Sequence[SpawnProcess], progress: bool) -> None:
     with tqdm(total=total, desc=name, unit="", disable=not progress, leave=False) as bar:
-        while bar.n < total:
+        seen = 0
+        while seen < total:
             time.sleep(0.05)
-            bar.update(counter.value - bar.n) if progress else setattr(bar, "n", counter.value)
+            new = counter.value - seen
+            seen += new
+            if new:
+                bar.update(new)
             if any(worker.exitcode not in (None, 0) for worker in workers):
                 raise RuntimeError(f"a client process ended while {name}")
 
