@@ -1,6 +1,7 @@
 """The command line. Flags are made from the config classes in `options`.
 
-Commands that need no model weights never import torch.
+Each command imports what it needs when it runs, so that `--help` is quick. Those that need no weights never
+import torch.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from saccade import __version__
-from saccade.cli.bench import add_arguments, bench
-from saccade.cli.cluster import fetch_workers, status_table
-from saccade.cli.count import count_files, table
+from saccade.cli.bench_arguments import add_arguments
 from saccade.errors import ConfigError, RequestError
-from saccade.evaluation.commands import Output, Target, evaluate, tune
 from saccade.options import Options, ServerOptions
 from saccade.server.config import load_settings, option_kinds, text_reader
+
+if TYPE_CHECKING:
+    from saccade.evaluation.commands import Target
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,6 +98,8 @@ def _add_count(commands: Any) -> None:
 
 def _count(args: argparse.Namespace) -> int:
     """Unreadable files are reported on stderr and make the exit status 1."""
+    from saccade.cli.count import count_files, table
+
     options = Options(**given_options(args, Options))  # checks the values
     rows, errors = count_files(args.files, options, together=args.together)
     print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if args.json else table(rows))
@@ -186,7 +189,13 @@ def _add_bench(commands: Any) -> None:
         "saccade bench image --goodput",
     )
     add_arguments(command)
-    command.set_defaults(run=bench)
+    command.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from saccade.cli.bench import bench
+
+    return bench(args)
 
 
 # --- cluster ------------------------------------------------------------------------------------------------
@@ -211,6 +220,8 @@ def _add_cluster(commands: Any) -> None:
 
 
 def _cluster_status(args: argparse.Namespace) -> int:
+    from saccade.cli.cluster import fetch_workers, status_table
+
     workers = fetch_workers(args.url, args.api_key)
     print(json.dumps(workers, indent=2) if args.json else status_table(workers))
     return 0
@@ -269,14 +280,20 @@ def _add_target(command: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    from saccade.evaluation.commands import Output, evaluate
+
     return evaluate(_target(args), Output(args.json, tuple(args.markdown), args.show_wrong))
 
 
 def _tune(args: argparse.Namespace) -> int:
+    from saccade.evaluation.commands import Output, tune
+
     return tune(_target(args), args.sizes, Output(args.json, tuple(args.markdown), plot=args.plot))
 
 
 def _target(args: argparse.Namespace) -> Target:
+    from saccade.evaluation.commands import Target
+
     given = given_options(args, Options)
     if args.url is None:
         options = load_settings(given, os.environ, os.environ.get("SACCADE_CONFIG")).engine

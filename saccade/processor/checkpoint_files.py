@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from saccade.checkpoint import files
 from saccade.checkpoint.config import ModelConfig, check_values, model_config
 from saccade.checkpoint.hf_processor import refusal
@@ -97,6 +94,9 @@ def _locate(model: str, weights: bool) -> Path:
 
 
 def _download(model: str, weights: bool) -> Path:
+    import huggingface_hub  # takes half a second: only where a model is downloaded
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     patterns = _SMALL_FILES + (_WEIGHT_FILES if weights else [])
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))

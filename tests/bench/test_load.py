@@ -16,6 +16,7 @@ from saccade.bench.load import LoadResult, Part, Result, Server, run_load
 from saccade.bench.report import Figures, Slo, client_warning, figures, table
 from saccade.bench.stream_client import Sample
 from saccade.bench.workloads import WORKLOADS, Shape
+from saccade.cli import bench_arguments
 from saccade.cli.main import main
 from tests.helpers.fake_chat_server import fake_chat_server
 
@@ -164,6 +165,10 @@ def test_the_command_fails_where_requests_do(capsys: pytest.CaptureFixture[str])
 def test_the_command_says_where_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "text", "--url", "http://127.0.0.1:9"]) == 1
     assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_the_command_knows_all_workloads() -> None:
+    assert list(bench_arguments.WORKLOADS) == sorted(WORKLOADS)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ LAZY_ALLOWED = {
     "saccade/cli/main.py",
     "saccade/models/__init__.py",
     "saccade/processor/families/__init__.py",
+    "saccade/processor/checkpoint_files.py",  # the hub's client, where a model is downloaded
     "saccade/structured/schema.py",  # llguidance, where a machine has it
     "saccade/structured/grammar.py",
     "saccade/media/video_file.py",  # PyAV, where videos are read
