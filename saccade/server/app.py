@@ -1,4 +1,4 @@
-"""The routes of the FastAPI app, admission around those with a body, and the health checks."""
+"""The routes of the ASGI app, admission around those with a body, and the health checks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from saccade import __version__
@@ -47,10 +48,9 @@ _NOT_READY_SECONDS = 5.0  # without a heartbeat: /ready fails. The engine sends 
 _IMAGE_CODES = ("invalid_image", "image_", "empty_image", "unsupported_image", "invalid_base64", "failed_to")
 
 
-def create_app(service: Service) -> FastAPI:
-    app = FastAPI(title="Saccade", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_post_routes(app, service)
-    _add_get_routes(app, service)
+def create_app(service: Service) -> Starlette:
+    app = Starlette(routes=[*_post_routes(service), *_get_routes(service)])
+    app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, _on_http_error)
     for kind in (ApiError, EngineUnavailable, Exception):
         app.add_exception_handler(kind, _on_error)
@@ -75,20 +75,23 @@ def create_app(service: Service) -> FastAPI:
 # --- routes with a body -------------------------------------------------------------------------------------
 
 
-def _add_post_routes(app: FastAPI, service: Service) -> None:
-    handlers: dict[str, tuple[Handler, dict[str, Any]]] = {
-        "/v1/chat/completions": (create_chat_completion, openapi.CHAT),
-        "/v1/completions": (create_completion, openapi.COMPLETION),
-        "/v1/bill": (_json_handler(tokenize_api.bill), openapi.CHAT),
-        "/tokenize": (_json_handler(tokenize_api.tokenize), openapi.TOKENIZE),
-        "/detokenize": (_json_handler(tokenize_api.detokenize), openapi.DETOKENIZE),
-        "/v1/responses": (create_response, openapi.RESPONSES),
-        "/v1/responses/input_tokens": (_json_handler(tokenize_api.input_tokens), openapi.RESPONSES),
-        "/v1/messages": (create_message, openapi.MESSAGES),
-        "/v1/messages/count_tokens": (_json_handler(tokenize_api.message_tokens), openapi.COUNT_TOKENS),
+def _post_routes(service: Service) -> list[Route]:
+    """Those of `openapi.BODIES`, each with its handler."""
+    handlers: dict[str, Handler] = {
+        "/v1/chat/completions": create_chat_completion,
+        "/v1/completions": create_completion,
+        "/v1/bill": _json_handler(tokenize_api.bill),
+        "/tokenize": _json_handler(tokenize_api.tokenize),
+        "/detokenize": _json_handler(tokenize_api.detokenize),
+        "/v1/responses": create_response,
+        "/v1/responses/input_tokens": _json_handler(tokenize_api.input_tokens),
+        "/v1/messages": create_message,
+        "/v1/messages/count_tokens": _json_handler(tokenize_api.message_tokens),
     }
-    for path, (handler, extra) in handlers.items():
-        app.add_api_route(path, _endpoint(service, handler), methods=["POST"], openapi_extra=extra, name=path)
+    return [
+        Route(path, _Endpoint(service, handlers[path]), methods=["POST"], name=path)
+        for path in openapi.BODIES
+    ]
 
 
 def _json_handler(handler: JsonHandler) -> Handler:
@@ -98,18 +101,10 @@ def _json_handler(handler: JsonHandler) -> Handler:
     return write
 
 
-def _endpoint(service: Service, handler: Handler) -> Callable[[], Awaitable[Response]]:
-    async def endpoint() -> Response:
-        return _HandledResponse(service, handler)
-
-    return endpoint
-
-
-class _HandledResponse(Response):
+class _Endpoint:
     """Admits a request, runs its handler and reports its errors, in one task."""
 
     def __init__(self, service: Service, handler: Handler) -> None:
-        super().__init__()
         self._service = service
         self._handler = handler
 
@@ -150,48 +145,50 @@ class _HandledResponse(Response):
 # --- routes without a body ----------------------------------------------------------------------------------
 
 
-def _add_get_routes(app: FastAPI, service: Service) -> None:
-    def get(path: str) -> Callable[[Any], Any]:
-        return app.api_route(path, methods=["GET", "HEAD"], response_class=Response)
-
-    @get("/health")
-    def health() -> Response:
+def _get_routes(service: Service) -> list[Route]:
+    async def health(request: Request) -> Response:
         return _health(service)
 
-    @get("/ready")
-    def ready() -> Response:
+    async def ready(request: Request) -> Response:
         return _ready(service)
 
-    @get("/v1/models")
-    def models() -> Response:
+    async def models(request: Request) -> Response:
         return json_response(model_list(service))
 
-    @get("/v1/models/{name:path}")
-    def model(name: str) -> Response:
-        return json_response(model_card(service, name))
+    async def model(request: Request) -> Response:
+        return json_response(model_card(service, request.path_params["name"]))
 
-    @get("/metrics")
     async def metrics(request: Request) -> Response:
         sees_tenants = request.scope["caller"].account.settings.is_operator
         return Response(service.metrics.text(sees_tenants), media_type=CONTENT_TYPE)
 
-    @get("/version")
-    async def version() -> Response:
+    async def version(request: Request) -> Response:
         return json_response({"version": __version__})
 
-    @get("/v1/engine")
     async def engine(request: Request) -> Response:
         is_operator = request.scope["caller"].account.settings.is_operator
         workers = {"workers": worker_rows(service)} if is_operator else {}
         return json_response({**_engine_view(service), **workers})
 
-    @get("/")
-    async def home() -> Response:
-        return page_file("index.html")
+    async def document(request: Request) -> Response:
+        return json_response(openapi.document(__version__))
 
-    @get(STATIC + "{name}")
-    async def static(name: str) -> Response:
-        return page_file(name)
+    async def page(request: Request) -> Response:
+        return page_file(request.path_params.get("name", "index.html"))
+
+    handlers = {
+        "/health": health,
+        "/ready": ready,
+        "/v1/models": models,
+        "/v1/models/{name:path}": model,
+        "/metrics": metrics,
+        "/version": version,
+        "/v1/engine": engine,
+        "/openapi.json": document,
+        "/": page,
+        STATIC + "{name}": page,
+    }
+    return [Route(path, handler) for path, handler in handlers.items()]
 
 
 def _health(service: Service) -> Response:

@@ -26,7 +26,7 @@ def between_tokens(device: TimedDevice) -> list[float]:
     return gaps
 
 
-def played(latency: LatencyProfile, every: int) -> tuple[TimedDevice, dict[str, int]]:
+def played(latency: LatencyProfile, every: int, steps: int = 250) -> tuple[TimedDevice, dict[str, int]]:
     """Answers, with a picture every so many steps; and the step in which each picture's first token came."""
     config = make_config(
         latency=latency, max_num_seqs=64, max_num_batched_tokens=8192, encoder_budget=8192, encoder_cache_slots=60_000,
@@ -37,7 +37,7 @@ def played(latency: LatencyProfile, every: int) -> tuple[TimedDevice, dict[str, 
     for i in range(ANSWERS):
         core.add(make_request(f"t{i}", 60, max_tokens=250, temperature=0, first_token=1_000 * i))
     core.step()
-    for count in range(250):
+    for count in range(steps):
         if count % every == 0 and 0 < count < 200:
             image = FakeImage(f"p{count}", EMBEDDINGS)
             core.add(make_request(f"p{count}", 8, image, 6, max_tokens=2, temperature=0, first_token=100_000))
@@ -67,8 +67,8 @@ def test_images_that_keep_up_do_not_stretch_steps(every: int) -> None:
 
 
 def test_images_that_queue_stretch_steps_up_to_the_ceiling_and_are_answered_sooner() -> None:
-    gentle, late = played(replace(PACE, ceiling_ms=SLOWDOWN * milliseconds(PACE.decode_ms, ANSWERS)), 2)
-    device, first = played(PACE, 2)
+    gentle, late = played(replace(PACE, ceiling_ms=SLOWDOWN * milliseconds(PACE.decode_ms, ANSWERS)), 2, steps=100)
+    device, first = played(PACE, 2, steps=100)
     assert max(between_tokens(gentle)[1:]) < max(between_tokens(device)[1:]) <= PACE.ceiling_ms
     assert len(first) > 2 * len(late) > 0
     assert all(first[name] <= late[name] for name in late)

@@ -79,7 +79,7 @@ FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must
     **dict.fromkeys(TORCH_FREE, HEAVY),
     **{name: HEAVY | {"numpy"} for name in NOUNS},
     "server": HEAVY | {"PIL", "numpy"},
-    "evaluation": HEAVY | {"fastapi"},
+    "evaluation": HEAVY | {"starlette"},
     "engine": {"transformers", "PIL", "tokenizers"},
     "runner": {"transformers", "tokenizers"},
     "models": {"transformers", "tokenizers"},

@@ -1,4 +1,4 @@
-"""Request bodies in /openapi.json, made from the tables that check them."""
+"""/openapi.json: the routes, with request bodies made from the tables that check them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,44 @@ def _operation(table: Mapping[str, Any], *required: str, form: Mapping[str, Any]
     return {"requestBody": {"required": True, "content": content}, "responses": responses}
 
 
-CHAT = _operation(fields.CHAT, "messages")
-COMPLETION = _operation(fields.COMPLETION, "prompt")
-TOKENIZE = _operation(fields.TOKENIZE)
-DETOKENIZE = _operation(fields.DETOKENIZE, "tokens")
-RESPONSES = _operation(fields.RESPONSES, "input")
-MESSAGES = _operation(fields.MESSAGES, "messages", "max_tokens", form=_ANTHROPIC_ERROR)
-COUNT_TOKENS = _operation(fields.MESSAGES, "messages", form=_ANTHROPIC_ERROR)
+_CHAT = _operation(fields.CHAT, "messages")
+_COMPLETION = _operation(fields.COMPLETION, "prompt")
+_TOKENIZE = _operation(fields.TOKENIZE)
+_DETOKENIZE = _operation(fields.DETOKENIZE, "tokens")
+_RESPONSES = _operation(fields.RESPONSES, "input")
+_MESSAGES = _operation(fields.MESSAGES, "messages", "max_tokens", form=_ANTHROPIC_ERROR)
+_COUNT_TOKENS = _operation(fields.MESSAGES, "messages", form=_ANTHROPIC_ERROR)
+
+BODIES: dict[str, dict[str, Any]] = {  # of POST routes
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": _COMPLETION,
+    "/v1/bill": _CHAT,
+    "/tokenize": _TOKENIZE,
+    "/detokenize": _DETOKENIZE,
+    "/v1/responses": _RESPONSES,
+    "/v1/responses/input_tokens": _RESPONSES,
+    "/v1/messages": _MESSAGES,
+    "/v1/messages/count_tokens": _COUNT_TOKENS,
+}
+_READ = {
+    "/health": "Whether the engine lives",
+    "/ready": "Whether a new request would be admitted",
+    "/v1/models": "The names of the model",
+    "/v1/models/{name}": "One of them",
+    "/metrics": "Prometheus metrics",
+    "/version": "Of the server",
+    "/v1/engine": "State and counters of the engine",
+}
+_NAME = {"name": "name", "in": "path", "required": True, "schema": _STRING}
+
+
+def document(version: str) -> dict[str, Any]:
+    paths: dict[str, Any] = {}
+    for path, operation in BODIES.items():
+        answered = {"200": {"description": "The answer"}, **operation["responses"]}
+        paths[path] = {"post": {"operationId": path, **operation, "responses": answered}}
+    for path, text in _READ.items():
+        parameters = [_NAME] if "{" in path else []
+        responses = {"200": {"description": text}}
+        paths[path] = {"get": {"operationId": path, "parameters": parameters, "responses": responses}}
+    return {"openapi": "3.1.0", "info": {"title": "Saccade", "version": version}, "paths": paths}
