@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 MODEL ?=
 
+# Modules are compiled when they are first imported, and kept: without that, torch alone takes twice as long to import.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What `make test-fast` runs: nothing that needs an engine, a server or Transformers.
 FAST := tests/project/test_borders.py tests/project/test_vocabulary.py tests/scheduler tests/media \
 	tests/checkpoint/test_config.py tests/engine/test_step_stats.py tests/engine/ipc/test_messages.py \
