@@ -157,8 +157,9 @@ class _Share(NamedTuple):
 
     @staticmethod
     def of(part: Part, place: int, index: int, number: int, tick: Callable[[], None]) -> _Share:
+        sharing = min(number, part.clients or number)  # a process without clients gets no jobs
         jobs = []
-        for job in range(index, part.jobs, number):
+        for job in range(index, part.jobs, sharing) if index < sharing else ():
             jobs.append(
                 WORKLOADS[part.workload](part.shape, job, random.Random(f"{part.seed} {place} {job}"))
             )

@@ -89,6 +89,13 @@ def test_the_rate_of_arrivals_is_the_one_asked_for() -> None:
     assert times is not None and 4000 / times[-1] == pytest.approx(50.0, rel=0.05)
 
 
+def test_processes_without_clients_leave_the_jobs_to_the_others() -> None:
+    parts = [Part("text", SHAPE, 5, clients=1), Part("text", SHAPE, 4, rate=50.0)]
+    with fake_chat_server() as fake:
+        load = run_load(Server(fake.url), parts, processes=3, progress=False)
+    assert sorted(one.part for one in load.results) == [0] * 5 + [1] * 4
+
+
 def test_turns_of_a_conversation_follow_each_other() -> None:
     with fake_chat_server() as fake:
         shape = Shape("fake", sizes=((32, 32),), turns=3, tokens=1)
