@@ -100,11 +100,11 @@ class Options:
         "how long a step may take on a CPU: prefill is chunked, images are encoded in slices, text goes "
         "first, which bounds the time to first token; automatic: no limit offline, 400 when serving",
     )
-    inter_token_ms: float = _option(
-        20.0,
+    inter_token_ms: float | None = _option(
+        None,
         "on a GPU, the most that a step may take in which requests decode, with its prefill and encoding; "
-        "steps take 2.5 times what decode takes alone, and more only when prompts and images queue; the "
-        "host's own time comes on top",
+        "the host's own time comes on top; automatic: 2.5 times what decode takes alone, and up to 20 when "
+        "prompts and images queue",
     )
     encode_layers_per_step: int | None = _option(
         None, "encoder layers run per step while requests decode; automatic: whole images at once"

@@ -343,7 +343,7 @@ class LatencyProfile:
     decode_ms: LatencyCurve  # by requests that decode
     prefill_ms: LatencyCurve  # by prompt tokens
     layer_ms: LatencyCurve  # one encoder layer, by embeddings; empty without a vision tower
-    ceiling_ms: float  # of a step with decodes, however much else waits
+    ceiling_ms: float | None  # of a step with decodes, however much else waits; None: automatic
     max_prefills: int | None = None  # windows in one pass at this speed
     mixed_ms: tuple[tuple[int, LatencyCurve], ...] = ()  # for so many decodes: a mixed batch by prompt tokens
     encoder_layers: int = 0  # of a whole image

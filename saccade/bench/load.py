@@ -16,16 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from multiprocessing.queues import Queue
+from queue import Empty
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from saccade.bench.stream_client import Connections, Sample, Target
 from saccade.bench.workloads import WORKLOADS, Job, Shape
+from saccade.errors import ConfigError
 
 PATH = "/v1/chat/completions"
 MAX_PROCESSES = 8
 _TICK_SECONDS = 0.01  # how often a client looks whether it is late
+_WAIT_SECONDS = 60.0  # for processes that have made their requests
 _HEAD_START_SECONDS = 0.2  # for all processes to hear that the load begins
 _context = multiprocessing.get_context("spawn")
 
@@ -89,9 +92,9 @@ def run_load(
     total = sum(part.jobs for part in parts)
     with _running(workers):
         _watch(made, total, "preparing", workers, progress)
-        barrier.wait()
+        barrier.wait(_WAIT_SECONDS)
         _watch(ended, total, "requests", workers, progress)
-        found = [queue.get() for queue in queues]
+        found = [_taken(queue, workers) for queue in queues]
     results = [result for one in found for result in one.results]
     return LoadResult(results, [late for one in found for late in one.lag])
 
@@ -109,6 +112,15 @@ def _running(workers: Sequence[SpawnProcess]) -> Iterator[None]:
             worker.terminate()
 
 
+def _taken(queue: Queue[LoadResult], workers: Sequence[SpawnProcess]) -> LoadResult:
+    while True:
+        try:
+            return queue.get(timeout=1.0)
+        except Empty:
+            if any(worker.exitcode not in (None, 0) for worker in workers):
+                raise ConfigError("a process of clients ended before it told its results") from None
+
+
 def _watch(counter: Any, total: int, name: str, workers: Sequence[SpawnProcess], progress: bool) -> None:
     with tqdm(total=total, desc=name, unit="", disable=not progress, leave=False) as bar:
         seen = 0
@@ -119,7 +131,7 @@ def _watch(counter: Any, total: int, name: str, workers: Sequence[SpawnProcess],
             if new:
                 bar.update(new)
             if any(worker.exitcode not in (None, 0) for worker in workers):
-                raise RuntimeError(f"a client process ended while {name}")
+                raise ConfigError(f"a process of clients ended early ({name}); is memory short?")
 
 
 # --- in a client process ------------------------------------------------------------------------------------

@@ -55,18 +55,27 @@ class Target:
     """Where requests go."""
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
-        url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+        try:
+            url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+            port = url.port
+        except ValueError as error:
+            raise ConfigError(f"the address of the server is {base_url!r}: {error}") from None
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ConfigError(
                 f"the address of the server is {base_url!r}; give one such as http://localhost:8000"
             )
         self.host = url.hostname
-        self.port = url.port or (443 if url.scheme == "https" else 80)
+        self.port = port or (443 if url.scheme == "https" else 80)
         self.tls = ssl.create_default_context() if url.scheme == "https" else None
         self.path = url.path.rstrip("/").removesuffix("/v1")
         self._headers = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
         if api_key:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
+
+        self._origin = f"{url.scheme}://{url.netloc}"
+
+    def url(self, path: str) -> str:
+        return f"{self._origin}{self.path}{path}"
 
     def post(self, path: str, body: bytes) -> bytes:
         head = f"POST {self.path}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -23,13 +24,16 @@ from saccade.bench.report import (
     table,
     write_csv,
 )
+from saccade.bench.stream_client import Target
 from saccade.bench.workloads import Shape
 from saccade.errors import ConfigError
 
 _SECONDS = 10.0
 _WARM_UP = 4  # requests before the load, not counted
 _FIRST_RATE = 1.0  # of the search for goodput, requests a second
-_TRIAL_SECONDS = 20.0  # of one of its loads
+_TRIAL_SECONDS = 20.0  # of one of its loads, at least
+_MAX_TRIAL_SECONDS = 120.0
+_SEEDS = 1000  # between two of its loads: each brings new images
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -37,18 +41,21 @@ def bench(args: argparse.Namespace) -> int:
     server = Server(args.url, key)
     model = args.model or _served_model(args.url, key)
     shape = _shape(args, model)
-    run_load(
-        server,
-        [Part(args.workload, shape, _WARM_UP, clients=_WARM_UP, seed=-1 - args.seed)],
-        1,
-        progress=False,
-    )
+    _warm_up(server, args.workload, shape, args.seed)
     slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
     return _goodput(args, server, shape, slo) if args.goodput else _once(args, server, shape, slo)
 
 
+def _warm_up(server: Server, workload: str, shape: Shape, seed: int) -> None:
+    """Not counted. Where none is answered, nothing would be."""
+    part = Part(workload, shape, _WARM_UP, clients=_WARM_UP, seed=-1 - seed)
+    results = run_load(server, [part], 1, progress=False).results
+    if all(result.sample.error for result in results):
+        raise ConfigError(f"the server answers no request: {results[0].sample.error}")
+
+
 def _once(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -> int:
-    parts = _parts(args, shape, args.rate, args.requests)
+    parts = _parts(args, shape, args.rate, args.requests, args.seed)
     names = [args.workload, "beside"][: len(parts)]
     load = run_load(server, parts, args.processes, progress=not args.quiet)
     rows = {name: figures(some, slo) for name, some in groups(load.results, names).items()}
@@ -63,17 +70,15 @@ def _goodput(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -
     loads: list[LoadResult] = []
 
     def measure(rate: float) -> Figures:
-        count = max(args.requests, int(rate * _TRIAL_SECONDS))
-        loads.append(
-            run_load(server, _parts(args, shape, rate, count), args.processes, progress=not args.quiet)
-        )
+        count = int(min(max(args.requests, rate * _TRIAL_SECONDS), max(rate * _MAX_TRIAL_SECONDS, _WARM_UP)))
+        parts = _parts(args, shape, rate, count, seed=args.seed + _SEEDS * len(loads))
+        loads.append(run_load(server, parts, args.processes, progress=not args.quiet))
         row = figures([result for result in loads[-1].results if result.part == 0], slo)
+        row = row._replace(errors=sum(result.sample.error is not None for result in loads[-1].results))
         kept = "kept" if row.keeps(slo) else "missed"
         ttft, itl = (ms[-1] if ms else 0.0 for ms in (row.ttft_ms, row.itl_ms))
-        print(
-            f"{rate:8.2f} requests/s: p99 {ttft:.0f} ms to the first token, {itl:.1f} between tokens: {kept}",
-            flush=True,
-        )
+        met = f"p99 {ttft:.0f} ms to the first token, {itl:.1f} between tokens, {row.errors} errors"
+        print(f"{rate:8.2f} requests/s: {met}: {kept}", flush=True)
         return row
 
     trials = find_goodput(measure, slo, _FIRST_RATE)
@@ -81,15 +86,17 @@ def _goodput(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -
     rate = found.rate if found else 0.0
     print(f"goodput: {rate:.2f} requests/s within {slo.ttft_ms:g} and {slo.itl_ms:g} ms at p99")
     _write(args, {"goodput_per_s": rate, "trials": [{"rate": t.rate, **as_json(t.figures)} for t in trials]})
-    return _complain(*loads)
+    _complain(*loads)  # the highest rates are meant to be too high
+    return 0 if found else 1
 
 
-def _parts(args: argparse.Namespace, shape: Shape, rate: float | None, count: int) -> list[Part]:
+def _parts(args: argparse.Namespace, shape: Shape, rate: float | None, count: int, seed: int) -> list[Part]:
     clients = None if rate else args.clients
-    parts = [Part(args.workload, shape, count, clients, rate, args.seed)]
+    parts = [Part(args.workload, shape, count, clients, rate, seed)]
     if args.beside:
         beside = Shape(shape.model, shape.sizes, words=1, tokens=4, ignore_eos=shape.ignore_eos)
-        parts.append(Part("image", beside, args.beside_images, None, args.beside, args.seed + 1))
+        images = math.ceil(args.beside * count / rate) if rate else args.beside_images
+        parts.append(Part("image", beside, images, None, args.beside, seed + 1))
     return parts
 
 
@@ -110,9 +117,10 @@ def _shape(args: argparse.Namespace, model: str) -> Shape:
 def _served_model(url: str, key: str | None) -> str:
     headers = [("authorization", f"Bearer {key}")] if key else []
     timeout = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), _SECONDS)}
-    base = url.rstrip("/").removesuffix("/v1")
     try:
-        response = httpcore.request("GET", f"{base}/v1/models", headers=headers, extensions=timeout)
+        response = httpcore.request(
+            "GET", Target(url, key).url("/v1/models"), headers=headers, extensions=timeout
+        )
         return str(json.loads(response.content)["data"][0]["id"])
     except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.UnsupportedProtocol) as error:
         reason = str(error) or type(error).__name__

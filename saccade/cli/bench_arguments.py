@@ -49,7 +49,12 @@ def _add_load(command: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="new images a second beside the workload, 4 tokens out each",
     )
-    add("--beside-images", type=_count, default=80, help="how many of those come (default: 80)")
+    add(
+        "--beside-images",
+        type=_count,
+        default=80,
+        help="how many of those come in a closed loop (default: 80)",
+    )
     add(
         "--slo-ttft-ms", type=_positive, default=500.0, help="service level of the first token (default: 500)"
     )

@@ -23,6 +23,7 @@ from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward
 from saccade.scheduler.cpu_step_time import CpuStepTime
 from saccade.scheduler.latency_model import (
+    CEILING_MS,
     EncoderLoad,
     milliseconds,
     min_restored,
@@ -149,5 +150,5 @@ def _latency_reason(latency: LatencyProfile) -> str:
     return (
         f"a step of {many} answers takes {alone:.2f} ms alone; beside them {mixed} prompt tokens ({tokens} "
         f"where a prompt ends) or {layers} encoder layers over an image of 1024 embeddings fit; when more "
-        f"queues a step may take {latency.ceiling_ms:g} ms"
+        f"queues a step may take {latency.ceiling_ms or CEILING_MS:g} ms"
     )

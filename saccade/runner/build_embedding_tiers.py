@@ -26,6 +26,7 @@ from saccade.types import Geometry, Grid, Header, MediaItem, Size
 
 _HOST_GIB = 4.0  # beside a GPU
 _HOST_SHARE = 0.1  # of the free memory, if that is less
+_MIN_HOST_GIB = 0.0625  # less is not worth it
 _STAGED_IMAGES = 4  # that are read from a store or written to it at the same time
 _SMALL_PATCHES = 256  # of the images that are measured; sizes between and beyond are on a line
 _LARGE_PATCHES = {"cuda": 8192, "cpu": 1024}
@@ -60,6 +61,7 @@ def host_bytes(options: Options, plan: MemoryPlan, largest: Geometry | None) -> 
     size = options.embedding_host_gb
     if size is None and plan.device.type == "cuda" and plan.scheduler.keep_idle_embeddings:
         size = min(_HOST_GIB, _HOST_SHARE * free_ram() / costs.GIB)
+        size = size if size >= _MIN_HOST_GIB else 0.0
     num_bytes = int((size or 0) * costs.GIB)
     if not (options.embedding_dir or options.embedding_store) or largest is None:
         return num_bytes

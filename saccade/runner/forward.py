@@ -44,6 +44,6 @@ class Forward(Protocol):
         """Both as one mixed batch where possible. No window of `prefill` samples."""
 
     def measure(
-        self, model: VisionLanguageModel, largest: Grid | None, ceiling_ms: float
+        self, model: VisionLanguageModel, largest: Grid | None, ceiling_ms: float | None
     ) -> LatencyProfile | None:
         """Time the parts of a step, before any request is open. None: not timed. `largest`: of all images."""

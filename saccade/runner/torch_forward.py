@@ -57,7 +57,7 @@ class TorchForward:
         return self._pass([*decode, *prefill], embeddings)
 
     def measure(
-        self, model: VisionLanguageModel, largest: Grid | None, ceiling_ms: float
+        self, model: VisionLanguageModel, largest: Grid | None, ceiling_ms: float | None
     ) -> LatencyProfile | None:
         return None
 

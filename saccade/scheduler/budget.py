@@ -97,21 +97,29 @@ def are_enough(requests: Sequence[ScheduledRequest], config: SchedulerConfig) ->
     return len(requests) >= max_requests or num_tokens >= config.max_num_batched_tokens
 
 
-class _EncodeQueue:
-    """Images that open requests need and no encoder works on, each once."""
+class _Backlog:
+    """What requests without a first token wait for. Those that find no seat do not make steps longer."""
 
-    def __init__(self, encoder: EncoderScheduler) -> None:
-        self.load = EncoderLoad()
+    def __init__(self, encoder: EncoderScheduler, seats: int) -> None:
+        self.requests = 0
+        self.prompt_tokens = 0
+        self.images = EncoderLoad()  # that no encoder works on, each once
         self._encoder = encoder
+        self._seats = seats
         self._keys: set[Key] = set()
 
     def add(self, seq: ScheduledRequest) -> None:
+        self._seats -= not seq.is_running
+        if self._seats < 0 and not seq.is_running:
+            return
+        self.requests += 1
+        self.prompt_tokens += seq.num_tokens - seq.num_computed
         for span in islice(seq.spans, seq.next_span, None):
-            if self.load.embeddings > _MANY_EMBEDDINGS:
+            if self.images.embeddings > _MANY_EMBEDDINGS:
                 return
             if span.key not in self._keys and not self._encoder.has(span.key):
                 self._keys.add(span.key)
-                self.load = self.load.plus(EncoderLoad(span.encode_cost, 1))
+                self.images = self.images.plus(EncoderLoad(span.encode_cost, 1))
 
 
 def demand_of(
@@ -120,9 +128,11 @@ def demand_of(
     encoder: EncoderScheduler,
     can_fuse: bool,
     latency_bounded: bool,
+    seats: int,
 ) -> Demand:
-    decoding = text_decoding = waiting = prompts = prompt_tokens = work = 0
-    queue = _EncodeQueue(encoder)
+    """`seats`: requests that may still start to run."""
+    decoding = text_decoding = prompts = work = 0
+    backlog = _Backlog(encoder, seats)
     text_tokens: Counter[str] = Counter()
     ranks: dict[str, Rank] = {}  # of tenants with text
     first = LAST  # of tenants that wait for the encoder
@@ -131,9 +141,7 @@ def demand_of(
             decoding += 1
             text_decoding += not seq.spans
             continue
-        waiting += 1
-        prompt_tokens += seq.num_tokens - seq.num_computed
-        queue.add(seq)
+        backlog.add(seq)
         if not seq.has_images_ahead:
             prompts += 1
             text_tokens[seq.share.name] += seq.num_tokens - seq.num_computed
@@ -148,13 +156,13 @@ def demand_of(
         step=step,
         decoding=decoding,
         text_decoding=text_decoding,
-        waiting=waiting,
+        waiting=backlog.requests,
         prompts=prompts,
         text_tokens=text_tokens,
         text_before_images=before_images,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=backlog.prompt_tokens,
         waiting_work=work,
-        queued=queue.load,
+        queued=backlog.images,
         in_flight=encoder.own_load,
         can_fuse=can_fuse,
         latency_bounded=latency_bounded,

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from saccade.types import LatencyCurve, LatencyProfile
 
 SLOWDOWN = 2.5  # of decode steps beside other work that keeps up
+CEILING_MS = 20.0  # of a step, where none is set: or `SLOWDOWN`, where that is longer
 CATCH_UP_STEPS = 8  # in which all that waits should be served, where as many requests wait as decode
 _MIN_SPARE = 0.25  # of what decode takes alone: whatever the ceiling, prefill and encoding move on
 _MIN_TOKENS = 32
@@ -47,9 +48,11 @@ class SpareTime(NamedTuple):
 def spare_ms(latency: LatencyProfile, num_decoding: int, num_waiting: int = 0, backlog: float = 0.0) -> float:
     """Time for prefill and encoding in a step, while so many requests wait, for so many milliseconds."""
     alone = milliseconds(latency.decode_ms, num_decoding)
+    gentle = SLOWDOWN * alone
+    ceiling = max(CEILING_MS, gentle) if latency.ceiling_ms is None else latency.ceiling_ms
     catches_up = backlog * num_waiting / (num_decoding * CATCH_UP_STEPS)
-    wanted = max((SLOWDOWN - 1) * alone, catches_up)
-    return max(min(wanted, latency.ceiling_ms - alone), _MIN_SPARE * alone)
+    wanted = max(gentle - alone, catches_up)
+    return max(min(wanted, ceiling - alone), _MIN_SPARE * alone)
 
 
 def backlog_ms(latency: LatencyProfile, prompt_tokens: int, images: EncoderLoad) -> float:

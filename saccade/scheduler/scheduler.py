@@ -171,14 +171,9 @@ class Scheduler:
     def _plan(self, now: float, bounded: bool, served: frozenset[str] = frozenset()) -> StepPlan | None:
         """`served`: requests whose decode runs already. None where nothing is to be done beside them."""
         self._queue.begin_step()
-        coming = self._queue.first_waiting(self.config.max_num_seqs - len(self._running))
-        demand = demand_of(
-            self._candidates(),
-            step=self._num_steps,
-            encoder=self._encoder,
-            can_fuse=can_fuse(served, self._running, coming),
-            latency_bounded=bounded,
-        )
+        seats = self.config.max_num_seqs - len(self._running)
+        fuses = can_fuse(served, self._running, self._queue.first_waiting(seats))
+        demand = demand_of(self._candidates(), self._num_steps, self._encoder, fuses, bounded, seats)
         limits = self.policy.limits(demand)
         draft = StepBuilder(now, StepBudget(limits, demand), served, limits.skip_decode)
         self._kv_cache.host.max_restored = limits.max_restored_blocks

@@ -38,13 +38,13 @@ class Demand(NamedTuple):
     step: int  # its number
     decoding: int  # requests
     text_decoding: int  # of those, requests without images
-    waiting: int  # requests without a first token
-    prompts: int  # of those, requests that could prefill now, as far as images are concerned
+    waiting: int  # requests without a first token that have a seat, or find one
+    prompts: int  # requests that could prefill now, as far as images are concerned
     text_tokens: Mapping[str, int]  # prefill tokens of requests that wait for no image, by tenant
     text_before_images: int  # of those, of tenants not after the first one that waits for the encoder
-    prompt_tokens: int  # all that are not computed, of requests with images too
+    prompt_tokens: int  # of those, all that are not computed
     waiting_work: int  # embeddings of the first image that a request waits for
-    queued: EncoderLoad  # images that requests wait for and no encoder works on
+    queued: EncoderLoad  # of those, images that no encoder works on
     in_flight: EncoderLoad  # images that the engine's own encoder works on
     can_fuse: bool  # prefill may be fused with the next decode step
     latency_bounded: bool  # tokens are wanted as they come, not only whole outputs
@@ -214,7 +214,8 @@ class WorkersPolicy:
     ) -> int | None:
         if limits.encode_layers == _ALL_LAYERS:
             return _ALL_LAYERS
-        return self._inner.encode_layers(limits, demand, num_prefills, load)
+        own = demand._replace(queued=EncoderLoad()) if demand.has_workers else demand
+        return self._inner.encode_layers(limits, own, num_prefills, load)
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
         return self._inner.fuses(demand, prefill_tokens)

@@ -166,7 +166,31 @@ def test_the_command_prints_figures_and_writes_them(tmp_path: Path, capsys: pyte
 def test_the_command_fails_where_requests_do(capsys: pytest.CaptureFixture[str]) -> None:
     with fake_chat_server(status=429) as fake:
         assert main(["bench", "text", "--url", fake.url, "--requests", "2", "--quiet"]) == 1
-    assert "2 requests failed: 429: too large" in capsys.readouterr().err
+    assert "the server answers no request: 429: too large" in capsys.readouterr().err
+
+
+def test_the_command_searches_for_goodput(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With new images in every trial, each as large a sample as its rate allows."""
+    seeds = []
+
+    def fake_load(server: Server, parts: list[Part], *args: object, **how: object) -> LoadResult:
+        seeds.append(parts[0].seed)
+        late = 1.0 if (parts[0].rate or 0) > 3 else 0.1
+        return LoadResult([result(float(i), late, 0.01) for i in range(parts[0].jobs)], [])
+
+    monkeypatch.setattr("saccade.cli.bench.run_load", fake_load)
+    assert main(["bench", "image", "--model", "m", "--goodput"]) == 0
+    out = capsys.readouterr().out
+    assert "goodput: 3.00 requests/s" in out or "goodput: 2.9" in out
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_an_address_without_a_scheme_works(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_chat_server() as fake:
+        url = fake.url.removeprefix("http://")
+        assert main(["bench", "text", "--url", url, "--requests", "2", "--clients", "1", "--quiet"]) == 0
+    assert main(["bench", "text", "--url", "http://h:99999", "--model", "m"]) == 1
+    assert "Port out of range" in capsys.readouterr().err
 
 
 def test_the_command_says_where_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from saccade.scheduler.latency_model import EncoderLoad
+from saccade.scheduler.step_policy import Demand
 from saccade.types import LatencyProfile
 from tests.helpers.scheduling import FakeImage, Rig
 
@@ -106,3 +108,20 @@ def test_a_step_is_full_when_its_tokens_its_places_or_its_prompts_are_taken(
         rig.add(name, 10)
         fullness.append(rig.scheduler.fills_step())
     assert fullness == [count >= needed for count in range(1, 5)]
+
+
+def test_the_backlog_is_of_requests_with_a_seat_and_holds_each_image_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    latency = LatencyProfile(((1, 1.0),), ((64, 1.0),), ((4, 0.1),), ceiling_ms=2.5)
+    rig = Rig(latency=latency, max_num_seqs=3, encoder_budget=4)
+    rig.add("text", 2, max_tokens=30)
+    rig.step()
+    demands: list[Demand] = []
+    limits = rig.scheduler.policy.limits
+    monkeypatch.setattr(rig.scheduler.policy, "limits", lambda demand: demands.append(demand) or limits(demand))
+    for name in ("a", "b", "c", "d"):
+        rig.add(name, FakeImage("same" if name in "ab" else name, 4), 3, first_token=500)
+    rig.step()
+    found = demands[0]
+    assert (found.decoding, found.waiting) == (1, 2), "three seats, one of which is taken"
+    assert found.prompt_tokens == 2 * 7
+    assert found.queued == EncoderLoad(4, 1)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from saccade.scheduler.latency_model import (
     CATCH_UP_STEPS,
+    CEILING_MS,
     SLOWDOWN,
     EncoderLoad,
     backlog_ms,
@@ -48,6 +49,12 @@ def test_a_longer_backlog_is_served_within_a_number_of_steps() -> None:
 def test_the_fewer_wait_beside_many_that_decode_the_gentler_it_is() -> None:
     assert spare_ms(PACE, 32, 16, 20.0 * CATCH_UP_STEPS) == 10.0
     assert spare_ms(PACE, 32, 1, 20.0 * CATCH_UP_STEPS) == spare_ms(PACE, 32)
+
+
+def test_without_a_ceiling_a_slow_decoder_keeps_its_share() -> None:
+    slow = replace(PACE, decode_ms=((1, 50.0), (32, 50.0)), ceiling_ms=None)
+    assert spare_ms(slow, 32) == spare_ms(slow, 32, 32, 1e6) == 75.0
+    assert spare_ms(replace(PACE, ceiling_ms=None), 32, 32, 1e6) == CEILING_MS - 2.0
 
 
 def test_however_much_waits_a_step_keeps_to_the_ceiling() -> None:

@@ -134,7 +134,9 @@ class CudaForward:
             torch.cuda.set_sync_debug_mode(before)
 
     @torch.inference_mode()
-    def measure(self, model: VisionLanguageModel, largest: Grid | None, ceiling_ms: float) -> LatencyProfile:
+    def measure(
+        self, model: VisionLanguageModel, largest: Grid | None, ceiling_ms: float | None
+    ) -> LatencyProfile:
         self._scatter_blocks()
         run = self._decode_graphs.run
         sizes = self._decode_graphs.sizes

@@ -8,6 +8,7 @@ encoded; the threads that read it wait for that copy. The least recently used en
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -195,6 +196,8 @@ def _pin(memory: Tensor) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(status) != 0:
+        with contextlib.suppress(RuntimeError):  # CUDA tells the error again at the next launch
+            torch.zeros(1, device="cuda")
         size = f"{memory.numel() / (1 << 30):.2f} GiB"
         raise ConfigError(
             f"{size} of host memory could not be pinned (CUDA error {int(status)}); "
