@@ -9,8 +9,6 @@ import os
 import sys
 from typing import Any
 
-import httpcore
-
 from saccade.bench.goodput import best, find_goodput
 from saccade.bench.load import LoadResult, Part, Server, run_load
 from saccade.bench.report import (
@@ -26,9 +24,9 @@ from saccade.bench.report import (
 )
 from saccade.bench.stream_client import Target
 from saccade.bench.workloads import Shape
+from saccade.cli.get_json import get_json
 from saccade.errors import ConfigError
 
-_SECONDS = 10.0
 _WARM_UP = 4  # requests before the load, not counted
 _FIRST_RATE = 1.0  # of the search for goodput, requests a second
 _TRIAL_SECONDS = 20.0  # of one of its loads, at least
@@ -115,20 +113,12 @@ def _shape(args: argparse.Namespace, model: str) -> Shape:
 
 
 def _served_model(url: str, key: str | None) -> str:
-    headers = [("authorization", f"Bearer {key}")] if key else []
-    timeout = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), _SECONDS)}
+    _, body = get_json(Target(url, key).url("/v1/models"), key, server=url)
     try:
-        response = httpcore.request(
-            "GET", Target(url, key).url("/v1/models"), headers=headers, extensions=timeout
-        )
-        return str(json.loads(response.content)["data"][0]["id"])
-    except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.UnsupportedProtocol) as error:
-        reason = str(error) or type(error).__name__
-        raise ConfigError(f"no server answers at {url}: {reason}; --url says where it is") from None
-    except (httpcore.ProtocolError, ValueError, LookupError, TypeError):
-        raise ConfigError(
-            f"{url} lists no models; name one with --model, and a key in OPENAI_API_KEY"
-        ) from None
+        return str(body["data"][0]["id"])
+    except (LookupError, TypeError):
+        remedy = "name one with --model, and a key in OPENAI_API_KEY"
+        raise ConfigError(f"{url} lists no models; {remedy}") from None
 
 
 def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:

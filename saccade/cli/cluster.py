@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpcore
-
+from saccade.cli.get_json import get_json
 from saccade.errors import ConfigError
 
-_SECONDS = 10.0
 _COLUMNS = ("worker", "node", "pid", "device", "state", "KV used", "queued", "running", "waiting", "restarts")
 
 
 def fetch_workers(url: str, api_key: str | None) -> list[dict[str, Any]]:
     """ConfigError if no server names its workers."""
-    headers = [("authorization", f"Bearer {api_key}")] if api_key else []
-    timeout = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), _SECONDS)}
-    try:
-        target = f"{url.rstrip('/')}/v1/engine"
-        response = httpcore.request("GET", target, headers=headers, extensions=timeout)
-        body = json.loads(response.content)
-    except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.UnsupportedProtocol) as error:
-        reason = str(error) or type(error).__name__
-        raise ConfigError(f"no server answers at {url}: {reason}; --url says where it is") from None
-    except (httpcore.ProtocolError, ValueError):
-        raise ConfigError(f"what answers at {url} is no Saccade server; --url says where it is") from None
-    if response.status == 401:
+    status, body = get_json(f"{url.rstrip('/')}/v1/engine", api_key, server=url)
+    if body is None:
+        raise ConfigError(f"what answers at {url} is no Saccade server; --url says where it is")
+    if status == 401:
         raise ConfigError(f"the server at {url} wants its key: --api-key KEY")
     workers = body.get("workers") if isinstance(body, dict) else None
-    if response.status != 200 or not isinstance(workers, list):
-        problem = f"{url}/v1/engine names no workers (status {response.status})"
+    if status != 200 or not isinstance(workers, list):
+        problem = f"{url}/v1/engine names no workers (status {status})"
         raise ConfigError(f"{problem}; only an operator's key sees them")
     return workers
 
