@@ -62,6 +62,8 @@ def film(
     with av.open(out, "w", format=container) as file:
         stream = file.add_stream(CODECS[container], rate=fps)
         stream.width, stream.height, stream.pix_fmt, stream.gop_size = *size, "yuv420p", gop
+        if CODECS[container] == "mpeg4":
+            stream.options = {"qmin": "1", "qmax": "2"}  # else frames may differ by more than their brightness does
         if container in ("mp4", "matroska"):
             stream.codec_context.max_b_frames = b_frames
         if rotation:

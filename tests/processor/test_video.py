@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import platform
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.helpers.videos import FAMILIES, VIDEO, brightness_of, film, frames, s
 
 pytestmark = pytest.mark.transformers
 
+IS_X86 = platform.machine() == "x86_64"
 FILMS = {name: film(container=name) for name in ("mp4", "mov", "webm", "matroska", "avi")}
 
 
@@ -76,8 +78,8 @@ def test_frames_are_chosen_as_in_transformers(
 ) -> None:
     ours, theirs = rules
     expected = theirs.sample_frames(VideoMetadata(total_num_frames=total, fps=rate), fps=fps)
-    found = ours.choose(total, rate, Sampling(fps, ours.max_frames))
-    assert found.tolist() == inside(expected, total)
+    found = ours.choose(total, rate, Sampling(fps, ours.max_frames)).tolist()
+    assert found == inside(expected, total) or (not IS_X86 and is_tie(found, inside(expected, total), total))
 
 
 @given(total=st.integers(4, 500), count=st.integers(2, 500))
@@ -86,6 +88,16 @@ def test_a_number_of_frames_is_spread_as_in_transformers(rules: tuple[VideoRules
     count = min(count, total) // 2 * 2
     expected = theirs.sample_frames(VideoMetadata(total_num_frames=total, fps=24.0), num_frames=count)
     assert ours.choose(total, 24.0, Sampling(2.0, 768, count)).tolist() == inside(expected, total)
+
+
+def is_tie(found: list[int], expected: list[int], total: int) -> bool:
+    """Whether they differ only where a step ends at a frame exactly: PyTorch rounds it by the width of its vectors,
+    and we round as on x86 on every machine, so that servers agree on what a video costs."""
+    step = total / len(found)
+    ends = [index * step for index in range(len(found))]
+    near = [abs(end - round(end)) < 1e-6 * max(end, 1) for end in ends]
+    pairs = zip(found, expected, near, strict=True)
+    return all(ours == theirs or (is_near and abs(ours - theirs) == 1) for ours, theirs, is_near in pairs)
 
 
 def inside(indices: Any, total: int) -> list[int]:
