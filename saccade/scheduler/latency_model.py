@@ -23,7 +23,7 @@ from saccade.types import LatencyCurve, LatencyProfile
 
 SLOWDOWN = 2.5  # of decode steps beside other work that keeps up
 CEILING_MS = 20.0  # of a step, where none is set: or `SLOWDOWN`, where that is longer
-CATCH_UP_STEPS = 8  # in which all that waits should be served, where as many requests wait as decode
+CATCH_UP_STEPS = 4  # in which all that waits should be served, where as many requests wait as decode
 _MIN_SPARE = 0.25  # of what decode takes alone: whatever the ceiling, prefill and encoding move on
 _MIN_TOKENS = 32
 
