@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +19,16 @@ from saccade.options import Options, SchedulerConfig
 from saccade.runner.build_embedding_tiers import build_tiers
 from saccade.runner.build_encoder import max_patches
 from saccade.runner.cuda.attention_selector import AttentionTarget, check
+from saccade.runner.cuda.compile_kernels import compile_kernels
 from saccade.runner.cuda.kv_host_blocks import HostBlocks
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.embedding_tiers.entry import Namespace
 from saccade.runner.encoder.encoder_channel import Connect
 from saccade.runner.encoder.encoder_runner import LocalEncoder
-from saccade.runner.encoder.graph_capture import capture_tower
+from saccade.runner.encoder.graph_capture import capture_tower, run_tower
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
-from saccade.runner.forward_selector import ForwardParts, select_forward
+from saccade.runner.forward import Forward
+from saccade.runner.forward_selector import ForwardParts, run_forward, select_forward
 from saccade.runner.memory import MemoryPlan
 from saccade.runner.memory_report import MemoryReport
 from saccade.runner.recurrent_state import RecurrentStates
@@ -89,14 +92,22 @@ def build_runner(
     with memory.part("graphs"):
         images = options.limit_mm_per_prompt.get("image", 0)
         parts = ForwardParts(model, kv, sizes, states, embeddings, max(1, images))
-        forward, eager_reason = select_forward(parts, target, options.attention_backend)
-        capture_tower(model)
+        forward, eager_reason = _captured(parts, target, options.attention_backend)
     encoder = _encoder(model, options, plan, largest, links)
     pack_where_faster(model, plan.dtype, plan.device)  # after the encoder's tiers, which hash the weights
     # Beside a GPU, PyTorch only copies kilobytes on the host. Split over cores that decode they take 10 ms.
     on_close = OneTorchThread().end if plan.device.type == "cuda" else None
     held = (model, kv, encoder, Grammars(path, config.text.vocab_size), forward, embeddings)
     return Runner(*held, memory.report(), on_close, eager_reason, host)
+
+
+def _captured(parts: ForwardParts, target: AttentionTarget, backend: str) -> tuple[Forward, str | None]:
+    """As `select_forward`, with the tower captured, too."""
+    model = parts.model
+    compile_kernels(target.device, partial(run_forward, parts, target, backend), partial(run_tower, model))
+    forward, eager_reason = select_forward(parts, target, backend)
+    capture_tower(model)
+    return forward, eager_reason
 
 
 def _claim(device: torch.device, utilization: float) -> None:

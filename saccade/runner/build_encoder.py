@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models import is_native, load_model
 from saccade.options import Options
+from saccade.runner.cuda.compile_kernels import compile_kernels
 from saccade.runner.encoder.encoder_runner import LocalEncoder
-from saccade.runner.encoder.graph_capture import capture_tower
+from saccade.runner.encoder.graph_capture import capture_tower, run_tower
 from saccade.runner.latency_profile import encode_seconds, largest_within
 from saccade.runner.memory import (
     SPARE_BYTES,
@@ -98,6 +100,7 @@ def build_encoder(
         image_processor=image_processor,
         is_encoder=True,
     )
+    compile_kernels(plan.device, partial(run_tower, model))
     capture_tower(model)
     pack_where_faster(model, plan.dtype, plan.device)
     threads = options.image_decode_threads or decode_threads()

@@ -79,6 +79,13 @@ def try_graphs(
     return None, reason
 
 
+def run_forward(parts: ForwardParts, target: AttentionTarget, backend: str) -> None:
+    """Every pass that is captured, with what is captured thrown away."""
+    decoder: Any = parts.model.decoder
+    if not isinstance(decoder, TextModel):  # Transformers' layers may launch anything
+        _capture(parts, target, backend)
+
+
 def _capture(parts: ForwardParts, target: AttentionTarget, backend: str) -> Forward:
     from saccade.runner.cuda.forward import CudaForward  # needs Triton, which only CUDA machines have
 

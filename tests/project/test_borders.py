@@ -97,6 +97,7 @@ LAZY_ALLOWED = {
     "saccade/runner/forward_selector.py",  # Triton, where there is a GPU
     "saccade/runner/cuda/attention_selector.py",
     "saccade/runner/cuda/kv_host_blocks.py",
+    "saccade/runner/cuda/compile_kernels.py",
     "saccade/runner/encoder/graph_capture.py",
     "saccade/models/cuda/vision.py",  # Gluon, where the GPU is a Hopper
     "saccade/kernels/attention/decode.py",

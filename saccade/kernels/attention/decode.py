@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade.kernels.attention.decode_hopper_schedule import TileSchedule, plan_schedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, paged_decode
 from saccade.kernels.launch.device import Heads, is_hopper, num_sms
-from saccade.kernels.launch.kernel_choice import KernelChoice
+from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
 
 _MIN_REQUESTS = 16  # smaller batches are faster without a schedule
 
@@ -83,8 +83,8 @@ def _self_test(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.
     expected = paged_decode(new, k, v, tables, seq_lens, block_size, scale, workspace, norm_eps=eps)
     given = (tables, seq_lens, schedule, block_size, scale, workspace, None, eps)
     found = hopper_decode(new, own_k, own_v, *given)
-    torch.testing.assert_close(found[:-2], expected[:-2], atol=0.02, rtol=0.02)  # the last two rows are padding
-    torch.testing.assert_close((own_k, own_v), (k, v), atol=0, rtol=0, equal_nan=True)
+    assert_agree(found[:-2], expected[:-2], 0.02)  # the last two rows are padding
+    assert_agree((own_k, own_v), (k, v), 0, equal_nan=True)
 
 
 can_use_hopper = KernelChoice(

@@ -95,7 +95,8 @@ class HopperVit:
         launch = self._launches.get(is_parted)
         if launch is None:
             kernel = _vit_kernel[grid](*args, *sizes, num_warps=4, maxnreg=_REGISTERS, launch_pdl=True)
-            self._launches[is_parted] = kernel[grid]
+            if kernel is not None:  # None: kernels are only compiled
+                self._launches[is_parted] = kernel[grid]
         else:
             launch(*args, *sizes)
         if schedule.slots:

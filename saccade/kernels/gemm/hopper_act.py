@@ -13,20 +13,21 @@ The reference is `ops.reference.linear_act`.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import partial
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
 from saccade.kernels.gemm import hopper_mainloop as gemm
 from saccade.kernels.launch import gluon_compat as hopper
 from saccade.kernels.launch.gluon_compat import gl, gluon, mbarrier, tma
 from saccade.kernels.launch.hopper_pipeline import next_stage
+from saccade.kernels.launch.launch_cache import launch_for_any_size
 
 ACTS = ("quick_gelu", "tanh_gelu", "silu_and_mul")  # the last takes a weight of the gate's rows and those of `up`
 _QUICK_GELU = gl.constexpr(0)
 _SILU_AND_MUL = gl.constexpr(2)
+_OPTIONS = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
 _MIN_UTILIZATION = 0.75  # of the SMs; below, two launches with smaller tiles are faster
 
 
@@ -47,10 +48,14 @@ def hopper_linear_act(
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
     tiles = gemm.num_tiles(rows, outputs, is_gated)
     whole = gemm.num_whole(tiles, programs)
-    _compiled(ACTS.index(act), has_bias, x.dtype, x.device)[min(programs, 2 * tiles - whole), 1, 1](
+    args = (
         gemm.boxes(x), gemm.boxes(weight), gemm.boxes(out), weight if bias is None else bias,
-        rows, outputs, inputs, whole, 2 * (tiles - whole), ACTS.index(act), has_bias,
+        rows, outputs, inputs, whole, 2 * (tiles - whole),
     )  # fmt: skip
+    grid = (min(programs, 2 * tiles - whole), 1, 1)
+    key = (x.dtype, x.device)
+    sizes = (ACTS.index(act), has_bias)
+    launch_for_any_size(_linear_act_kernel, grid, args, partial(_like, *key), key, sizes, **_OPTIONS)
     return out
 
 
@@ -60,14 +65,9 @@ def suits(rows: int, inputs: int, outputs: int, is_gated: bool, programs: int) -
     return is_aligned and gemm.utilization(rows, outputs, is_gated, programs) >= _MIN_UTILIZATION
 
 
-@lru_cache
-def _compiled(act: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> CompiledKernel:
-    """One for all sizes. Triton's lookup by arguments costs the CPU three times as much as the launch."""
-    like = torch.empty((gemm.BOX, gemm.BOX), dtype=dtype, device=device)
-    return _linear_act_kernel.warmup(
-        gemm.boxes(like), gemm.boxes(like), gemm.boxes(like), like, gemm.BOX, gemm.BOX, gemm.BOX, 0, 0,
-        ACT=act, HAS_BIAS=has_bias, num_warps=4, maxnreg=168, launch_pdl=True, grid=(1,),
-    )  # fmt: skip
+def _like(dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
+    some = torch.empty((gemm.BOX, gemm.BOX), dtype=dtype, device=device)
+    return *[gemm.boxes(some)] * 3, some, *[gemm.BOX] * 3, 0, 0
 
 
 @gluon.jit(do_not_specialize=["M", "whole", "halves"])

@@ -11,20 +11,21 @@ head's dimensions as long as queries and keys share it, so whole gemm.boxes are 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import partial
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
 from saccade.kernels.gemm import hopper_mainloop as gemm
 from saccade.kernels.launch import gluon_compat as hopper
 from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
 from saccade.kernels.launch.hopper_pipeline import next_stage
+from saccade.kernels.launch.launch_cache import launch_for_any_size
 
 DIM = 80  # of a head: 64 and 16
 _DIM = gl.constexpr(DIM)
 _SHORT_HEADS = 16  # heads of a tile of short parts
+_OPTIONS = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
 _MIN_UTILIZATION = 0.78  # of the SMs; below, two launches with smaller tiles are faster
 _PAIRS = gl.NVMMASharedLayout(swizzle_byte_width=2 * gemm.BOX, element_bitwidth=16, rank=4)
 
@@ -43,10 +44,13 @@ def hopper_qkv_rope(
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tiles = gemm.num_tiles(rows, outputs, False)
     whole = gemm.num_whole(tiles, programs)
-    _compiled(heads, x.dtype, x.device)[min(programs, 2 * tiles - whole), 1, 1](
+    args = (
         gemm.boxes(x), gemm.boxes(weight), *_pair_boxes(weight), gemm.boxes(out),
-        bias, rotary, rows, inputs, whole, 2 * (tiles - whole), heads,
+        bias, rotary, rows, inputs, whole, 2 * (tiles - whole),
     )  # fmt: skip
+    grid = (min(programs, 2 * tiles - whole), 1, 1)
+    key = (x.dtype, x.device)
+    launch_for_any_size(_qkv_kernel, grid, args, partial(_like, *key), key, (heads,), **_OPTIONS)
     return out.view(rows, 3, heads, -1)
 
 
@@ -56,14 +60,11 @@ def suits(rows: int, inputs: int, heads: int, dim: int, programs: int) -> bool:
     return is_divided and gemm.utilization(rows, 3 * heads * dim, False, programs) >= _MIN_UTILIZATION
 
 
-@lru_cache
-def _compiled(heads: int, dtype: torch.dtype, device: torch.device) -> CompiledKernel:
-    like = torch.empty((gemm.BOX, gemm.BOX), dtype=dtype, device=device)
+def _like(dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
+    some = torch.empty((gemm.BOX, gemm.BOX), dtype=dtype, device=device)
     rotary = torch.empty(gemm.BOX, dtype=torch.float32, device=device)
-    return _qkv_kernel.warmup(
-        gemm.boxes(like), gemm.boxes(like), *_pair_boxes(like), gemm.boxes(like),
-        like, rotary, gemm.BOX, gemm.BOX, 0, 0, HEADS=heads, num_warps=4, maxnreg=168, launch_pdl=True, grid=(1,),
-    )  # fmt: skip
+    boxes = (gemm.boxes(some), gemm.boxes(some), *_pair_boxes(some), gemm.boxes(some))
+    return *boxes, some, rotary, gemm.BOX, gemm.BOX, 0, 0
 
 
 def _pair_boxes(weight: Tensor) -> tuple[hopper.TensorDescriptor, hopper.TensorDescriptor]:

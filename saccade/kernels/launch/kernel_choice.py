@@ -5,8 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from saccade.kernels.launch.compile_ahead import add_self_test, is_compiling
 
 _log = logging.getLogger(__name__)
+
+
+def assert_agree(found: Any, expected: Any, tolerance: float, *, equal_nan: bool = False) -> None:
+    """For self-tests. Where kernels are only compiled there is nothing to compare."""
+    if not is_compiling():
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance, equal_nan=equal_nan)
 
 
 @dataclass(eq=False)
@@ -23,9 +35,21 @@ class KernelChoice:
     decided: dict[tuple[Hashable, ...], bool] = field(default_factory=dict)
 
     def __call__(self, *case: Hashable) -> bool:
+        if case not in self.decided and is_compiling():
+            return self._expect(*case)
         if case not in self.decided:
             self.decided[case] = self._decide(*case)
         return self.decided[case]
+
+    def _expect(self, *case: Hashable) -> bool:
+        """That the kernel passes its self-test, whose kernels are compiled ahead."""
+        try:
+            is_supported = self.supports(*case)
+        except Exception:  # `_decide` reports it
+            return False
+        if is_supported:
+            add_self_test(partial(self.self_test, *case))
+        return is_supported
 
     def _decide(self, *case: Hashable) -> bool:
         """Any exception (a missing Triton feature, a wrong result) disables the kernel: the fallback is correct."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -24,8 +25,27 @@ def launch(
         compiled[grid](*args, *sizes)
         return
     made = kernel[grid](*args, *sizes, **options)
-    if made is not None:  # the interpreter returns None
+    if made is not None:  # the interpreter returns None, and so does what only compiles
         _compiled[key] = made
+
+
+def launch_for_any_size(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    args: tuple[object, ...],
+    like: Callable[[], tuple[object, ...]],  # arguments that it is compiled for
+    key: tuple[object, ...],  # what these depend on
+    sizes: tuple[object, ...],
+    **options: object,
+) -> None:
+    """As `launch`, with a kernel that is compiled once for all sizes."""
+    compiled = _compiled.get((kernel, sizes, *key))
+    if compiled is None:
+        compiled = kernel.warmup(*like(), *sizes, grid=(1,), **options)
+        if compiled is None:
+            return
+        _compiled[(kernel, sizes, *key)] = compiled
+    compiled[grid](*args, *sizes)
 
 
 def _kind(argument: Tensor | float) -> object:

@@ -7,19 +7,23 @@ from the device, so a CUDA graph can hold all of it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from saccade.kernels.launch.compile_ahead import is_compiling
 from saccade.kernels.launch.device import Heads
 from saccade.kernels.ops.output_gate import sigmoid_gate
 from saccade.kernels.ops.prepare_inputs import Temperature
 from saccade.models.cuda.gemms import Gemms, Residual, gemms_for, new_workspace
+from saccade.models.cuda.moe import prepare_moe
 from saccade.models.layers.cross_attention import CrossAttention, CrossLayer
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.models.layers.mla import LatentAttention
+from saccade.models.layers.moe import MoE
 from saccade.models.layers.torch_attention import PagedKV
 
 T = TypeVar("T")
@@ -68,6 +72,7 @@ class FusedDecoder:
         norms = getattr(own, "qk_norms", None)
         self.norm_eps: float | None = norms.eps if norms else None  # of query and key heads
         self._workspace = new_workspace(decoder)
+        _derive_weights(decoder)
 
     def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
         return gemms_for(self.decoder, rows, self._workspace, in_parts=in_parts)
@@ -77,7 +82,8 @@ class FusedDecoder:
         first, *deep = self.decoder.parts(embeds)
         x = Residual(first.contiguous())
         seen = Counter[type]()  # layers of each kind; all that have keys and values are one
-        for number, layer in enumerate(self.decoder.layers):
+        layers = self.decoder.layers
+        for number, layer in enumerate(_one_of_each_kind(layers) if is_compiling() else layers):
             kind = type(layer.attention)
             counted = kind if kind in _WITHOUT_KV else object
             index = seen[counted]
@@ -149,6 +155,25 @@ class FusedDecoder:
     @property
     def vocab_size(self) -> int:
         return self.decoder.head.shape[0]
+
+
+def _one_of_each_kind(layers: Sequence[Any]) -> list[Any]:
+    """Layers of a kind launch the same kernels."""
+    return list({(type(layer.attention), type(layer.mlp)): layer for layer in layers}.values())
+
+
+def _derive_weights(decoder: Decoder) -> None:
+    """What layers compute of weights and keep. In a graph that is never replayed it would be garbage."""
+    for layer in decoder.layers:
+        own = layer.attention
+        norms = [layer.attention_norm, layer.mlp_norm, getattr(own, "norm", None)]
+        heads = getattr(own, "qk_norms", None)
+        norms += [heads.q, heads.k] if heads else []
+        for norm in norms:
+            getattr(norm, "weight", None)
+        if isinstance(layer.mlp, MoE):
+            prepare_moe(layer.mlp)
+    getattr(decoder.norm, "weight", None)
 
 
 def _first(decoder: Decoder, kind: type[T]) -> T | None:

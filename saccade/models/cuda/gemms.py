@@ -34,7 +34,7 @@ from saccade.kernels.gemm.skinny import (
     skinny_linear,
 )
 from saccade.kernels.launch.device import is_hopper
-from saccade.kernels.launch.kernel_choice import KernelChoice
+from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
 from saccade.kernels.moe.experts_gemv import MAX_TOKENS as MAX_VECTOR_TOKENS
 from saccade.kernels.ops.norm import add_rms_norm, rms_norm, silu_and_mul
 from saccade.models.cuda.moe import run_moe, runs_in_one
@@ -136,10 +136,10 @@ def _self_test(device: torch.device) -> None:
     x, weight = (torch.randn(rows, 256, device=device, dtype=torch.bfloat16) / 8 for rows in (20, 128))
     expected = F.linear(x.float(), weight.float())
     found = split_k_linear(x, weight, None, PipelineConfig(2, 2)).sum(0)
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert_agree(found, expected, 1e-3)
     gate, up = expected.chunk(2, dim=-1)
     found = split_k_gated_linear(x, weight, PipelineConfig(3)).float()
-    torch.testing.assert_close(found, F.silu(gate) * up, atol=0.02, rtol=0.02)
+    assert_agree(found, F.silu(gate) * up, 0.02)
 
 
 can_split_k = KernelChoice("the Hopper split-K GEMM", is_hopper, _self_test, "other GEMMs run instead")

@@ -22,9 +22,7 @@ def runs_in_one(experts: MoE) -> bool:
 
 def run_moe(x: Tensor, experts: MoE, residual: Tensor | None = None) -> Tensor:
     """[T, H] -> [T, H], plus `residual`. A shared expert that is not stacked with them runs by itself."""
-    weights = _prepared.get(experts)
-    if weights is None:
-        weights = _prepared[experts] = _prepare(experts)
+    weights = prepare_moe(experts)
     if runs_in_one(experts):
         return fused_moe(x, weights, routing_rules(experts), added=residual)
     assert residual is None, "the shared expert takes its place"
@@ -33,7 +31,14 @@ def run_moe(x: Tensor, experts: MoE, residual: Tensor | None = None) -> Tensor:
     return fused_moe(x, weights, routing_rules(experts), added=experts.shared(x), gate=gate)
 
 
-def _prepare(experts: MoE) -> MoEWeights:
+def prepare_moe(experts: MoE) -> MoEWeights:
+    """Once per layer, and before a CUDA graph is captured."""
+    if experts not in _prepared:
+        _prepared[experts] = _weights_of(experts)
+    return _prepared[experts]
+
+
+def _weights_of(experts: MoE) -> MoEWeights:
     """The router in bfloat16 parts for models of that dtype: their sum is the float32 weight."""
     rows = experts.routers if experts.shared is None else experts.routers[: experts.rules.count]
     router = split_router(rows) if experts.down.dtype == torch.bfloat16 else rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.gemm.vit_qkv_rope import qkv_rope
 from saccade.kernels.launch.device import is_hopper, num_sms
-from saccade.kernels.launch.kernel_choice import KernelChoice
+from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
 from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.kernels.ops import image_preprocess, vit_elementwise
 from saccade.kernels.ops.reference import parted_columns
@@ -48,12 +48,22 @@ _TESTED_PROGRAMS = (2, 15)  # of the self-test: one item after the other, and so
 class FusedVision:
     def __init__(self, attention: str | None = None) -> None:
         """Without a name: the attention that is fastest on this device."""
-        if attention is None:
-            has_hopper = torch.cuda.is_available() and _can_use_hopper(torch.device("cuda"))
-            attention = "hopper" if has_hopper else "triton"
-        self._attention = lru_cache(maxsize=_KEPT)(ATTENTION[attention])
+        self._given = attention
         self._last: PatchPositions | None = None  # of the last eager pass
-        self._graphs = VisionGraphs(_FusedPass, _graph_paths(attention), self._eager)
+
+    @cached_property
+    def _name(self) -> str:
+        """Decided when it is used first, so that its kernels may be compiled before."""
+        has_hopper = torch.cuda.is_available() and _can_use_hopper(torch.device("cuda"))
+        return self._given or ("hopper" if has_hopper else "triton")
+
+    @cached_property
+    def _attention(self) -> Callable[[tuple[int, ...], torch.device], Attend]:
+        return lru_cache(maxsize=_KEPT)(ATTENTION[self._name])
+
+    @cached_property
+    def _graphs(self) -> VisionGraphs:
+        return VisionGraphs(_FusedPass, _graph_paths(self._name), self._eager)
 
     def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
         if isinstance(image, Tensor):
@@ -217,8 +227,8 @@ def _self_test(device: torch.device) -> None:
     for programs in _TESTED_PROGRAMS:
         attend = vit_hopper.HopperVit(TileSchedule.of(lengths, 2, programs, device))
         for _ in range(2):  # the second layer is launched differently
-            torch.testing.assert_close(attend(qkv, 1.0), expected, atol=0.05, rtol=0.05)
-            torch.testing.assert_close(attend.parted(parted, 1.0), expected, atol=0.05, rtol=0.05)
+            assert_agree(attend(qkv, 1.0), expected, 0.05)
+            assert_agree(attend.parted(parted, 1.0), expected, 0.05)
 
 
 _can_use_hopper = KernelChoice(

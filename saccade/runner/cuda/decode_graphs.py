@@ -10,6 +10,7 @@ read them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from saccade.models.cuda.gemms import Gemms, Residual
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.gated_delta_net import DeltaNets
+from saccade.runner.cuda.graph_capture import capture
 from saccade.runner.cuda.mla import LatentAttentions, LatentStep
 from saccade.runner.cuda.staging import Metadata, PinnedStaging
 
@@ -101,11 +103,7 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             self.send(DecodeRows(*[nothing] * _FIELDS), size)
             for is_crossing in (False, True) if self.cross else (False,):
-                self._forward(size, is_crossing)  # compiles the kernels
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    self._forward(size, is_crossing)
-                self._graphs[size, is_crossing] = graph
+                self._graphs[size, is_crossing] = capture(partial(self._forward, size, is_crossing), pool)
 
     def send(self, rows: DecodeRows, size: int) -> None:
         """Copies the metadata. Padding comes last: slot -1 (not stored), context 0, the spare table row."""

@@ -11,6 +11,7 @@ first token would wait for the decode step. Knows neither requests nor plans.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from saccade.models.cuda.decoder import Crossing, Mixers, Mixing
 from saccade.models.cuda.gemms import Residual
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
+from saccade.runner.cuda.graph_capture import capture
 from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS, MAX_MIXED_ROWS, MixedSize, mixed_sizes
 from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice
 from saccade.runner.cuda.prefill_metadata import Sizes, Window
@@ -85,10 +87,7 @@ class MixedGraphs:
         for size in mixed_sizes(max_tokens, self._decode.sizes[-1]):
             prepared = self.prepare(size)
             self._decode.send(nothing, size.rows)
-            self._forward(size, prepared)  # compiles the kernels
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._forward(size, prepared)
+            graph = capture(partial(self._forward, size, prepared), pool)
             self._prepared[size] = prepared._replace(graph=graph)
 
     def _forward(self, size: MixedSize, prepared: _Prepared) -> None:

@@ -7,6 +7,7 @@ ends with the normed last row of each window. Logits and argmax are another grap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from saccade.kernels.attention.mla_expanded import GATHERED
 from saccade.kernels.attention.prefill import PrefillAttention
 from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
 from saccade.kernels.attention.rope_store_kv import rotary_and_store
+from saccade.kernels.launch.compile_ahead import is_compiling
 from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
 from saccade.kernels.ops.prepare_inputs import (
@@ -32,6 +34,7 @@ from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.decode_graphs import Decoded
 from saccade.runner.cuda.gated_delta_net import DeltaNets
+from saccade.runner.cuda.graph_capture import capture
 from saccade.runner.cuda.graph_sizes import GRAPH_PIECES, GRAPH_STRETCHES, GRAPH_TOKENS, GRAPH_WINDOWS
 from saccade.runner.cuda.mla import LatentAttentions, LatentStep
 from saccade.runner.cuda.prefill_metadata import (
@@ -134,7 +137,7 @@ class PrefillGraphs:
         """Graphs for every size of a step, the largest first: the others share its memory."""
         wanted = self.wanted_graphs(max_tokens)
         static = self._new_static(pool, wanted)
-        for sizes in tqdm(wanted, "Capturing prefill", disable=None):
+        for sizes in tqdm(wanted, "Capturing prefill", disable=is_compiling() or None):
             self._capture(static, pool, sizes)
         self._static = static
 
@@ -150,10 +153,7 @@ class PrefillGraphs:
     def _capture(self, static: _Static, pool: Any, sizes: Sizes) -> None:
         metadata = self.new_metadata((), sizes)
         self._plan((), sizes)
-        self._forward_into(static, metadata, sizes)  # compiles the kernels
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._forward_into(static, metadata, sizes)
+        graph = capture(partial(self._forward_into, static, metadata, sizes), pool)
         key = (sizes.tokens, sizes.is_short, sizes.stretches > 0)
         self._captured[key] = _Captured(graph, sizes, metadata)
 
@@ -246,10 +246,7 @@ class PrefillGraphs:
         last = _Last(table.new_zeros(GRAPH_WINDOWS, table.shape[1]), request_rows)
         found = self._new_found(GRAPH_WINDOWS)
         workspace = ArgmaxWorkspace.allocate(GRAPH_WINDOWS, device)
-        self._find(last, found, workspace)  # compiles the kernels
-        head = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(head, pool=pool):
-            self._find(last, found, workspace)
+        head = capture(partial(self._find, last, found, workspace), pool)
         max_tokens = max(sizes.tokens for sizes in wanted)
         staging = PinnedStaging(max(sizes.offsets()[-1] for sizes in wanted), device)
         return _Static(table.new_zeros(max_tokens, self.width), staging, last, found, workspace, head)

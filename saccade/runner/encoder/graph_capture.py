@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from tqdm import tqdm
@@ -24,16 +24,28 @@ class CapturesGraphs(Protocol):
 
 
 @torch.inference_mode()
-def capture_tower(model: VisionLanguageModel) -> None:
+def capture_tower(model: VisionLanguageModel, *, progress: bool = True) -> None:
     """Every size of pass that is faster as a CUDA graph, the largest first: the others share its memory."""
     ops = getattr(model, "ops", None)  # only towers of our own have them
     if model.config.vision is None or not isinstance(ops, CapturesGraphs):
         return
     packings = list(_packings(model.config.vision))
     with ops.capturing():
-        for grids in tqdm(packings, "Capturing the tower", disable=None):
+        for grids in tqdm(packings, "Capturing the tower", disable=None if progress else True):
             for _ in model.encode(blank_patches(model, grids), grids):
                 pass
+
+
+def run_tower(model: Any) -> None:
+    """Every pass of the vision tower that is captured, with what it chooses and captures thrown away."""
+    ops = getattr(model, "ops", None)
+    if ops is None:  # a tower of Transformers
+        return
+    model.ops = type(ops)()
+    try:
+        capture_tower(model, progress=False)
+    finally:
+        model.ops = ops
 
 
 def largest_pass(vision: VisionConfig) -> int:
