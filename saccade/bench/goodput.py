@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from saccade.bench.report import Figures, Slo
 
-_FACTOR = 2.0  # from one rate to the next, until one is too high
+_FACTOR = 1.5  # from one rate to the next, until one is too high
 _PRECISION = 0.05  # of the rate
 
 

@@ -28,8 +28,9 @@ from saccade.cli.get_json import get_json
 from saccade.errors import ConfigError
 
 _WARM_UP = 4  # requests before the load, not counted
-_FIRST_RATE = 1.0  # of the search for goodput, requests a second
-_TRIAL_SECONDS = 20.0  # of one of its loads, at least
+_FIRST_SHARE = 0.7  # of a closed loop's requests/s: where the search for goodput begins
+_ROUNDS = 3  # of each client in that loop
+_TRIAL_SECONDS = 20.0  # of one load of the search, at least
 _MAX_TRIAL_SECONDS = 120.0
 _SEEDS = 1000  # between two of its loads: each brings new images
 
@@ -79,13 +80,20 @@ def _goodput(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -
         print(f"{rate:8.2f} requests/s: {met}: {kept}", flush=True)
         return row
 
-    trials = find_goodput(measure, slo, _FIRST_RATE)
+    trials = find_goodput(measure, slo, _first_rate(args, server, shape))
     found = best(trials)
     rate = found.rate if found else 0.0
     print(f"goodput: {rate:.2f} requests/s within {slo.ttft_ms:g} and {slo.itl_ms:g} ms at p99")
     _write(args, {"goodput_per_s": rate, "trials": [{"rate": t.rate, **as_json(t.figures)} for t in trials]})
     _complain(*loads)  # the highest rates are meant to be too high
     return 0 if found else 1
+
+
+def _first_rate(args: argparse.Namespace, server: Server, shape: Shape) -> float:
+    """Near what the server can do: a search from far below would take minutes for each low rate."""
+    part = Part(args.workload, shape, _ROUNDS * args.clients, args.clients, seed=args.seed - _SEEDS)
+    load = run_load(server, [part], args.processes, progress=not args.quiet)
+    return _FIRST_SHARE * max(figures(load.results, Slo()).requests_per_s, 1e-3)
 
 
 def _parts(args: argparse.Namespace, shape: Shape, rate: float | None, count: int, seed: int) -> list[Part]:
