@@ -228,17 +228,19 @@ def active_layer_params(text: TextConfig) -> int:
     return _all_mixer_params(text) + _all_mlp_params(text, text.experts.active_width if text.experts else 0)
 
 
-def read_params(text: TextConfig, tokens: int) -> int:
-    """Parameters that a pass over so many tokens reads, the output projection included.
+def dense_params(text: TextConfig) -> int:
+    """Matrix parameters of all layers without experts."""
+    return _all_mixer_params(text) + _all_mlp_params(text, 0)
 
-    Of experts those that at least one token is routed to, on average if all are equally likely.
-    """
+
+def read_expert_params(text: TextConfig, tokens: int) -> int:
+    """Parameters of the experts that a pass over so many tokens reads, if all are equally likely."""
     moe = text.experts
-    width = 0
-    if moe:
-        missed = (1 - moe.per_token / moe.count) ** tokens
-        width = round(moe.count * (1 - missed)) * moe.width + moe.shared
-    return _all_mixer_params(text) + _all_mlp_params(text, width) + text.vocab_size * text.hidden_size
+    if moe is None:
+        return 0
+    missed = (1 - moe.per_token / moe.count) ** tokens
+    width = round(moe.count * (1 - missed)) * moe.width + moe.shared
+    return len(moe.layers) * 3 * text.hidden_size * width
 
 
 def _all_mixer_params(text: TextConfig) -> int:
