@@ -21,6 +21,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add("--url", default="http://localhost:8000", help="of the server (default: http://localhost:8000)")
     add("--model", help="name it serves; automatic: the first it lists")
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="no load: measure an engine with --model (folder or hub id; nothing: built in) on this machine, "
+        "and write what saccade plan --calibration reads",
+    )
     add("--api-key", help="better as OPENAI_API_KEY, which ps does not show")
     _add_load(command)
     _add_shape(command.add_argument_group("requests").add_argument)

@@ -223,6 +223,10 @@ def _add_bench(commands: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.calibrate:
+        from saccade.cli.calibrate import calibrate  # needs torch
+
+        return calibrate(args.calibrate, args.model)
     from saccade.cli.bench import bench
 
     return bench(args)

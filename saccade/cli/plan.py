@@ -19,6 +19,8 @@ from saccade.plan.report import as_json, listing, table
 from saccade.plan.workload import SizeShare, Workload
 from saccade.types import Size
 
+_GPU = "h200"  # where none is named
+
 
 def plan(args: argparse.Namespace, options: Options) -> int:
     """2 where the arguments cannot be planned."""
@@ -37,10 +39,11 @@ def _plan(args: argparse.Namespace, options: Options) -> int:
         return 0
     if args.plot and args.plot.suffix.lower() != ".svg":
         raise ConfigError(f"--plot {args.plot} is not an .svg file, and no other is drawn")
-    hardware = _hardware(args)
+    calibration, measured = read_calibration(args.calibration) if args.calibration else (None, None)
+    hardware = _hardware(args, measured)
     checkpoint = find_model(args.model)
     images = args.images if args.images is not None else int(checkpoint.config.vision is not None)
-    calibration = read_calibration(args.calibration) if args.calibration else calibration_for(hardware)
+    calibration = calibration or calibration_for(hardware)
     deployment = Deployment(checkpoint, hardware, calibration, _workload(args, images), options, args.kv_gb)
     made = make_plan(deployment)
     others = alternatives(made)
@@ -50,8 +53,9 @@ def _plan(args: argparse.Namespace, options: Options) -> int:
     return 0
 
 
-def _hardware(args: argparse.Namespace) -> Hardware:
-    found = find_hardware(args.gpu)
+def _hardware(args: argparse.Namespace, measured: Hardware | None) -> Hardware:
+    """The GPU that is named, else the one that was measured, else an H200."""
+    found = find_hardware(args.gpu) if args.gpu else measured or find_hardware(_GPU)
     return replace(
         found,
         memory_gib=args.gpu_memory_gib or found.memory_gib,

@@ -52,7 +52,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def _add_gpu(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group("GPU").add_argument
-    add("--gpu", default="h200", metavar="NAME", help="such as l4, a100-80, h200, cpu (default: h200)")
+    add("--gpu", metavar="NAME", help="l4, a100-80, h200, cpu ... (default: the calibration's, or h200)")
     add("--gpu-memory-gib", type=positive, metavar="X", help="instead of the named GPU's: memory")
     add("--gpu-bandwidth", type=positive, metavar="GB/S", help="its bandwidth")
     add("--gpu-tflops", type=positive, metavar="X", help="its dense TFLOP/s in bfloat16")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import ConfigError
-from saccade.plan.hardware import PRESETS, Hardware
+from saccade.plan.hardware import PRESETS, Hardware, read_hardware
 
-_SHARES = ("gemm", "tower", "bandwidth")
+SHARES = ("gemm", "tower", "bandwidth")
 _FILE = Path(__file__).with_name("calibrations.json")
 
 
@@ -37,12 +37,14 @@ def calibration_for(hardware: Hardware) -> Calibration:
     return read_values(found or known["cpu" if hardware.is_cpu else "default"], str(_FILE))
 
 
-def read_calibration(path: Path) -> Calibration:
-    """A file that `saccade bench --calibrate` wrote, or one made by hand."""
+def read_calibration(path: Path) -> tuple[Calibration, Hardware | None]:
+    """A file that `saccade bench --calibrate` wrote, or one made by hand; with the machine it is for."""
     try:
-        return read_values(json.loads(path.read_text("utf-8")), str(path))
+        values = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--calibration {path} cannot be read ({error})") from None
+    machine = values.pop("hardware", None) if isinstance(values, dict) else None
+    return read_values(values, str(path)), read_hardware(machine, str(path)) if machine else None
 
 
 def read_values(values: Any, file: str) -> Calibration:
@@ -60,4 +62,4 @@ def _is_valid(name: str, value: Any) -> bool:
         return isinstance(value, str)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
-    return 0 < value <= 1 if name in _SHARES else 0 <= value < float("inf")
+    return 0 < value <= 1 if name in SHARES else 0 <= value < float("inf")

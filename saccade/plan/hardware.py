@@ -6,7 +6,8 @@ float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from saccade import costs
 from saccade.errors import ConfigError
@@ -59,6 +60,17 @@ PRESETS = {
     "cpu": Hardware("CPU of 16 cores (an example)", 64.0, 80, 1.5, 80, is_cpu=True),
 }
 _OTHER_NAMES = {"a100": "a100-80", "4090": "rtx4090", "5090": "rtx5090"}
+
+
+def read_hardware(values: Any, file: str) -> Hardware:
+    try:
+        read = Hardware(**values)
+        if min(read.memory_gib, read.bandwidth_gb_s, read.tflops, read.link_gb_s) > 0:
+            return read
+    except TypeError:
+        pass
+    names = ", ".join(field.name for field in fields(Hardware))
+    raise ConfigError(f"{file}: hardware has {names}, all numbers above 0; not {values!r}")
 
 
 def find_hardware(name: str) -> Hardware:

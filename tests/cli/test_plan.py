@@ -128,6 +128,18 @@ def test_what_cannot_be_planned_is_one_line_and_status_2(
     assert message in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("hardware", [{"tflops": 1}, {"name": "x", "memory_gib": 0, "bandwidth_gb_s": 1}, "h200"])
+def test_a_machine_that_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, hardware: object
+) -> None:
+    known = json.loads((DOCS.parent / "saccade" / "plan" / "calibrations.json").read_text("utf-8"))["h200"]
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({**known, "hardware": hardware}))
+    status, _, err = run(capsys, "Qwen/Qwen3-VL-8B", "--calibration", str(file))
+    assert status == 2
+    assert "hardware has name, memory_gib, bandwidth_gb_s, tflops" in err
+
+
 @pytest.mark.parametrize("args", [["--image", "big"], ["--repeated", "2"], ["--images", "-1"], ["--rate", "0"]])
 def test_arguments_of_a_wrong_form_are_status_2(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:

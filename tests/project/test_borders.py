@@ -73,7 +73,8 @@ ALLOWED: dict[str, set[str]] = {
     "plan": NOUNS | {"checkpoint", "processor", "processor.families", "scheduler", "runner", "svg"},
     "bench": {"errors"},
     "cli": NOUNS
-    | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench", "plan"},
+    | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench", "plan"}
+    | {"runner"},
     "__init__": {"sampling_params", "llm"},
 }
 HEAVY = {"torch", "transformers", "safetensors"}
