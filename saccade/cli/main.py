@@ -133,9 +133,7 @@ def _add_plan(commands: Any) -> None:
 def _plan(args: argparse.Namespace) -> int:
     from saccade.cli.plan import plan
 
-    given = given_options(args, Options)
-    given.pop("model", None)
-    return plan(args, Options(**given))
+    return plan(args, given_options(args, Options))
 
 
 # --- chat ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from saccade.errors import ConfigError
 from saccade.options import Options
@@ -22,10 +24,10 @@ from saccade.types import Size
 _GPU = "h200"  # where none is named
 
 
-def plan(args: argparse.Namespace, options: Options) -> int:
-    """2 where the arguments cannot be planned."""
+def plan(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
+    """2 where the arguments cannot be planned. `options`: the engine's, as they were given."""
     try:
-        return _plan(args, options)
+        return _plan(args, Options(**options))
     except ConfigError as error:
         if args.debug:
             raise

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from saccade import costs
+from saccade.errors import ConfigError
 from saccade.options import Options
 from saccade.plan.calibration import Calibration
 from saccade.plan.capacity import Capacity, plan_capacity
@@ -36,9 +37,14 @@ class Deployment:
     @property
     def dtype(self) -> str:
         """On a CPU float32, unless asked: few multiply bfloat16."""
-        if self.options.dtype != "auto":
-            return self.options.dtype
-        return "float32" if self.hardware.is_cpu else self.checkpoint.config.dtype
+        dtype = self.options.dtype
+        if dtype == "auto":
+            dtype = "float32" if self.hardware.is_cpu else self.checkpoint.config.dtype
+        try:
+            costs.dtype_bytes(dtype)
+        except ValueError as error:
+            raise ConfigError(f"{error}; give another --dtype") from None
+        return dtype
 
     @property
     def precision(self) -> Precision:
@@ -75,7 +81,12 @@ class Plan:
     bound_by: str
     saturated: float  # without a service level
     copies: int  # of the model, for the rate asked; 0: no number of them keeps to the service level
-    encoder_gpus: int  # beside them
+    encode_apart: float  # seconds of other GPUs for each request
+
+    @property
+    def encoder_gpus(self) -> int:
+        """Beside those of the copies."""
+        return math.ceil(self.encode_apart * (self.deployment.workload.rate or self.rate) / MAX_LOAD)
 
     @property
     def gpus(self) -> int:
@@ -83,13 +94,7 @@ class Plan:
 
     @property
     def rate_per_gpu(self) -> float:
-        encoders = self.rate * self.encode_apart
-        return self.rate / (self.capacity.gpus + encoders)
-
-    @property
-    def encode_apart(self) -> float:
-        """Seconds of another GPU for each request."""
-        return self.first_token.encode / 1e3 if self.deployment.encoders_apart else 0.0
+        return self.rate / (self.capacity.gpus + self.rate * self.encode_apart)
 
 
 def make_plan(given: Deployment) -> Plan:
@@ -106,13 +111,14 @@ def make_plan(given: Deployment) -> Plan:
         has_images=cost.num_images > 0,
     )
     first = first_token(given, timing, cost)
-    demand = _demand(given, timing, cost, capacity, first)
+    new = cost.num_images * _new_share(given, timing, cost, capacity)
+    demand = _demand(given, timing, cost, capacity, first, new)
     level = Level(_seconds(given.workload.ttft_ms), _seconds(given.workload.itl_ms))
     rate, bound_by = sustained(demand, level) if capacity.running else (0.0, capacity.bound_by)
     saturated, _ = sustained(demand) if capacity.running else (0.0, "")
     copies = _copies(given.workload, rate, has_level=level != Level())
     load = _load(given.workload, demand, copies)
-    apart = first.encode / 1e3 * (given.workload.rate or rate) / MAX_LOAD if given.encoders_apart else 0.0
+    apart = new * _encode(timing, cost) if given.encoders_apart else 0.0
     return Plan(
         deployment=given,
         cost=cost,
@@ -127,7 +133,7 @@ def make_plan(given: Deployment) -> Plan:
         bound_by=bound_by,
         saturated=saturated,
         copies=copies,
-        encoder_gpus=math.ceil(apart),
+        encode_apart=apart,
     )
 
 
@@ -141,9 +147,14 @@ def first_token(given: Deployment, timing: Timing, cost: RequestCost) -> FirstTo
 
 
 def _demand(
-    given: Deployment, timing: Timing, cost: RequestCost, capacity: Capacity, first: FirstToken
+    given: Deployment,
+    timing: Timing,
+    cost: RequestCost,
+    capacity: Capacity,
+    first: FirstToken,
+    new: float,
 ) -> Demand:
-    new = cost.num_images * _new_share(given, timing, cost, capacity)
+    """`new`: images of a request that have to be encoded."""
     context = cost.prompt_tokens + cost.output_tokens / 2
     return Demand(
         encode=0.0 if given.encoders_apart else new * _encode(timing, cost),

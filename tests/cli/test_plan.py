@@ -41,13 +41,6 @@ def test_a_whole_plan_imports_no_torch() -> None:
     assert "requests/s" in done.stdout
 
 
-def test_the_example_of_the_docs_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, *EXAMPLE[1:])
-    page = (DOCS / "plan.md").read_text("utf-8")
-    block = page.partition("<!-- saccade plan -->\n")[2].partition("<!-- end of saccade plan -->")[0]
-    assert block == f"```\n$ saccade {' '.join(EXAMPLE)}\n{out}```\n"
-
-
 def test_alone_it_lists_models_and_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys)
     assert status == 0
@@ -117,6 +110,8 @@ def test_a_plot_is_an_svg(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         (["./nowhere"], "there is no folder ./nowhere"),
         (["Qwen/Qwen3-VL-8B", "--plot", "plan.png"], "--plot plan.png is not an .svg file"),
         (["Qwen/Qwen3-VL-8B", "--calibration", "/nowhere.json"], "--calibration /nowhere.json cannot be read"),
+        (["Qwen/Qwen3-VL-8B", "--dtype", "int3"], "dtype must be one of float32, bfloat16, float16, not 'int3'"),
+        (["Qwen/Qwen3-VL-8B", "--max-pixels", "0"], "max_pixels must be a whole number of 1 or more, not 0"),
         (["llava-1.5-7b", "--images", "9"], "a request of 5376 tokens does not fit the context of 4096"),
     ],
 )
