@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_correct import CHECKS
-from benchmarks.gpu_floors import Floors, Peaks, measure_peaks
+from benchmarks.gpu_floors import Floors
 from benchmarks.gpu_rows import ROWS
 from benchmarks.gpu_shapes import SHAPES, write_folder
 from benchmarks.results import write_json
+from saccade.runner.device_peaks import Peaks, measure_peaks
 
 MODELS = ("qwen2_vl_2b", "qwen2_5_vl_7b", "llava_1_5_7b")
 LIMIT_S = 400  # of one process
@@ -183,7 +184,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the JSON there, with the commit")
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    peaks = measure_peaks()
+    peaks = measure_peaks(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the processes that follow want all of it
     print(f"{device}, torch {torch.__version__}: {peaks.bytes_per_s / 1e12:.2f} TB/s, {peaks.flops / 1e12:.0f} TFLOP/s")

@@ -5,54 +5,16 @@ Only the device's own work counts: no launch, no decoding of JPEGs, no text.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Mapping
 
 from benchmarks.gpu_work import BATCHES, MAX_PIXELS, STREAM_TOKENS, STREAMS
 from saccade import costs
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
+from saccade.runner.device_peaks import Peaks
 from saccade.types import Geometry, Size
 
 DTYPE = "bfloat16"
-
-
-@dataclass(frozen=True)
-class Peaks:
-    bytes_per_s: float
-    flops: float
-
-
-def measure_peaks() -> Peaks:
-    """A copy larger than every cache, and a product that keeps the tensor cores busy."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    values, side = (1 << 31, 8192) if device.type == "cuda" else (1 << 26, 1024)
-    source = torch.empty(values, dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(source)
-    copying = _seconds(lambda: target.copy_(source), device)
-    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
-    multiplying = _seconds(lambda: torch.mm(a, b), device)
-    return Peaks(2 * source.nbytes / copying, 2 * side**3 / multiplying)
-
-
-def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    times = []
-    for _ in range(repeats + 3):
-        _wait(device)
-        start = time.perf_counter()
-        call()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[3:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 class Floors:

@@ -219,13 +219,28 @@ def _latent_params(text: TextConfig, mla: MLAConfig) -> int:
 def decoder_params(text: TextConfig) -> int:
     """All decoder layers plus the embedding table and, unless it is tied, the output projection."""
     tables = 1 if text.tie_word_embeddings else 2
-    layers = _all_mixer_params(text) + _all_mlp_params(text)
+    layers = _all_mixer_params(text) + _all_mlp_params(text, text.experts.total_width if text.experts else 0)
     return layers + tables * text.vocab_size * text.hidden_size
 
 
 def active_layer_params(text: TextConfig) -> int:
     """Parameters of all layers that one token uses: without the experts it is not routed to."""
-    return _all_mixer_params(text) + _all_mlp_params(text, is_active=True)
+    return _all_mixer_params(text) + _all_mlp_params(text, text.experts.active_width if text.experts else 0)
+
+
+def dense_params(text: TextConfig) -> int:
+    """Matrix parameters of all layers without experts."""
+    return _all_mixer_params(text) + _all_mlp_params(text, 0)
+
+
+def read_expert_params(text: TextConfig, tokens: int) -> int:
+    """Parameters of the experts that a pass over so many tokens reads, if all are equally likely."""
+    moe = text.experts
+    if moe is None:
+        return 0
+    missed = (1 - moe.per_token / moe.count) ** tokens
+    width = round(moe.count * (1 - missed)) * moe.width + moe.shared
+    return len(moe.layers) * 3 * text.hidden_size * width
 
 
 def _all_mixer_params(text: TextConfig) -> int:
@@ -239,12 +254,12 @@ def _all_mixer_params(text: TextConfig) -> int:
     return text.num_kv_layers * (_attention_params(text) + gate) + len(linear.layers) * mixer
 
 
-def _all_mlp_params(text: TextConfig, *, is_active: bool = False) -> int:
+def _all_mlp_params(text: TextConfig, width: int) -> int:
+    """`width`: intermediate size of the experts that count, together."""
     dense = 3 * text.hidden_size * text.intermediate_size
     moe = text.experts
     if moe is None:
         return text.num_layers * dense
-    width = moe.active_width if is_active else moe.total_width
     routed = text.hidden_size * (3 * width + moe.count + moe.shared_gate)
     return (text.num_layers - len(moe.layers)) * dense + len(moe.layers) * routed
 

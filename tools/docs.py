@@ -1,16 +1,18 @@
 """Writes the generated parts of the documentation: `python -m tools.docs`; `--check` fails if one is stale.
 
 docs/modules.md comes from module docstrings, docs/options.md from `saccade.options`, docs/metrics.md from
-`saccade.server.metrics`, and the result tables from docs/results/*.json, which the benchmarks write with
-`--json`. In other files only what stands between `<!-- generated: NAME -->` and
-`<!-- end of generated: NAME -->` is replaced.
+`saccade.server.metrics`, the example of docs/plan.md from `saccade plan`, and the result tables from
+docs/results/*.json, which the benchmarks write with `--json`. In other files only what stands between
+`<!-- generated: NAME -->` and `<!-- end of generated: NAME -->` is replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_rows import ROWS
+from saccade.cli.main import main as run_command
 from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import EngineStatus, ReplicaView
 from saccade.options import Options, ServerOptions
@@ -27,6 +30,7 @@ from saccade.server.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
+PLAN = "saccade plan Qwen/Qwen3-VL-8B --gpu h200 --rate 50 --slo-ttft-ms 500 --repeated 0.3"
 _BLOCK = re.compile(r"<!-- generated: (\S+) -->\n.*?<!-- end of generated: \1 -->", re.DOTALL)
 _NOTE = "<!-- Written by `python -m tools.docs`; change the source it names, then run that again. -->"
 
@@ -55,9 +59,17 @@ def generated_files() -> Iterator[tuple[Path, str]]:
     yield ROOT / "docs" / "modules.md", modules_page()
     yield ROOT / "docs" / "options.md", options_page()
     yield ROOT / "docs" / "metrics.md", metrics_page()
-    tables = result_tables()
-    for path in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md"):
+    tables = {**result_tables(), "plan": plan_example()}
+    for path in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "plan.md"):
         yield path, with_tables(path.read_text("utf-8"), tables)
+
+
+def plan_example() -> str:
+    """What `saccade plan` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run_command(PLAN.split()[1:])
+    return f"```\n$ {PLAN}\n{printed.getvalue()}```"
 
 
 def with_tables(text: str, tables: Mapping[str, str]) -> str:

@@ -21,11 +21,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add("--url", default="http://localhost:8000", help="of the server (default: http://localhost:8000)")
     add("--model", help="name it serves; automatic: the first it lists")
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="no load: measure an engine with --model (folder or hub id; nothing: built in) on this machine, "
+        "and write what saccade plan --calibration reads",
+    )
     add("--api-key", help="better as OPENAI_API_KEY, which ps does not show")
     _add_load(command)
     _add_shape(command.add_argument_group("requests").add_argument)
     add = command.add_argument_group("output").add_argument
-    add("--processes", type=_count, help="of clients; automatic: one per core, at most 8")
+    add("--processes", type=count, help="of clients; automatic: one per core, at most 8")
     add("--seed", type=int, default=0, help="of words, images and arrivals (default: 0)")
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
     add("--csv", type=Path, metavar="FILE", help="also write a line for each request there")
@@ -37,64 +44,62 @@ def _add_load(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("load")
     add = group.add_argument
     load = group.add_mutually_exclusive_group()
-    load.add_argument("--clients", type=_count, default=8, help="closed loop: so many at a time (default: 8)")
-    load.add_argument("--rate", type=_positive, help="open loop: requests a second, by a Poisson process")
+    load.add_argument("--clients", type=count, default=8, help="closed loop: so many at a time (default: 8)")
+    load.add_argument("--rate", type=positive, help="open loop: requests a second, by a Poisson process")
     load.add_argument(
         "--goodput", action="store_true", help="search the highest rate whose p99 keeps to the service levels"
     )
-    add("--requests", type=_count, default=100, help="in all (default: 100)")
+    add("--requests", type=count, default=100, help="in all (default: 100)")
     add(
         "--beside",
-        type=_positive,
+        type=positive,
         metavar="RATE",
         help="new images a second beside the workload, 4 tokens out each",
     )
     add(
         "--beside-images",
-        type=_count,
+        type=count,
         default=80,
         help="how many of those come in a closed loop (default: 80)",
     )
-    add(
-        "--slo-ttft-ms", type=_positive, default=500.0, help="service level of the first token (default: 500)"
-    )
-    add("--slo-itl-ms", type=_positive, default=25.0, help="and between two tokens (default: 25)")
+    add("--slo-ttft-ms", type=positive, default=500.0, help="service level of the first token (default: 500)")
+    add("--slo-itl-ms", type=positive, default=25.0, help="and between two tokens (default: 25)")
 
 
 def _add_shape(add: Callable[..., Any]) -> None:
     add(
         "--size",
-        type=_size,
+        type=size,
         action="append",
         metavar="WxH",
         help="of images (default: 1280x720); repeat for a mix",
     )
-    add("--images", type=_count, default=1, help="in a request (default: 1)")
-    add("--words", type=_count, default=20, help="of text in a message (default: 20)")
-    add("--tokens", type=_count, default=64, help="of an answer (default: 64)")
-    add("--turns", type=_count, default=4, help="of a conversation (default: 4)")
-    add("--catalogue", type=_count, default=64, help="images of the zipf workload (default: 64)")
-    add("--zipf", type=_positive, default=1.1, help="exponent of their popularity (default: 1.1)")
+    add("--images", type=count, default=1, help="in a request (default: 1)")
+    add("--words", type=count, default=20, help="of text in a message (default: 20)")
+    add("--tokens", type=count, default=64, help="of an answer (default: 64)")
+    add("--turns", type=count, default=4, help="of a conversation (default: 4)")
+    add("--catalogue", type=count, default=64, help="images of the zipf workload (default: 64)")
+    add("--zipf", type=positive, default=1.1, help="exponent of their popularity (default: 1.1)")
     add("--stop", action="store_true", help="let answers end by themselves; for servers without ignore_eos")
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return value
 
 
-def _size(text: str) -> tuple[int, int]:
+def size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     try:
-        return _count(width), _count(height)
+        return count(width), count(height)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text} is no size such as 1280x720") from None

@@ -14,7 +14,8 @@ from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy, Options
 from saccade.processor import families
 from saccade.processor.checkpoint_files import open_checkpoint
-from saccade.processor.families.base import Family, ManyImagesPolicy
+from saccade.processor.families.base import Family
+from saccade.processor.images import Limits, limits_among
 from saccade.processor.video import Videos, video_bill_item
 from saccade.types import VideoRun
 
@@ -37,9 +38,9 @@ def count_files(
 ) -> tuple[list[Count], list[RequestError]]:
     """The bill of each file, and an error for each that has none. `together`: all files are in one prompt."""
     family, slot_bytes = _family(options.model)
-    limits = family.policy(options.min_pixels, options.max_pixels)
-    if together and isinstance(family, ManyImagesPolicy):
-        limits = (limits[0], family.max_pixels_for(len(files), limits[1]))
+    limits = Limits(*family.policy(options.min_pixels, options.max_pixels))
+    if together:
+        limits = limits_among(family, limits, len(files))
     counts = []
     errors = []
     for file in files:
@@ -63,10 +64,10 @@ def _family(model: str | None) -> tuple[Family, int]:
     return family, costs.embedding_bytes_per_slot(config.text, config.dtype)
 
 
-def _count_image(file: str, family: Family, limits: tuple[int, int], slot_bytes: int) -> Count:
+def _count_image(file: str, family: Family, limits: Limits, slot_bytes: int) -> Count:
     options = Options()
     size = load_image(Path(file), MediaPolicy.of(options)).header.size
-    geometry = family.geometry(size, *limits)
+    geometry = family.geometry(size, limits.min_pixels, limits.max_pixels)
     return Count(
         file=file,
         width=size.width,

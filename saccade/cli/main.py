@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from saccade import __version__
-from saccade.cli.bench_arguments import add_arguments
+from saccade.cli import bench_arguments, plan_arguments
 from saccade.errors import ConfigError, RequestError
 from saccade.options import Options, ServerOptions
 from saccade.server.config import load_settings, option_kinds, text_reader
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"saccade {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_count(commands)
+    _add_plan(commands)
     _add_chat(commands)
     _add_serve(commands)
     _add_eval(commands)
@@ -106,6 +107,33 @@ def _count(args: argparse.Namespace) -> int:
     for error in errors:
         print(f"saccade: {error}", file=sys.stderr)
     return 1 if errors else 0
+
+
+# --- plan ---------------------------------------------------------------------------------------------------
+
+
+def _add_plan(commands: Any) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="what a model needs and gives on a GPU: tokens, memory, first-token time, requests/s, GPUs",
+        description="Plan a deployment from a model's config, a GPU and a workload: what a request costs in "
+        "tokens and KV, how many fit, where the time to the first token goes, how many requests a second a "
+        "GPU sustains and what limits it, what cheaper choices would change. Needs no GPU and no weights.",
+        epilog=plan_arguments.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan_arguments.add_arguments(command)
+    skipped = [
+        option.name for option in dataclasses.fields(Options) if option.name not in plan_arguments.OPTIONS
+    ]
+    add_options(command, "engine, as for saccade serve", Options, skip=skipped)
+    command.set_defaults(run=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from saccade.cli.plan import plan
+
+    return plan(args, given_options(args, Options))
 
 
 # --- chat ---------------------------------------------------------------------------------------------------
@@ -188,11 +216,15 @@ def _add_bench(commands: Any) -> None:
         epilog="Examples: saccade bench image --clients 32; saccade bench text --rate 20 --beside 4; "
         "saccade bench image --goodput",
     )
-    add_arguments(command)
+    bench_arguments.add_arguments(command)
     command.set_defaults(run=_bench)
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.calibrate:
+        from saccade.cli.calibrate import calibrate  # needs torch
+
+        return calibrate(args.calibrate, args.model)
     from saccade.cli.bench import bench
 
     return bench(args)

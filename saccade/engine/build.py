@@ -15,9 +15,10 @@ from saccade.engine.process_tuning import freeze, switch_threads_often
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.build import EncoderLinks, build_runner
 from saccade.runner.build_encoder import plan_encoder
+from saccade.runner.device_memory import plan_memory
 from saccade.runner.encoder.encoder_channel import Connect
 from saccade.runner.forward import Forward
-from saccade.runner.memory import Encoders, plan_memory
+from saccade.runner.memory import Encoders
 from saccade.runner.replica_placement import device_label, place
 from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from saccade.evaluation.questions import QuestionSet
 from saccade.evaluation.tune import Advice, Measured
+from saccade.svg import COLORS, curve, document, text
 
 _BAR = 20  # characters
 _MAX_BARS = 2  # groups beside the whole; more do not fit a terminal
-_COLORS = ("#c0392b", "#1f6fb2", "#2e8b57", "#b8860b", "#7d3c98", "#00838f", "#8d6e63", "#5d6d7e")
 
 
 def tuned_table(measured: Sequence[Measured]) -> str:
@@ -67,35 +66,31 @@ def svg(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) ->
     """Accuracy of each group against pixels on a logarithmic axis, the recommendation marked."""
     sizes = [one.max_pixels for one in measured]
     frame = _Frame(min(sizes), max(sizes))
-    font = 'font-family="sans-serif" font-size="12"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 350" {font}>',
-        '<rect width="680" height="350" fill="#ffffff"/>',
-        _text(frame.left, 22, f"{questions.name}: accuracy against max_pixels", size=15),
+        text(frame.left, 22, f"{questions.name}: accuracy against max_pixels", size=15),
         *_axes(frame, sizes),
         *_mark(frame, advice.max_pixels),
         *_curves(frame, measured, questions),
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    return document(680, 350, parts)
 
 
 def _axes(frame: _Frame, sizes: Sequence[int]) -> Iterator[str]:
     for percent in range(0, 101, 20):
         y = frame.y(percent / 100)
         yield f'<path d="M{frame.left} {y:.1f}H{frame.right}" stroke="#e3e3e3"/>'
-        yield _text(frame.left - 8, y + 4, f"{percent} %", anchor="end")
+        yield text(frame.left - 8, y + 4, f"{percent} %", anchor="end")
     for pixels in sizes:
         yield f'<path d="M{frame.x(pixels):.1f} {frame.bottom}v5" stroke="#555555"/>'
-        yield _text(frame.x(pixels), frame.bottom + 20, f"{pixels:,}", anchor="middle")
-    yield _text((frame.left + frame.right) / 2, frame.bottom + 40, "max_pixels", anchor="middle")
+        yield text(frame.x(pixels), frame.bottom + 20, f"{pixels:,}", anchor="middle")
+    yield text((frame.left + frame.right) / 2, frame.bottom + 40, "max_pixels", anchor="middle")
 
 
 def _mark(frame: _Frame, pixels: int) -> Iterator[str]:
     x = frame.x(pixels)
     yield f'<path d="M{x:.1f} {frame.top}V{frame.bottom}" stroke="#333333" stroke-dasharray="4 4"/>'
     anchor = "middle" if x < frame.right - 60 else "end"
-    yield _text(x, frame.top - 8, f"recommended: {pixels:,}", anchor)
+    yield text(x, frame.top - 8, f"recommended: {pixels:,}", anchor)
 
 
 def _curves(frame: _Frame, measured: Sequence[Measured], questions: QuestionSet) -> Iterator[str]:
@@ -103,16 +98,10 @@ def _curves(frame: _Frame, measured: Sequence[Measured], questions: QuestionSet)
     lowest = min(measured, key=lambda one: one.max_pixels)
     groups = sorted(questions.grouped().items(), key=lambda item: -lowest.of(item[1]))
     for row, (name, skills) in enumerate(groups):
-        color = _COLORS[row % len(_COLORS)]
+        color = COLORS[row % len(COLORS)]
         points = [(frame.x(one.max_pixels), frame.y(one.of(skills))) for one in measured]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        yield f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>'
+        yield curve(points, color)
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points)
         y = frame.top + 20 + 20 * row
         yield f'<path d="M{frame.right + 20} {y - 4:.1f}h18" stroke="{color}" stroke-width="3"/>'
-        yield _text(frame.right + 44, y, name)
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 12) -> str:
-    style = f'text-anchor="{anchor}" font-size="{size}" fill="#222222"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{html.escape(text)}</text>'
+        yield text(frame.right + 44, y, name)

@@ -46,14 +46,14 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    model: str | None, *, weights: bool = True, generation_config: str = "auto"
+    model: str | None, *, weights: bool = True, generation_config: str = "auto", is_local: bool = False
 ) -> Checkpoint:
     """Open a folder, a hub id, or with None the model inside the package.
 
     `weights=False` needs no weight files: dummy weights, counting. `generation_config` may name a folder
-    whose generation_config.json replaces the checkpoint's.
+    whose generation_config.json replaces the checkpoint's. `is_local`: nothing is downloaded.
     """
-    path = BUILTIN if model is None else _locate(model, weights)
+    path = BUILTIN if model is None else _locate(model, weights, is_local=is_local)
     _check_complete(path, weights)
     if away := files.links_out(path):
         logger.warning("%s has links that lead out of it: %s", path, ", ".join(away))
@@ -81,7 +81,7 @@ def open_checkpoint(
     )
 
 
-def _locate(model: str, weights: bool) -> Path:
+def _locate(model: str, weights: bool, *, is_local: bool) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -90,17 +90,21 @@ def _locate(model: str, weights: bool) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         message = f"there is no folder {model}; give a checkpoint folder or a hub id such as owner/name"
         raise ConfigError(message)
-    return _download(model, weights)
+    return _download(model, weights, is_local=is_local)
 
 
-def _download(model: str, weights: bool) -> Path:
+def _download(model: str, weights: bool, *, is_local: bool) -> Path:
     import huggingface_hub  # takes half a second: only where a model is downloaded
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = _SMALL_FILES + (_WEIGHT_FILES if weights else [])
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
+        found = huggingface_hub.snapshot_download(model, allow_patterns=patterns, local_files_only=is_local)
+        return Path(found)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if is_local:
+            message = f"{model} is neither a folder here nor in the hub's local cache; download its config"
+            raise ConfigError(message) from None
         reason = f"{model} is neither a folder here nor could it be had from the hub ({type(error).__name__})"
         remedy = "check the name, the network and, for a gated model, HF_TOKEN"
         raise ConfigError(f"{reason}; {remedy}") from None

@@ -71,8 +71,7 @@ class Images:
     ) -> list[MediaItem]:
         """One item per image. An image given twice is hashed once and becomes the same object."""
         self._check_count(len(images))
-        if isinstance(self.family, ManyImagesPolicy):
-            limits = limits.lowered(self.family.max_pixels_for(len(images), limits.max_pixels))
+        limits = limits_among(self.family, limits, len(images))
         by_source: dict[_Source, MediaItem] = {}
         if prefetch:
             by_source = self._prefetched(images, limits, salt)
@@ -142,6 +141,13 @@ class Images:
         highest = whole_number(given, "max_pixels", self.limits.max_pixels) or self.limits.max_pixels
         lowest = whole_number(given, "min_pixels", highest) or min(self.limits.min_pixels, highest)
         return Limits(lowest, highest)
+
+
+def limits_among(family: Family, limits: Limits, images: int) -> Limits:
+    """For each of so many images of one prompt."""
+    if not isinstance(family, ManyImagesPolicy):
+        return limits
+    return limits.lowered(family.max_pixels_for(images, limits.max_pixels))
 
 
 def jpeg_reduction(header: Header, resized: Size) -> int:

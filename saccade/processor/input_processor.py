@@ -24,7 +24,7 @@ from saccade.processor.messages import Form, cleaned, form_of, read_messages
 from saccade.processor.template import MAX_CHARS, RESERVED
 from saccade.processor.template_pool import TemplatePool
 from saccade.processor.tokenizer import Tokenizer
-from saccade.processor.video import split_kwargs, video_bill_item, videos_for
+from saccade.processor.video import largest_item, split_kwargs, video_bill_item, videos_for
 from saccade.processor.video_prompt import build_video_prompt
 from saccade.sampling_params import SamplingParams
 from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, Span, short_key
@@ -93,8 +93,7 @@ class Processor:
 
     def largest_item(self) -> Geometry | None:
         """The most expensive image or frame group the limits allow; None when they allow none."""
-        sizes = (self.images.largest(), self.videos.largest() if self.videos else None)
-        return max((size for size in sizes if size), key=lambda size: size.slots, default=None)
+        return largest_item(self.images, self.videos)
 
     def from_prompt(self, prompt: str | Mapping[str, Any], *, salt: bytes = b"") -> Prompt:
         """A raw prompt: text or ids with one placeholder per image, as the caller wrote them.

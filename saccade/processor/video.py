@@ -22,7 +22,7 @@ from saccade.options import MediaPolicy
 from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling, VideoRules
-from saccade.processor.images import bill_item, whole_number
+from saccade.processor.images import Images, bill_item, whole_number
 from saccade.types import BillItem, Geometry, Header, Key, MediaItem, Size, Still, VideoRun, short_key
 
 REQUEST_KEYS = ("fps", "num_frames", "max_frames", "max_video_pixels", "video_pruning")
@@ -61,6 +61,12 @@ def videos_for(checkpoint: Checkpoint, policy: MediaPolicy) -> Videos | None:
     """None for a model without video."""
     rules = video_rules_for(checkpoint)
     return Videos(rules, policy, checkpoint.fingerprint) if rules else None
+
+
+def largest_item(images: Images, videos: Videos | None) -> Geometry | None:
+    """The most expensive image or frame group the limits allow; None when they allow none."""
+    sizes = (images.largest(), videos.largest() if videos else None)
+    return max((size for size in sizes if size), key=lambda size: size.slots, default=None)
 
 
 class Videos:

@@ -21,6 +21,7 @@ from saccade.runner.build_encoder import max_patches
 from saccade.runner.cuda.attention_selector import AttentionTarget, check
 from saccade.runner.cuda.compile_kernels import compile_kernels
 from saccade.runner.cuda.kv_host_blocks import HostBlocks
+from saccade.runner.device_memory import MemoryPlan
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.embedding_tiers.entry import Namespace
 from saccade.runner.encoder.encoder_channel import Connect
@@ -29,7 +30,6 @@ from saccade.runner.encoder.graph_capture import capture_tower, run_tower
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.forward import Forward
 from saccade.runner.forward_selector import ForwardParts, run_forward, select_forward
-from saccade.runner.memory import MemoryPlan
 from saccade.runner.memory_report import MemoryReport
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.replica_placement import decode_threads

@@ -13,6 +13,7 @@ from saccade import costs
 from saccade.errors import ConfigError
 from saccade.models.interface import VisionLanguageModel
 from saccade.options import Options
+from saccade.runner.device_memory import MemoryPlan, free_ram
 from saccade.runner.embedding_tiers.entry import Namespace, checksum
 from saccade.runner.embedding_tiers.folder import FolderStore
 from saccade.runner.embedding_tiers.host import PAGE_BYTES, HostTier
@@ -21,7 +22,6 @@ from saccade.runner.embedding_tiers.store import Store, StoreError
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
 from saccade.runner.embedding_tiers.weights_digest import weights_digest
 from saccade.runner.latency_profile import encode_seconds, largest_within
-from saccade.runner.memory import MemoryPlan, free_ram
 from saccade.types import Geometry, Grid, Header, MediaItem, Size
 
 _HOST_GIB = 4.0  # beside a GPU

@@ -15,18 +15,11 @@ from saccade.errors import ConfigError
 from saccade.models import is_native, load_model
 from saccade.options import Options
 from saccade.runner.cuda.compile_kernels import compile_kernels
+from saccade.runner.device_memory import device_of, dtype_of
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.graph_capture import capture_tower, run_tower
 from saccade.runner.latency_profile import encode_seconds, largest_within
-from saccade.runner.memory import (
-    SPARE_BYTES,
-    budget_of,
-    device_of,
-    dtype_of,
-    image_bytes,
-    pass_patches,
-    tower_graph_bytes,
-)
+from saccade.runner.memory import SPARE_BYTES, budget_of, image_bytes, pass_patches, tower_graph_bytes
 from saccade.runner.replica_placement import decode_threads
 from saccade.runner.weight_packing import pack_where_faster
 from saccade.types import Geometry

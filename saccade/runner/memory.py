@@ -1,24 +1,18 @@
-"""Sizes everything once, before weights are loaded: dtype, context, KV blocks, encoder budget and cache.
+"""Sizes everything once, before weights are loaded: context, KV blocks, encoder budget and cache.
 
 Each automatic value comes with the reason it was chosen; a setting that cannot work is refused with values.
+Imports no torch: an engine (`device_memory`) and `saccade plan` use the same arithmetic.
 """
 
 from __future__ import annotations
 
-import gc
 import math
-import os
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
-from saccade.models import is_native
-from saccade.models.layers.packed_linear import multiplies_bfloat16
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.cuda.graph_sizes import (
     GRAPH_STRETCHES,
@@ -28,10 +22,9 @@ from saccade.runner.cuda.graph_sizes import (
     MAX_MIXED_ROWS,
     mixed_sizes,
 )
-from saccade.runner.cuda.kv_host_blocks import IN_BUFFERS, OUT_BUFFERS, staging_blocks
-from saccade.runner.encoder.graph_capture import largest_pass
-from saccade.runner.weight_packing import plan_packing
+from saccade.runner.cuda.staging_sizes import IN_BUFFERS, OUT_BUFFERS, staging_blocks
 from saccade.types import Geometry, Size
+from saccade.vision_graph_sizes import largest_pass
 
 _CPU_KV_GIB = 4.0  # automatic maximum on a CPU
 _CPU_KV_SHARE = 0.3  # of the memory that is free once the weights are loaded
@@ -53,15 +46,6 @@ SPARE_BYTES = 1 << 30  # of a GPU: the driver's memory for graphs and kernels, l
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    device: torch.device
-    dtype: torch.dtype
-    scheduler: SchedulerConfig
-    reasons: tuple[str, ...]  # one line per choice, for the start-up log
-    parts: MemoryParts
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryParts:
     """Bytes by use. Nothing else is allocated once the engine runs; a CPU plans only the first three."""
 
@@ -80,6 +64,24 @@ class MemoryParts:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
+@dataclass(frozen=True, slots=True)
+class MemorySizes:
+    scheduler: SchedulerConfig
+    reasons: tuple[str, ...]  # one line per choice, for the start-up log
+    parts: MemoryParts
+
+
+class Machine(NamedTuple):
+    """What memory is planned for."""
+
+    device: str  # "cuda" or "cpu"
+    dtype: str
+    free_bytes: int  # that the engine may take
+    host_free_bytes: int | None = None  # for KV blocks in host memory; None: what a CPU has left
+    is_native: bool = True  # the model runs through code of our own
+    packed_bytes: int = 0  # of weights that are packed beside their originals
+
+
 class Encoders(NamedTuple):
     """Encoder workers of the server that an engine belongs to."""
 
@@ -87,24 +89,22 @@ class Encoders(NamedTuple):
     bytes_beside: int = 0  # device memory of those on the engine's own GPU
 
 
-def plan_memory(
+def size_memory(
     options: Options,
     model: ModelConfig,
     largest: Geometry | None,
-    free_bytes: int | None = None,
+    machine: Machine,
     memory_parts: int = 1,
     encoders: Encoders = Encoders(),  # noqa: B008 (immutable)
-) -> MemoryPlan:
-    """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given."""
-    device = device_of(options.device)
-    dtype, why_dtype = dtype_of(options.dtype, model.dtype, device)
-    known = _free_bytes(device, options, encoders) if free_bytes is None else free_bytes
-    free = known // memory_parts  # engines on one CPU share it, and the automatic cache sizes
+) -> MemorySizes:
+    """`largest` is the most expensive image the limits allow."""
+    dtype = machine.dtype
+    free = machine.free_bytes // memory_parts  # engines on one CPU share it, and the automatic cache sizes
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest, memory_parts)
-    parts = _beside_kv(options, model, dtype, largest, slots, device.type, encoders)
-    blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type, memory_parts)
+    parts = _beside_kv(options, model, largest, slots, machine, encoders)
+    blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, machine.device, memory_parts)
     parts = replace(parts, kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size))
-    host_free = free_ram() if device.type == "cuda" else free - parts.total
+    host_free = free - parts.total if machine.host_free_bytes is None else machine.host_free_bytes
     host_blocks, why_offload = _host_blocks(options, model, dtype, host_free)
     length, why_length = _model_len(options, model, blocks)
     biggest = _biggest(largest, length)
@@ -125,44 +125,45 @@ def plan_memory(
     )
     parts = replace(parts, embeddings=slots * scheduler.slot_bytes)
     reasons = (
-        f"device {device}",
-        why_dtype,
         why_length,
         why_kv,
         *why_offload,
         *([why_budget] if model.vision else []),
         why_cache,
         *_why_states(options, model, parts),
-        *(_why_parts(parts) if parts.graphs else [plan_packing(model, dtype, device).reason]),
+        *(_why_parts(parts) if parts.graphs else []),
     )
-    return MemoryPlan(device, getattr(torch, dtype), scheduler, reasons, parts)
+    return MemorySizes(scheduler, reasons, parts)
 
 
 def _beside_kv(
     options: Options,
     model: ModelConfig,
-    dtype: str,
     largest: Geometry | None,
     slots: int,
-    device: str,
+    machine: Machine,
     encoders: Encoders,
 ) -> MemoryParts:
     """All that has to fit beside the KV cache. The largest image counts whole, for any context."""
-    weights = costs.weight_bytes(model, dtype) + plan_packing(model, dtype, torch.device(device)).copied_bytes
+    dtype = machine.dtype
+    weights = costs.weight_bytes(model, dtype) + machine.packed_bytes
     num_states = options.max_num_seqs + _num_checkpoints(options)
     states = num_states * costs.state_bytes_per_request(model.text, dtype)
-    if device != "cuda":
+    if machine.device != "cuda":
         return MemoryParts(weights, 0, 0, states=states)
     biggest = largest.slots if largest else 0
     restores = options.has_embedding_tiers or encoders.number > 0
     per_slot = costs.embedding_bytes_per_slot(model.text, dtype)
+    per_token = costs.fused_prompt_bytes_per_token if machine.is_native else costs.prompt_bytes_per_token
+    token_bytes = per_token(model.text, dtype)
+    graphs = _graph_bytes(options, model, dtype, token_bytes)
     return MemoryParts(
         weights=weights,
         kv=0,
         embeddings=max(slots or budget_of(options, biggest), biggest) * per_slot,
-        work=_work_bytes(options, model, dtype, largest),
+        work=_work_bytes(options, model, dtype, largest, token_bytes),
         images=image_bytes(options, model, dtype, largest, restores=restores),
-        graphs=_graph_bytes(options, model, dtype) + _cross_table_bytes(options, model, slots, biggest),
+        graphs=graphs + _cross_table_bytes(options, model, slots, biggest),
         spare=SPARE_BYTES,
         states=states,
         staging=_staging_bytes(options, model, dtype),
@@ -181,9 +182,11 @@ def budget_of(options: Options, biggest: int) -> int:
     return options.encoder_budget or max(options.max_num_batched_tokens, biggest)
 
 
-def _work_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
+def _work_bytes(
+    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, token_bytes: int
+) -> int:
     """An encoder pass may pause between two layers while prefill or sampling runs."""
-    prefill = options.max_num_batched_tokens * _prefill_bytes_per_token(model, dtype)
+    prefill = options.max_num_batched_tokens * token_bytes
     if model.text.mla:
         contexts = options.max_num_seqs * (options.max_model_len or model.text.max_position)
         prefill += min(contexts, MAX_EXPANDED) * costs.expanded_bytes_per_token(model.text, dtype)
@@ -213,7 +216,7 @@ def image_bytes(
     return held + costs.prepare_bytes(Size(source, source), Size(resized, resized))
 
 
-def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
+def _graph_bytes(options: Options, model: ModelConfig, dtype: str, token_bytes: int) -> int:
     """All graphs share the memory of the largest; beside it inputs of mixed batches, logits, block tables.
 
     A formula, since it must be known before the KV cache is sized, and graphs are captured over the cache.
@@ -227,7 +230,7 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     logits = rows * text.vocab_size * costs.dtype_bytes(dtype)
     length = options.max_model_len or text.max_position
     tables = 2 * rows * costs.blocks_for(length, options.block_size) * 4
-    activations = max([largest, *mixed]) * _prefill_bytes_per_token(model, dtype)
+    activations = max([largest, *mixed]) * token_bytes
     fixed = _LIBRARY_BYTES + _SEGMENT_BYTES
     return activations + fixed + embeds + logits + tables + tower_graph_bytes(model, dtype)
 
@@ -239,11 +242,6 @@ def _cross_table_bytes(options: Options, model: ModelConfig, slots: int, biggest
     rows = options.max_num_seqs + 1 + GRAPH_STRETCHES
     attended = max(slots, budget_of(options, biggest) * _pinned_images(options, model))
     return rows * (attended // costs.cross_slots_per_state(model.text)) * 4
-
-
-def _prefill_bytes_per_token(model: ModelConfig, dtype: str) -> int:
-    per_token = costs.fused_prompt_bytes_per_token if is_native(model) else costs.prompt_bytes_per_token
-    return per_token(model.text, dtype)
 
 
 def tower_graph_bytes(model: ModelConfig, dtype: str) -> int:
@@ -273,62 +271,6 @@ def _num_checkpoints(options: Options) -> int:
 def _why_parts(parts: MemoryParts) -> tuple[str, ...]:
     sizes = (f"{field.name} {getattr(parts, field.name) / costs.GIB:.2f}" for field in fields(parts))
     return (f"{parts.total / costs.GIB:.2f} GiB of the device in all: {', '.join(sizes)}",)
-
-
-def device_of(wanted: str) -> torch.device:
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
-        problem = "PyTorch sees no CUDA device here"
-        raise ConfigError(f"device={wanted} was asked for, but {problem}; use --device cpu")
-    try:
-        return torch.device(wanted)
-    except RuntimeError:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {wanted!r}") from None
-
-
-def dtype_of(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
-    if wanted != "auto":
-        _check_dtype(wanted, "give another --dtype")
-        return wanted, f"dtype {wanted}: as asked"
-    if saved == "float32" or device.type != "cpu":
-        _check_dtype(saved, "config.json says so (dtype or torch_dtype); choose with --dtype")
-        return saved, f"dtype {saved}: as the checkpoint was saved"
-    if multiplies_bfloat16():
-        why = "this CPU multiplies bfloat16 natively"
-        return "bfloat16", f"dtype bfloat16: the checkpoint is {saved} and {why}"
-    return "float32", f"dtype float32: the checkpoint is {saved}, which this CPU would only emulate"
-
-
-def _check_dtype(name: str, remedy: str) -> None:
-    try:
-        costs.dtype_bytes(name)
-    except ValueError as error:
-        raise ConfigError(f"{error}; {remedy}") from None
-
-
-def _free_bytes(device: torch.device, options: Options, encoders: Encoders) -> int:
-    """Encoder workers on the same GPU may have taken their memory already, or take it later."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()  # memory that a closed engine left with the allocator counts as taken
-        free, total = torch.cuda.mem_get_info(device)
-        share = options.gpu_memory_utilization
-        return int(min(free - total * (1 - share), total * share - encoders.bytes_beside))
-    return free_ram()
-
-
-def free_ram() -> int:
-    """What is available without swapping, and within the limit of a container."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024  # page cache counts as free
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
 
 
 def _kv_blocks(

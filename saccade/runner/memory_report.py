@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from saccade.runner.memory import MemoryPlan
+from saccade.runner.device_memory import MemoryPlan
 
 _DEFAULT_POOL = (0, 0)
 

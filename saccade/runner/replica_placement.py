@@ -14,7 +14,7 @@ import torch
 
 from saccade.errors import ConfigError
 from saccade.options import Options
-from saccade.runner.memory import device_of
+from saccade.runner.device_memory import device_of
 from saccade.types import Replica
 
 _MAX_DECODE_THREADS = 8

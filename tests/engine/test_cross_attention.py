@@ -16,7 +16,7 @@ from saccade.cli.chat import bill_line
 from saccade.errors import RequestError
 from saccade.options import Options
 from saccade.runner import build as runner_build
-from saccade.runner.memory import plan_memory
+from saccade.runner.device_memory import plan_memory
 from saccade.types import Geometry, Grid, Size
 from tests.helpers import family_mllama
 from tests.helpers.family_mllama import HUB, IMAGE

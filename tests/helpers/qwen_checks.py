@@ -12,9 +12,9 @@ from hypothesis import assume
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from saccade import costs
+from saccade import costs, vision_graph_sizes
 from saccade.checkpoint.config import model_config
-from saccade.models.cuda import vision_graph_sizes, vision_graphs
+from saccade.models.cuda import vision_graphs
 from saccade.models.cuda.vision import FusedVision
 from saccade.models.interface import ModelParts
 from saccade.models.state_dict import Parameters

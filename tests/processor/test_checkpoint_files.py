@@ -151,18 +151,19 @@ def test_a_model_type_that_nobody_knows_is_refused_by_name(folder: Path) -> None
 def test_a_hub_id_is_downloaded_without_weights_when_none_are_wanted(folder: Path, monkeypatch: Any) -> None:
     asked = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, "*.safetensors" in allow_patterns))
+    def download(name: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        asked.append((name, "*.safetensors" in allow_patterns, local_files_only))
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     open_checkpoint("owner/name", weights=False)
     assert open_checkpoint("owner/name").path == folder
-    assert asked == [("owner/name", False), ("owner/name", True)]
+    open_checkpoint("owner/name", weights=False, is_local=True)
+    assert asked == [("owner/name", False, False), ("owner/name", True, False), ("owner/name", False, True)]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: Any) -> None:
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], local_files_only: bool) -> str:
         raise LocalEntryNotFoundError("a long story\nover several lines")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

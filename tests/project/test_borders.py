@@ -15,7 +15,9 @@ import pytest
 
 PROJECT = Path(__file__).parents[2]
 ROOT = PROJECT / "saccade"
-NOUNS = {"types", "errors", "options", "trusted_proxies", "sampling_params", "outputs", "costs"}
+NOUNS = {
+    *("types", "errors", "options", "trusted_proxies", "sampling_params", "outputs", "costs", "vision_graph_sizes"),
+}
 KERNELS = {"kernels.attention", "kernels.gemm", "kernels.gdn", "kernels.moe", "kernels.ops", "kernels.launch"}
 MODELS = {"models", "models.layers", "models.vision", "models.cuda"}  # families are imported by name, from their table
 
@@ -31,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "torch_utils": set(),
     "checkpoint": {"errors"},
     "costs": {"types", "checkpoint"},
+    "vision_graph_sizes": {"types", "checkpoint"},
     "media": {"errors", "types", "options"},
     "structured": {"errors", "types", "checkpoint", "fair_pool"},
     "processor.families": {"errors", "types", "costs", "checkpoint"},
@@ -45,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.moe": {"kernels.launch"},
     "models.layers": {"errors", "checkpoint", "models"},
     "models.vision": {"errors", "types", "checkpoint", "models", "models.layers"},
-    "models.cuda": {"types", "models.layers", "models.vision", "torch_utils"} | KERNELS,
+    "models.cuda": {"types", "models.layers", "models.vision", "torch_utils", "vision_graph_sizes"} | KERNELS,
     "models.families": {"errors", "types", "checkpoint", "models", "models.layers", "models.vision", "torch_utils"},
     "models": {"errors", "types", "checkpoint", "models.layers", "models.vision"},
     "runner.embedding_tiers": NOUNS | {"media"},
@@ -65,14 +68,18 @@ ALLOWED: dict[str, set[str]] = {
     | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc", "engine.encoders"}
     | {"engine.replicas", "engine.ray_cluster"}
     | {"server.http", "server.request", "server.api"},
-    "evaluation": {"errors", "types", "options", "costs"},
+    "svg": set(),
+    "evaluation": {"errors", "types", "options", "costs", "svg"},
+    "plan": NOUNS | {"checkpoint", "processor", "processor.families", "scheduler", "runner", "svg"},
     "bench": {"errors"},
-    "cli": NOUNS | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench"},
+    "cli": NOUNS
+    | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench", "plan"}
+    | {"runner"},
     "__init__": {"sampling_params", "llm"},
 }
 HEAVY = {"torch", "transformers", "safetensors"}
 TORCH_FREE = (
-    *("media", "structured", "checkpoint", "processor", "scheduler", "server", "cli", "evaluation", "bench"),
+    *("media", "structured", "checkpoint", "processor", "scheduler", "server", "cli", "evaluation", "bench", "plan"),
     *NOUNS,
 )
 FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must never import
@@ -234,6 +241,7 @@ def test_model_names_appear_only_in_the_two_folders_and_their_tables() -> None:
         "saccade.engine.ipc.client",
         "saccade.server.serve",
         "saccade.cli.main",
+        "saccade.cli.plan",
     ],
 )
 def test_importing_it_does_not_load_torch(module: str) -> None:

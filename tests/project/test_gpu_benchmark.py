@@ -8,9 +8,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.gpu import MODELS, ROWS, interpreter
-from benchmarks.gpu_floors import Floors, Peaks
+from benchmarks.gpu_floors import Floors
 from benchmarks.gpu_shapes import SHAPES, write_folder
 from saccade.processor.checkpoint_files import open_checkpoint
+from saccade.runner.device_peaks import Peaks
 
 
 @pytest.fixture(scope="module", params=MODELS)

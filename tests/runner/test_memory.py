@@ -15,10 +15,11 @@ from saccade.models import is_native, load_model
 from saccade.models.layers.decoder import Decoder
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
-from saccade.runner import memory
+from saccade.runner import device_memory
+from saccade.runner.device_memory import MemoryPlan, _free_bytes, dtype_of, plan_memory
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
-from saccade.runner.memory import Encoders, MemoryPlan, _free_bytes, dtype_of, plan_memory
+from saccade.runner.memory import Encoders
 from saccade.types import Geometry, Grid, Size
 from tests.helpers.fake_tower import FakeTower, picture
 from tests.helpers.published import PUBLISHED
@@ -345,7 +346,7 @@ def test_an_engine_leaves_encoder_workers_on_its_gpu_their_memory(monkeypatch: p
 def test_a_cpu_that_only_emulates_bfloat16_computes_in_float32(
     is_native: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "multiplies_bfloat16", lambda: is_native)
-    dtype, reason = memory.dtype_of("auto", "bfloat16", torch.device("cpu"))
+    monkeypatch.setattr(device_memory, "multiplies_bfloat16", lambda: is_native)
+    dtype, reason = device_memory.dtype_of("auto", "bfloat16", torch.device("cpu"))
     assert dtype == expected and ("natively" in reason) == is_native
-    assert memory.dtype_of("bfloat16", "bfloat16", torch.device("cpu"))[0] == "bfloat16", "as asked"
+    assert device_memory.dtype_of("bfloat16", "bfloat16", torch.device("cpu"))[0] == "bfloat16", "as asked"

@@ -14,7 +14,7 @@ from saccade.models import load_model
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
-from saccade.runner.memory import plan_memory
+from saccade.runner.device_memory import plan_memory
 from saccade.runner.weight_packing import pack_weights, plan_packing
 from saccade.types import Grid
 from tests.helpers.packing import needs_onednn

@@ -24,9 +24,9 @@ from torch import Tensor
 from saccade.kernels.launch.compile_ahead import is_compiling, record
 from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda.vision_attention import Attend, AttentionPath, PassLimits, VisionHeads
-from saccade.models.cuda.vision_graph_sizes import IMAGES, size_for
 from saccade.models.vision.backend import Blocks, Lengths, RunBlocks
 from saccade.models.vision.blocks import PatchPositions, VisionBlock
+from saccade.vision_graph_sizes import IMAGES, size_for
 
 BLOCKS_PER_GRAPH = 4  # fewer would cost more graphs and launches; four take about as long as a decode step
 

@@ -25,23 +25,16 @@ from torch import Tensor
 from saccade import costs
 from saccade.errors import ConfigError
 from saccade.models.layers.torch_attention import PagedKV
+from saccade.runner.cuda.staging_sizes import IN_BUFFERS, OUT_BUFFERS, staging_blocks
 from saccade.torch_utils import to_device
 from saccade.types import KVCopy, LatencyCurve
 
-STAGING_BYTES = 32 << 20  # of a buffer: 0.6 ms over PCIe 5, so that copies and kernels overlap
-OUT_BUFFERS = 4  # what a step evicts should fit: the next kernel waits for a buffer
-IN_BUFFERS = 2
 _TIMED_BLOCKS = (1, 4, 16, 64, 256)
 _REPEATS = 3
 _VALUE_BYTES = 8
 
 Event = torch.cuda.Event | None  # None where nothing is asynchronous
 Stream = torch.cuda.Stream | None
-
-
-def staging_blocks(block_bytes: int) -> int:
-    """Blocks that a staging buffer holds."""
-    return max(1, STAGING_BYTES // block_bytes)
 
 
 class HostBlocks:

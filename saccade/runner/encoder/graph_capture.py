@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from tqdm import tqdm
 
+from saccade import vision_graph_sizes as sizes
 from saccade.checkpoint.config import VisionConfig
-from saccade.models.cuda import vision_graph_sizes as sizes
 from saccade.models.interface import DecoderModel, VisionLanguageModel
 from saccade.types import Grid
 
@@ -48,13 +48,6 @@ def run_tower(model: Any) -> None:
         model.ops = ops
 
 
-def largest_pass(vision: VisionConfig) -> int:
-    """Patches of the largest captured pass."""
-    squares = _max_squares(vision)
-    largest = sizes.size_for(squares * _rows_of(_square(vision))) if squares else 0
-    return max(sizes.SIZES[-1], largest)
-
-
 def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
     """One image of each size, and several small ones; with one fixed image size, each number of images."""
     side = vision.spatial_merge_size
@@ -65,8 +58,8 @@ def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
                 packs.append([_about(_SMALL, side)] * (size // _SMALL))
             # Some round up to another size, which has its own.
             yield from (pack for pack in packs if sizes.size_for(sum(grid.patches for grid in pack)) == size)
-    for images in range(_max_squares(vision), 0, -1):
-        yield [_square(vision)] * images
+    for images in range(sizes.max_squares(vision), 0, -1):
+        yield [sizes.square(vision)] * images
 
 
 def _about(patches: int, side: int) -> Grid:
@@ -74,24 +67,6 @@ def _about(patches: int, side: int) -> Grid:
     tokens = patches // side**2
     rows = 1 if tokens % _ROWS else _ROWS
     return Grid(1, rows * side, tokens // rows * side)
-
-
-def _max_squares(vision: VisionConfig) -> int:
-    """Images of the one fixed size in the largest captured pass; 0: sizes vary, or it is too large."""
-    has_sizes = vision.spatial_merge_size > 1 and not vision.takes_squares
-    if has_sizes or not vision.image_size or _square(vision).patches > sizes.SIZES[-1]:
-        return 0
-    return min(sizes.IMAGES, sizes.MAXIMUM // _rows_of(_square(vision)))
-
-
-def _square(vision: VisionConfig) -> Grid:
-    assert vision.image_size
-    return Grid(1, vision.image_size // vision.patch_size, vision.image_size // vision.patch_size)
-
-
-def _rows_of(square: Grid) -> int:
-    """Inside a tower, which may add a class token."""
-    return square.patches + 1
 
 
 def blank_patches(model: VisionLanguageModel, grids: list[Grid]) -> torch.Tensor:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from saccade import vision_graph_sizes
 from saccade.checkpoint.config import model_config
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.kernels.ops import vit_elementwise
-from saccade.models.cuda import vision_graph_sizes, vision_graphs
+from saccade.models.cuda import vision_graphs
 from saccade.models.cuda.vision import FusedVision, _FusedPass
 from saccade.models.cuda.vision_attention import PassLimits, ScheduledAttention, TiledAttention, VisionHeads, num_tiles
 from saccade.models.families.llava import Llava
@@ -192,7 +193,7 @@ def test_memory_is_planned_for_the_largest_pass_that_is_recorded(
     monkeypatch.setattr(vision_graph_sizes, "MAXIMUM", maximum)
     made = model(LLAVA, FusedVision(), Llava)
     capture_tower(made)
-    assert made.config.vision and graph_capture.largest_pass(made.config.vision) == largest
+    assert made.config.vision and vision_graph_sizes.largest_pass(made.config.vision) == largest
 
 
 def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:

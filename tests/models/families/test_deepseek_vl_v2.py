@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from saccade import LLM, SamplingParams, costs
+from saccade import LLM, SamplingParams, costs, vision_graph_sizes
 from saccade.checkpoint.config import model_config
 from saccade.cli.count import count_files
-from saccade.models.cuda import vision_graph_sizes
 from saccade.models.families.deepseek_vl_v2 import Projector
 from saccade.models.layers.mla import LatentDecoder
 from saccade.models.layers.torch_attention import PagedKV

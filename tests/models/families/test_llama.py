@@ -18,7 +18,7 @@ from saccade.models import load_model
 from saccade.models.layers.torch_attention import PagedAttention, PagedKV
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
-from saccade.runner.memory import plan_memory
+from saccade.runner.device_memory import plan_memory
 from tests.helpers.async_engine import OPTIONS, answers, overlapped
 from tests.helpers.browser import PATIENCE_MS, open_page, running_browser
 from tests.helpers.engine_runs import Subject, run

@@ -11,7 +11,7 @@ import torch
 
 from saccade.errors import ConfigError
 from saccade.models.layers.torch_attention import PagedKV
-from saccade.runner.cuda import kv_host_blocks
+from saccade.runner.cuda import kv_host_blocks, staging_sizes
 from saccade.runner.cuda.kv_host_blocks import HostBlocks, _Lane
 from saccade.types import KVCopy
 
@@ -34,7 +34,7 @@ def blocks_of(kv: PagedKV) -> torch.Tensor:
 @pytest.fixture(params=["one chunk", "chunks of two"])
 def staging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "chunks of two":
-        monkeypatch.setattr(kv_host_blocks, "STAGING_BYTES", 2 * 2 * LAYERS * SIZE * HEADS * DIM * 2)
+        monkeypatch.setattr(staging_sizes, "STAGING_BYTES", 2 * 2 * LAYERS * SIZE * HEADS * DIM * 2)
 
 
 @pytest.mark.usefixtures("staging")

@@ -1,0 +1,111 @@
+"""The memory plan of an engine on the device that it finds: which device, which dtype, how much is free."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from saccade import costs
+from saccade.checkpoint.config import ModelConfig
+from saccade.errors import ConfigError
+from saccade.models import is_native
+from saccade.models.layers.packed_linear import multiplies_bfloat16
+from saccade.options import Options, SchedulerConfig
+from saccade.runner.memory import Encoders, Machine, MemoryParts, size_memory
+from saccade.runner.weight_packing import plan_packing
+from saccade.types import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    device: torch.device
+    dtype: torch.dtype
+    scheduler: SchedulerConfig
+    reasons: tuple[str, ...]  # one line per choice, for the start-up log
+    parts: MemoryParts
+
+
+def plan_memory(
+    options: Options,
+    model: ModelConfig,
+    largest: Geometry | None,
+    free_bytes: int | None = None,
+    memory_parts: int = 1,
+    encoders: Encoders = Encoders(),  # noqa: B008 (immutable)
+) -> MemoryPlan:
+    """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given."""
+    device = device_of(options.device)
+    dtype, why_dtype = dtype_of(options.dtype, model.dtype, device)
+    packing = plan_packing(model, dtype, device)
+    machine = Machine(
+        device=device.type,
+        dtype=dtype,
+        free_bytes=_free_bytes(device, options, encoders) if free_bytes is None else free_bytes,
+        host_free_bytes=free_ram() if device.type == "cuda" else None,
+        is_native=is_native(model),
+        packed_bytes=packing.copied_bytes,
+    )
+    sizes = size_memory(options, model, largest, machine, memory_parts, encoders)
+    packed = () if sizes.parts.graphs else (packing.reason,)
+    reasons = (f"device {device}", why_dtype, *sizes.reasons, *packed)
+    return MemoryPlan(device, getattr(torch, dtype), sizes.scheduler, reasons, sizes.parts)
+
+
+def device_of(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        problem = "PyTorch sees no CUDA device here"
+        raise ConfigError(f"device={wanted} was asked for, but {problem}; use --device cpu")
+    try:
+        return torch.device(wanted)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {wanted!r}") from None
+
+
+def dtype_of(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
+    if wanted != "auto":
+        _check_dtype(wanted, "give another --dtype")
+        return wanted, f"dtype {wanted}: as asked"
+    if saved == "float32" or device.type != "cpu":
+        _check_dtype(saved, "config.json says so (dtype or torch_dtype); choose with --dtype")
+        return saved, f"dtype {saved}: as the checkpoint was saved"
+    if multiplies_bfloat16():
+        why = "this CPU multiplies bfloat16 natively"
+        return "bfloat16", f"dtype bfloat16: the checkpoint is {saved} and {why}"
+    return "float32", f"dtype float32: the checkpoint is {saved}, which this CPU would only emulate"
+
+
+def _check_dtype(name: str, remedy: str) -> None:
+    try:
+        costs.dtype_bytes(name)
+    except ValueError as error:
+        raise ConfigError(f"{error}; {remedy}") from None
+
+
+def _free_bytes(device: torch.device, options: Options, encoders: Encoders) -> int:
+    """Encoder workers on the same GPU may have taken their memory already, or take it later."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # memory that a closed engine left with the allocator counts as taken
+        free, total = torch.cuda.mem_get_info(device)
+        share = options.gpu_memory_utilization
+        return int(min(free - total * (1 - share), total * share - encoders.bytes_beside))
+    return free_ram()
+
+
+def free_ram() -> int:
+    """What is available without swapping, and within the limit of a container."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024  # page cache counts as free
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free

@@ -1,0 +1,33 @@
+"""`saccade bench --calibrate` on the CPU, and a plan with what it wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from saccade.cli import calibrate
+from saccade.cli.main import main
+
+
+def test_what_is_measured_here_is_what_a_plan_uses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "_REPEATS", 1)
+    monkeypatch.setattr(calibrate, "_CONTEXT", 64)
+    monkeypatch.setattr(calibrate, "_STEPS", 4)
+    monkeypatch.setattr(calibrate, "_TEXTS", (16, 128))
+    file = tmp_path / "here.json"
+    assert main(["bench", "--calibrate", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(" ms predicted") == 5 and str(file) in printed
+    written = json.loads(file.read_text())
+    assert written["hardware"]["is_cpu"] and written["hardware"]["tflops"] > 0
+    assert 0 < written["gemm"] <= 1 and written["megapixel_ms"] > 0
+    assert main(["plan", "Qwen/Qwen2-VL-2B", "--calibration", str(file), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["gpu"] == written["hardware"]
+    assert f"times: {written['source']}" in planned["notes"]
+    assert main(["plan", "Qwen/Qwen2-VL-2B", "--calibration", str(file), "--gpu", "l4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"]["name"] == "L4"

@@ -1,0 +1,98 @@
+"""Memory of a plan is the engine's own: by the same code, for every card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from saccade import costs
+from saccade.errors import ConfigError
+from saccade.options import MediaPolicy, Options
+from saccade.plan.hardware import PRESETS, find_hardware
+from saccade.plan.model_cards import card_names, read_card
+from saccade.plan.planner import make_plan
+from saccade.plan.workload import largest_image
+from saccade.processor.images import Images
+from saccade.runner.device_memory import plan_memory
+from saccade.runner.memory import Machine, size_memory
+from tests.helpers.plans import deployment, planned
+
+
+@pytest.mark.parametrize("name", card_names())
+def test_parts_and_blocks_are_those_that_an_engine_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    checkpoint = read_card(name)
+    plan = planned(name, images=0)
+    free = find_hardware("h200").free_bytes(0.9) * plan.capacity.gpus
+    largest = largest_image(checkpoint, Options())
+    engine = plan_memory(Options(device="cuda"), checkpoint.config, largest, free)
+    assert plan.capacity.parts == engine.parts
+    assert plan.capacity.scheduler == engine.scheduler
+
+
+def test_requests_fit_in_whole_blocks() -> None:
+    plan = planned(output_tokens=1, input_tokens=63)
+    assert plan.cost.tokens == 880 + 64
+    assert plan.capacity.kv_blocks_per_request == 59
+    assert plan.capacity.concurrent == plan.capacity.scheduler.num_blocks // 59
+
+
+def test_what_an_idle_h200_leaves_an_engine_is_what_one_was_measured_to_have() -> None:
+    """docs/experiments/023: 0.6 of it are 83.9 GiB, before what the driver takes."""
+    assert find_hardware("h200").free_bytes(0.6) / costs.GIB + 527 / 1024 == pytest.approx(83.9, abs=0.05)
+
+
+def test_a_model_too_large_for_a_gpu_is_planned_over_several() -> None:
+    plan = planned("llama-3.2-90b-vision", "h100", images=0)
+    assert plan.capacity.gpus == 3
+    weights = costs.weight_bytes(plan.deployment.checkpoint.config, "bfloat16")
+    assert plan.capacity.parts.weights == weights > 2 * 80e9
+    assert plan.gpus == 3
+
+
+def test_images_that_are_cross_attended_take_the_encoder_cache_and_one_kv_token() -> None:
+    plan = planned("llama-3.2-11b-vision")
+    images = Images(plan.deployment.checkpoint, MediaPolicy.of(Options()))
+    assert plan.cost.image_tokens == 1
+    assert plan.capacity.bound_by == "encoder cache"
+    largest = images.largest()
+    assert largest and plan.capacity.concurrent == plan.capacity.scheduler.encoder_cache_slots // largest.slots == 8
+
+
+def test_fp8_weights_leave_their_bytes_to_the_kv_cache() -> None:
+    given = deployment()
+    full, fp8 = make_plan(given), make_plan(replace(given, weight_bytes=1.0))
+    saved = full.capacity.parts.weights - fp8.capacity.parts.weights
+    layers = costs.active_layer_params(given.checkpoint.config.text)
+    assert saved == layers
+    assert fp8.capacity.kv_bytes - full.capacity.kv_bytes == pytest.approx(saved, abs=16 * 147456)
+
+
+def test_an_fp8_kv_cache_holds_twice_the_requests() -> None:
+    given = deployment()
+    assert make_plan(replace(given, kv_value_bytes=1.0)).capacity.concurrent == pytest.approx(
+        2 * make_plan(given).capacity.concurrent, abs=1
+    )
+
+
+def test_a_model_that_no_number_of_gpus_holds_is_refused_with_values() -> None:
+    given = deployment("Qwen/Qwen3-VL-235B-A22B", "cpu")
+    with pytest.raises(ConfigError, match="no room for KV blocks"):
+        make_plan(given)
+
+
+def test_sizes_of_a_machine_follow_from_what_it_has_free() -> None:
+    config = read_card("Qwen/Qwen2-VL-2B").config
+    machine = Machine("cuda", "bfloat16", 20 * costs.GIB, 0)
+    sizes = size_memory(Options(), config, None, machine)
+    assert 20 * costs.GIB - costs.kv_bytes_per_block(config.text, "bfloat16") < sizes.parts.total <= 20 * costs.GIB
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_gpu_has_a_plan_for_a_small_model(name: str) -> None:
+    plan = planned("qwen2-vl-2b", name)
+    assert plan.capacity.gpus == 1
+    assert plan.capacity.parts.total <= PRESETS[name].memory_gib * costs.GIB
+    assert plan.rate > 0
