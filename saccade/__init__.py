@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from saccade.errors import ConfigError, RequestError
+from saccade.outputs import CompletionOutput, RequestOutput
 from saccade.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from saccade.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM", "CompletionOutput", "ConfigError", "RequestError", "RequestOutput", "SamplingParams",
+    "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

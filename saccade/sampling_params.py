@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 
 from saccade.errors import RequestError, quoted
 
@@ -42,12 +43,17 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
     structured: str | None = None  # a JSON schema as text: the output is one JSON value that follows it
+    skip_special_tokens: bool = True  # leave control tokens out of the text
+    include_stop_str_in_output: bool = False  # keep the stop string that ended the output
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", self.stop_token_ids or ())
         self._check_types()
         self._check_ranges()
         self._check_sizes()
+
+    def clone(self) -> SamplingParams:
+        return replace(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -78,6 +84,8 @@ class SamplingParams:
         for name in ("seed", "max_tokens", "logprobs"):
             value = getattr(self, name)
             _require(value is None or _is_int(value), name, value, "a whole number or nothing")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         for name in _FLOATS:
             value = getattr(self, name)
             _require(_is_number(value) and math.isfinite(value), name, value, "a finite number")
@@ -130,6 +138,22 @@ class SamplingParams:
             _require(_is_int(token) and token >= 0, "logit_bias", token, "a map from token ids")
             _require(_is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")
 
+
+def _naming_unknown(init: Callable[..., None]) -> Callable[..., None]:
+    names = [item.name for item in fields(SamplingParams)]
+
+    def checked_init(self: SamplingParams, *args: object, **given: object) -> None:
+        for name in given:
+            if name not in names:
+                near = get_close_matches(name, names, n=1)
+                hint = f"do you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
+                raise TypeError(f"SamplingParams has no {name!r}: {hint}")
+        init(self, *args, **given)
+
+    return checked_init
+
+
+SamplingParams.__init__ = _naming_unknown(SamplingParams.__init__)  # type: ignore[method-assign]
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 

@@ -164,6 +164,8 @@ def test_a_stop_string_ends_the_answer_before_it(llm: LLM) -> None:
     ).outputs[0]
     assert out.text == free.text[: free.text.index(stop)]
     assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    kept = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=stop, include_stop_str_in_output=True)
+    assert ask(llm, "The quick", params=kept).outputs[0].text == out.text + stop
     assert len(out.token_ids) < 24
 
 

@@ -62,3 +62,23 @@ def test_no_stop_token_ids_may_be_said_as_none() -> None:
 
 def test_one_stop_string_and_a_list_of_one_mean_the_same() -> None:
     assert SamplingParams(stop="END").stop_strings == SamplingParams(stop=["END"]).stop_strings == ("END",)
+
+
+def test_a_clone_is_equal_and_another() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"], skip_special_tokens=False)
+    assert params.clone() == params and params.clone() is not params
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("max_token", "do you mean 'max_tokens'?"), ("temprature", "do you mean 'temperature'?"), ("zzz", "it has n, ")],
+)
+def test_an_unknown_keyword_is_named_with_the_nearest_one(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match="SamplingParams has no") as caught:
+        SamplingParams(**{name: 1})
+    assert repr(name) in str(caught.value) and hint in str(caught.value)
+
+
+def test_switches_are_true_or_false() -> None:
+    with pytest.raises(RequestError, match="include_stop_str_in_output must be true or false, but 'yes' was given"):
+        SamplingParams(include_stop_str_in_output="yes")  # type: ignore[arg-type]

@@ -17,11 +17,7 @@ class RequestOutputBuilder:
         index: int,
         tokenizer: Tokenizer,
         params: SamplingParams,
-        *,
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
     ) -> None:
-        """`include_stop` keeps the stop string, `skip_special_tokens=False` keeps control tokens."""
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
@@ -33,9 +29,12 @@ class RequestOutputBuilder:
         self._must_detokenize = bool(params.stop_strings)
         self._num_shown = 0  # tokens without the stop token, which is counted but not shown
         self._num_detokenized = 0  # tokens of these that the detokenizer has taken
-        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self._decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         self._detokenizer = Detokenizer(
-            tokenizer, params.stop_strings, include_stop=include_stop, skip_special_tokens=skip_special_tokens
+            tokenizer,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
         )
 
     @property

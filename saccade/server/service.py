@@ -307,14 +307,8 @@ class Service:
     ) -> Generation:
         params = response_options.params
         self.processor.check_params(params)
-        build = partial(
-            RequestOutputBuilder,
-            tokenizer=self.processor.tokenizer,
-            params=params,
-            include_stop=response_options.include_stop,
-            skip_special_tokens=response_options.skip_special_tokens,
-        )
-        outputs = [build(index) for index in range(len(prompts) * params.n)]
+        count = len(prompts) * params.n
+        outputs = [RequestOutputBuilder(index, self.processor.tokenizer, params) for index in range(count)]
         return Generation(prompts, outputs, timing, self.metrics)
 
     async def start(

@@ -75,7 +75,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": NOUNS
     | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench", "plan"}
     | {"runner"},
-    "__init__": {"sampling_params", "llm"},
+    "__init__": {"errors", "llm", "outputs", "sampling_params"},
 }
 HEAVY = {"torch", "transformers", "safetensors"}
 TORCH_FREE = (

@@ -25,8 +25,6 @@ class ResponseOptions:
     stream: bool
     include_usage: bool  # a last chunk with the usage at the end of a stream
     continuous_usage: bool  # also the usage so far in every chunk
-    skip_special_tokens: bool
-    include_stop: bool  # show the stop string that ended the output
     return_token_ids: bool
     shows_ids: bool  # log probabilities name tokens as token_id:5
     include_bill: bool
@@ -174,8 +172,6 @@ def _response_options(
         stream=stream,
         include_usage=bool(options.get("include_usage")) or continuous,
         continuous_usage=continuous,
-        skip_special_tokens=given.get("skip_special_tokens", True),
-        include_stop=given.get("include_stop_str_in_output", False),
         return_token_ids=given.get("return_token_ids", False),
         shows_ids=given.get("return_tokens_as_token_ids", False),
         include_bill=given.get("include_bill", False),

@@ -38,6 +38,8 @@ SAMPLING: Mapping[str, Schema] = {
     "max_tokens": _INT,
     "min_tokens": _INT,
     "ignore_eos": _BOOL,
+    "skip_special_tokens": _BOOL,
+    "include_stop_str_in_output": _BOOL,
     "logit_bias": {"type": "object", "additionalProperties": _NUM},
 }
 _STREAM_OPTIONS: Schema = {
@@ -49,8 +51,6 @@ _COMMON: Mapping[str, Schema] = {
     "model": _STR,
     "stream": _BOOL,
     "stream_options": _STREAM_OPTIONS,
-    "include_stop_str_in_output": _BOOL,
-    "skip_special_tokens": _BOOL,
     "return_token_ids": _BOOL,
     "return_tokens_as_token_ids": _BOOL,
     "best_of": _INT,
@@ -124,7 +124,6 @@ CHAT_EXTRAS: Mapping[str, Schema] = {
     **{name: schema for name, schema in SAMPLING.items() if name not in ("n", "max_tokens", "stop")},
     "model": _STR,
     "stream": _BOOL,
-    "skip_special_tokens": _BOOL,
     "cache_salt": _LABEL,
     "priority": _INT,
     "request_id": _STR,
