@@ -8,6 +8,8 @@ from typing import NamedTuple
 from saccade.bench.report import Figures, Slo
 
 _FACTOR = 1.5  # from one rate to the next, until one is too high
+_DOWN = 3.0  # the same, downwards
+_LOWEST = 250.0  # part of the first rate that is tried
 _PRECISION = 0.05  # of the rate
 
 
@@ -32,8 +34,8 @@ def find_goodput(measure: Callable[[float], Figures], slo: Slo, first: float) ->
     if not low:
         low = first / _FACTOR
         while not trial(low):
-            low, high = low / _FACTOR, low
-            if low < first / _FACTOR**6:
+            low, high = low / _DOWN, low
+            if low < first / _LOWEST:
                 return trials
     while high - low > _PRECISION * high:
         middle = (low + high) / 2

@@ -6,17 +6,22 @@
 
 What PyTorch launches meanwhile must not run, since no kernel wrote what it reads: `record` puts it into a CUDA graph
 that is never replayed. All this saves time only. Whatever fails here happens again where it is handled.
+Threads other than the one that entered `compiling` launch as ever.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +31,7 @@ from triton import AsyncCompileMode
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
+_MAX_SECONDS = 120  # of a kernel
 _log = logging.getLogger(__name__)
 
 
@@ -33,17 +39,20 @@ class _Ahead:
     """What was noted since `compiling` was entered."""
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self.launches: set[object] = set()
         self.self_tests: list[Callable[[], object]] = []
-        self.pool: Any = None  # of the graphs that `record` throws away
+        self.pool: Any = None  # of the graphs that `record` makes
+        self.graphs: list[Any] = []  # until the end: a pool without graphs cannot be captured into again
 
 
 _now: _Ahead | None = None
+_lock = threading.Lock()
 
 
 def is_compiling() -> bool:
-    """Whether launches are only noted."""
-    return _now is not None
+    """Whether this thread's launches are only noted."""
+    return _now is not None and _now.thread == threading.get_ident()
 
 
 def add_self_test(test: Callable[[], object]) -> None:
@@ -59,8 +68,13 @@ def record(run: Callable[[], object]) -> None:
         _now.pool = torch.cuda.graph_pool_handle()
         _load_blas()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # not instantiated
-    with torch.cuda.graph(graph, pool=_now.pool, capture_error_mode="relaxed"):
-        run()
+    _now.graphs.append(graph)
+    stream = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=_now.pool, capture_error_mode="relaxed"):
+            run()
+    finally:
+        torch.cuda.set_stream(stream)  # a capture that fails may leave its own
 
 
 def _load_blas() -> None:
@@ -76,16 +90,19 @@ def _load_blas() -> None:
 
 @contextmanager
 def compiling(processes: int) -> Iterator[None]:
+    """In one thread at a time: others compile as they launch."""
     global _now
-    assert _now is None, "kernels are compiled already"
+    with _lock:
+        if _now is not None:
+            raise RuntimeError("another thread compiles ahead")
+        _now = now = _Ahead()
     launch = JITFunction.run
     compilers = _Compilers(processes)
     with compilers, _CompileMode(compilers, ignore_errors=True):
-        _now = _Ahead()
-        JITFunction.run = _noting(launch, _now, compilers)
+        JITFunction.run = _noting(launch, now, compilers)
         try:
             yield
-            for test in _now.self_tests:
+            for test in now.self_tests:
                 _attempt(test)
         finally:
             _now = None
@@ -99,13 +116,16 @@ def _attempt(test: Callable[[], object]) -> None:
         _log.debug("a self-test ended early: %s", error)
 
 
-def _noting(launch: Callable[..., Any], now: _Ahead, compilers: _Compilers) -> Callable[..., None]:
-    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+def _noting(launch: Callable[..., Any], now: _Ahead, compilers: _Compilers) -> Callable[..., Any]:
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not is_compiling():
+            return launch(kernel, *args, grid=grid, warmup=warmup, **options)
         key = (kernel, *map(_kind, args), *map(_kind, options.values()))
         if key not in now.launches:
             now.launches.add(key)
             compilers.kernel = kernel.__name__
             launch(kernel, *args, grid=grid, warmup=True, **options)
+        return None
 
     return note
 
@@ -126,22 +146,30 @@ class _CompileMode(AsyncCompileMode):  # type: ignore[misc]
         assert isinstance(self.executor, _Compilers)
         kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
         if kept.get_group(f"{self.executor.kernel}.json") is None:
-            compile_fn = partial(_in_a_process, compile_fn)
+            compile_fn = partial(_in_a_process, compile_fn, Path(kept.cache_dir) / "compiling")
         return super().submit(key, compile_fn, *others)
 
 
-def _in_a_process(compile_kernel: Callable[[], Any]) -> Any:
+def _in_a_process(compile_kernel: Callable[[], Any], lock: Path) -> Any:
     """A copy of this process compiles into Triton's cache on disk, where this one then finds it.
 
-    The copy must not touch the GPU, and does not: the compiler is told which one it is for.
+    The copy must not touch the GPU, and does not: the compiler is told which one it is for. Where
+    it fails, the kernel is compiled when it is launched: not here, where copies are made at the same time. Engines that
+    start together compile each kernel once: others wait for the lock, and find it.
     """
     child = os.fork()
     if child == 0:
+        code = 1
         try:
-            compile_kernel()
+            signal.alarm(_MAX_SECONDS)  # ends it
+            with lock.open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                compile_kernel()
+            code = 0
         finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+            os._exit(code)
+    if os.waitpid(child, 0)[1]:
+        raise RuntimeError("a process that compiled a kernel failed")
     return compile_kernel()
 
 

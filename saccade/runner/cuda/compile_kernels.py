@@ -19,9 +19,12 @@ def compile_kernels(device: torch.device, *passes: Callable[[], object]) -> None
         return
     from saccade.kernels.launch.compile_ahead import compiling  # needs Triton, which only CUDA machines have
 
-    with compiling(min(os.cpu_count() or 1, _MAX_PROCESSES)):
-        for run in passes:
-            _attempt(run)
+    def compile_all() -> None:
+        with compiling(min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)):
+            for run in passes:
+                _attempt(run)
+
+    _attempt(compile_all)
     gc.collect()  # what was made for the passes
     torch.cuda.empty_cache()
 
@@ -31,4 +34,4 @@ def _attempt(run: Callable[[], object]) -> None:
     try:
         run()
     except Exception as error:
-        logger.debug("kernels are compiled one after the other: %s: %s", type(error).__name__, error)
+        logger.warning("some kernels are compiled one after the other: %s: %s", type(error).__name__, error)

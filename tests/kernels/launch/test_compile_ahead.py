@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton import AsyncCompileMode
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from saccade.kernels.launch import compile_ahead
-from saccade.kernels.launch.compile_ahead import compiling, is_compiling
+from saccade.kernels.launch.compile_ahead import _CompileMode, _Compilers, compiling, is_compiling
 from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
 from saccade.kernels.launch.launch_cache import launch, launch_for_any_size
 
@@ -94,29 +101,54 @@ def test_what_fails_ahead_raises_nothing(compiled: list[tuple[object, ...]], mon
     assert JITFunction.run is run and not is_compiling()
 
 
-def test_a_kernel_is_compiled_in_a_process_of_its_own_and_then_found(tmp_path: Path) -> None:
-    """In the order of Triton: look on disk, else compile."""
-    kept = tmp_path / "kernel"
-    here = []
+def test_other_threads_launch_as_ever(compiled: list[tuple[object, ...]]) -> None:
+    kernel = Kernel()
+    with compiling(1), ThreadPoolExecutor(1) as other:
+        assert not other.submit(is_compiling).result()
+        other.submit(kernel[1,], 3).result()
+        with pytest.raises(RuntimeError, match="another thread compiles"), compiling(1):
+            pass
+    assert compiled == [(3, False)]
 
-    def compile_kernel() -> str:
+
+def made_by(kept: Path) -> Callable[[], int]:
+    """In the order of Triton: look on disk, else compile. Returns the process that compiled."""
+
+    def compile_kernel() -> int:
         if not kept.exists():
-            kept.write_text("compiled")
-            here.append("compiled")
-        return kept.read_text()
+            kept.write_text(str(os.getpid()))
+        return int(kept.read_text())
 
-    assert compile_ahead._in_a_process(compile_kernel) == "compiled"
-    assert here == [], "this process found it"
+    return compile_kernel
 
 
-def test_a_compiler_that_dies_is_tried_again_here(capfd: pytest.CaptureFixture[str]) -> None:
-    tries = []
+def test_a_kernel_is_compiled_in_a_process_of_its_own_and_then_found(tmp_path: Path) -> None:
+    compile_kernel = made_by(tmp_path / "kernel")
+    assert compile_ahead._in_a_process(compile_kernel, tmp_path / "lock") != os.getpid()
 
-    def compile_kernel() -> str:
-        tries.append(len(tries))
-        if compile_ahead.os.getpid() != parent:
-            raise MemoryError
-        return "compiled"
 
-    parent = compile_ahead.os.getpid()
-    assert compile_ahead._in_a_process(compile_kernel) == "compiled" and tries == [0]
+def test_a_compiler_that_dies_is_an_error_which_the_mode_ignores(tmp_path: Path) -> None:
+    def compile_kernel() -> None:
+        raise MemoryError
+
+    with pytest.raises(RuntimeError, match="a process that compiled a kernel failed"):
+        compile_ahead._in_a_process(compile_kernel, tmp_path / "lock")
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["new", "on disk"])
+def test_only_what_is_not_on_disk_is_compiled_in_a_process(
+    is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the name and the key that Triton's own compiler looks for."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    key = "of a kernel"
+    if is_kept:
+        manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        manager.put_group("_some_kernel.json", {"_some_kernel.json": manager.put("{}", "_some_kernel.json")})
+    finished = []
+    with _Compilers(1) as compilers:
+        compilers.kernel = "_some_kernel"
+        mode = _CompileMode(compilers, ignore_errors=True)
+        rest = (finished.append, lambda _: None)[: len(signature(AsyncCompileMode.submit).parameters) - 3]
+        made = mode.submit(key, made_by(tmp_path / "kernel"), *rest).result()
+    assert finished == [made] and (made == os.getpid()) == is_kept

@@ -24,8 +24,9 @@ from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.vision.backend import TorchVision, run_blocks
 from saccade.models.vision.blocks import grid_positions
 from saccade.runner.encoder import graph_capture
-from saccade.runner.encoder.graph_capture import capture_tower
+from saccade.runner.encoder.graph_capture import capture_tower, run_tower
 from saccade.types import Grid
+from tests.helpers.compiling import compiling_on_the_cpu
 from tests.helpers.family_checks import finish
 from tests.helpers.vision_towers import LLAVA, QWEN, encode, model, random
 from tests.helpers.vit_attention import attend
@@ -58,6 +59,17 @@ def patches(grids: Sequence[Grid]) -> Tensor:
 def test_embeddings_are_those_of_the_plain_tower(grids: list[Grid]) -> None:
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)
     for one, other in zip(encode(recorded(), patches(grids), grids), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_compiling_ahead_leaves_nothing_in_the_tower() -> None:
+    made, grids = model(QWEN, FusedVision(), Qwen2VL), [Grid(1, 4, 4), Grid(1, 2, 6)]
+    with compiling_on_the_cpu() as passes:
+        run_tower(made)
+    assert passes
+    capture_tower(made)
+    expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)
+    for one, other in zip(encode(made, patches(grids), grids), expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
