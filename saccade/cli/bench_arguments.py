@@ -9,6 +9,8 @@ from typing import Any
 
 WORKLOADS = ("conversation", "image", "text", "zipf")
 
+_LARGEST = 1e9  # of any number of an argument
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
@@ -85,8 +87,8 @@ def _add_shape(add: Callable[..., Any]) -> None:
 
 def positive(text: str) -> float:
     value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if not 0 < value <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {_LARGEST:g}")
     return value
 
 

@@ -28,7 +28,6 @@ _MANY = {"cuda": 32, "cpu": 8}  # requests that decode together
 _CONTEXT = 1000  # tokens before them, if the model takes so many
 _TEXTS = (64, 1600)
 _SIZES = {"cuda": (1280, 960), "cpu": (640, 480)}
-_LINK_GB_S = {"cuda": 50.0, "cpu": 80.0}  # to host memory: not measured
 
 
 def calibrate(file: Path, model: str | None) -> int:
@@ -62,7 +61,6 @@ def _hardware(measured: MeasuredDevice, device: str) -> Hardware:
         memory_gib=round(measured.memory_bytes / costs.GIB, 2),
         bandwidth_gb_s=round(measured.peaks.bytes_per_s / 1e9, 1),
         tflops=round(measured.peaks.flops / 1e12, 3),
-        link_gb_s=_LINK_GB_S[device],
         has_fp8=measured.has_fp8,
         is_cpu=device == "cpu",
     )

@@ -57,6 +57,11 @@ def _plan(args: argparse.Namespace, options: Options) -> int:
 
 def _hardware(args: argparse.Namespace, measured: Hardware | None) -> Hardware:
     """The GPU that is named, else the one that was measured, else an H200."""
+    if measured and (args.gpu or args.gpu_tflops or args.gpu_bandwidth):
+        raise ConfigError(
+            f"--calibration {args.calibration} has shares of what {measured.name} was measured to do; "
+            "leave --gpu, --gpu-tflops and --gpu-bandwidth out"
+        )
     found = find_hardware(args.gpu) if args.gpu else measured or find_hardware(_GPU)
     return replace(
         found,

@@ -54,7 +54,8 @@ def plan_capacity(
     kv_bytes = parts.kv if kv_gb is None else kv_gb * 1e9
     concurrent = int(kv_bytes // block_bytes)
     if kv_gb is not None:
-        concurrent = costs.concurrent_requests(kv_bytes, cost.tokens * per_token)
+        each = cost.tokens * per_token
+        concurrent = costs.concurrent_requests(kv_bytes, each) if kv_bytes >= each else 0
     pinned = cost.num_images * cost.slots if cost.is_cross_attended else 0
     bound_by = "KV cache"
     if pinned and scheduler.encoder_cache_slots // pinned < concurrent:

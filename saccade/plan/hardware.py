@@ -21,7 +21,6 @@ class Hardware:
     memory_gib: float
     bandwidth_gb_s: float  # of its memory
     tflops: float
-    link_gb_s: float  # to host memory
     has_fp8: bool = False  # multiplies FP8 at twice the speed
     is_cpu: bool = False
 
@@ -47,17 +46,17 @@ class Hardware:
 
 
 PRESETS = {
-    "l4": Hardware("L4", 22.0, 300, 121, 25, has_fp8=True),
-    "a10": Hardware("A10", 22.0, 600, 125, 25),
-    "l40s": Hardware("L40S", 44.4, 864, 362, 25, has_fp8=True),
-    "a100-40": Hardware("A100 40GB", 39.4, 1555, 312, 25),
-    "a100-80": Hardware("A100 80GB", 79.1, 2039, 312, 25),
-    "h100": Hardware("H100 SXM", 79.1, 3350, 989, 50, has_fp8=True),
-    "h200": Hardware("H200", 139.8, 4800, 989, 50, has_fp8=True),
-    "b200": Hardware("B200", 178.3, 8000, 2250, 50, has_fp8=True),
-    "rtx4090": Hardware("RTX 4090", 23.6, 1008, 165, 25, has_fp8=True),
-    "rtx5090": Hardware("RTX 5090", 31.3, 1792, 209, 50, has_fp8=True),
-    "cpu": Hardware("CPU of 16 cores (an example)", 64.0, 80, 1.5, 80, is_cpu=True),
+    "l4": Hardware("L4", 22.0, 300, 121, has_fp8=True),
+    "a10": Hardware("A10", 22.0, 600, 125),
+    "l40s": Hardware("L40S", 44.4, 864, 362, has_fp8=True),
+    "a100-40": Hardware("A100 40GB", 39.4, 1555, 312),
+    "a100-80": Hardware("A100 80GB", 79.1, 2039, 312),
+    "h100": Hardware("H100 SXM", 79.1, 3350, 989, has_fp8=True),
+    "h200": Hardware("H200", 139.8, 4800, 989, has_fp8=True),
+    "b200": Hardware("B200", 178.3, 8000, 2250, has_fp8=True),
+    "rtx4090": Hardware("RTX 4090", 23.6, 1008, 165, has_fp8=True),
+    "rtx5090": Hardware("RTX 5090", 31.3, 1792, 209, has_fp8=True),
+    "cpu": Hardware("CPU of 16 cores (an example)", 64.0, 80, 1.5, is_cpu=True),
 }
 _OTHER_NAMES = {"a100": "a100-80", "4090": "rtx4090", "5090": "rtx5090"}
 
@@ -65,7 +64,7 @@ _OTHER_NAMES = {"a100": "a100-80", "4090": "rtx4090", "5090": "rtx5090"}
 def read_hardware(values: Any, file: str) -> Hardware:
     try:
         read = Hardware(**values)
-        if min(read.memory_gib, read.bandwidth_gb_s, read.tflops, read.link_gb_s) > 0:
+        if min(read.memory_gib, read.bandwidth_gb_s, read.tflops) > 0:
             return read
     except TypeError:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from saccade import costs
 from saccade.errors import ConfigError
@@ -44,6 +44,10 @@ class Deployment:
             costs.dtype_bytes(dtype)
         except ValueError as error:
             raise ConfigError(f"{error}; give another --dtype") from None
+        if dtype == "float32" and not self.hardware.is_cpu:
+            raise ConfigError(
+                "float32 is not planned for GPUs, whose FLOP/s are those of bfloat16; give --dtype bfloat16"
+            )
         return dtype
 
     @property
@@ -118,7 +122,8 @@ def make_plan(given: Deployment) -> Plan:
     saturated, _ = sustained(demand) if capacity.running else (0.0, "")
     copies = _copies(given.workload, rate, has_level=level != Level())
     load = _load(given.workload, demand, copies)
-    apart = new * _encode(timing, cost) if given.encoders_apart else 0.0
+    alone = replace(timing, hardware=given.hardware)  # a tower is on one GPU, whatever a copy takes
+    apart = new * _encode(alone, cost) if given.encoders_apart else 0.0
     return Plan(
         deployment=given,
         cost=cost,

@@ -105,7 +105,8 @@ def _compared(plan: Plan, others: Sequence[Alternative]) -> list[str]:
 def _figures(plan: Plan, gain: float | None) -> tuple[str, str, str, str, str]:
     change = "-" if gain is None else f"{gain - 1:+.0%}"
     first = f"{plan.first_token.total:.1f}"
-    return f"{plan.rate_per_gpu:.2f}", change, first, f"{plan.capacity.concurrent:,}", f"{plan.gpus:,}"
+    gpus = f"{plan.gpus:,}" if plan.copies else "-"
+    return f"{plan.rate_per_gpu:.2f}", change, first, f"{plan.capacity.concurrent:,}", gpus
 
 
 def notes(plan: Plan) -> list[str]:

@@ -29,5 +29,5 @@ def test_what_is_measured_here_is_what_a_plan_uses(
     planned = json.loads(capsys.readouterr().out)
     assert planned["gpu"] == written["hardware"]
     assert f"times: {written['source']}" in planned["notes"]
-    assert main(["plan", "Qwen/Qwen2-VL-2B", "--calibration", str(file), "--gpu", "l4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["gpu"]["name"] == "L4"
+    assert main(["plan", "Qwen/Qwen2-VL-2B", "--calibration", str(file), "--gpu", "l4"]) == 2
+    assert "leave --gpu, --gpu-tflops and --gpu-bandwidth out" in capsys.readouterr().err

@@ -112,6 +112,7 @@ def test_a_plot_is_an_svg(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         (["Qwen/Qwen3-VL-8B", "--calibration", "/nowhere.json"], "--calibration /nowhere.json cannot be read"),
         (["Qwen/Qwen3-VL-8B", "--dtype", "int3"], "dtype must be one of float32, bfloat16, float16, not 'int3'"),
         (["Qwen/Qwen3-VL-8B", "--max-pixels", "0"], "max_pixels must be a whole number of 1 or more, not 0"),
+        (["Qwen/Qwen3-VL-8B", "--dtype", "float32"], "float32 is not planned for GPUs"),
         (["llava-1.5-7b", "--images", "9"], "a request of 5376 tokens does not fit the context of 4096"),
     ],
 )
@@ -121,6 +122,13 @@ def test_what_cannot_be_planned_is_one_line_and_status_2(
     status, out, err = run(capsys, *args)
     assert status == 2 and not out
     assert message in err and err.count("\n") == 1
+
+
+def test_where_no_request_fits_no_number_of_gpus_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "Qwen/Qwen3-VL-8B", "--kv-gb", "0.1", "--rate", "3")
+    assert status == 0 and "fit at once     0 requests" in out
+    row = next(line for line in out.splitlines() if line.startswith("the plan"))
+    assert row.split()[-1] == "-"
 
 
 @pytest.mark.parametrize("hardware", [{"tflops": 1}, {"name": "x", "memory_gib": 0, "bandwidth_gb_s": 1}, "h200"])
@@ -135,7 +143,9 @@ def test_a_machine_that_cannot_be_is_refused(
     assert "hardware has name, memory_gib, bandwidth_gb_s, tflops" in err
 
 
-@pytest.mark.parametrize("args", [["--image", "big"], ["--repeated", "2"], ["--images", "-1"], ["--rate", "0"]])
+@pytest.mark.parametrize(
+    "args", [["--image", "big"], ["--repeated", "2"], ["--images", "-1"], ["--rate", "0"], ["--rate", "1e300"]]
+)
 def test_arguments_of_a_wrong_form_are_status_2(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", "Qwen/Qwen3-VL-8B", *args])

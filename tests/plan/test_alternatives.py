@@ -57,3 +57,11 @@ def test_encoders_apart_count_the_gpus_they_need() -> None:
 def test_a_text_model_has_no_rows_about_images() -> None:
     names = [row.name for row in alternatives(planned("Qwen/Qwen3-8B", images=0))]
     assert names == ["FP8 weights", "FP8 KV cache"]
+
+
+def test_an_encoder_of_a_model_over_several_gpus_is_on_one() -> None:
+    """So it takes as long as where a copy of the model fits on one."""
+    made = [planned("meta-llama/Llama-3.2-90B-Vision", gpu) for gpu in ("h100", "h200")]
+    assert [plan.capacity.gpus for plan in made] == [3, 2]
+    seconds = [named(alternatives(plan), "--encoders").plan.encode_apart for plan in made]  # type: ignore[union-attr]
+    assert seconds[0] == pytest.approx(seconds[1]), "their FLOP/s are the same"
