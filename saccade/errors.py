@@ -35,6 +35,10 @@ class ConfigError(ValueError):
     """The operator's mistake: a setting or a checkpoint that cannot work."""
 
 
+class UsageError(ConfigError):
+    """An option that does not exist, or whose value cannot be: nothing was looked at yet."""
+
+
 class EngineUnavailable(Exception):
     """The engine starts, restarts, drains or died. Nothing is wrong with the request."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from saccade.errors import ConfigError
+from saccade.errors import UsageError
 from saccade.trusted_proxies import Network, check_proxies, network_of
 from saccade.types import LatencyProfile, StepTime
 
@@ -155,7 +155,7 @@ class Options:
         _require(0 < seconds <= _MAX_TEMPLATE_SECONDS, "chat_template_timeout", seconds, allowed)
         _require(0 <= self.video_pruning < 1, "video_pruning", self.video_pruning, "at least 0 and below 1")
         if self.kv_offload_gb and not self.enable_prefix_caching:
-            raise ConfigError(
+            raise UsageError(
                 f"kv_offload_gb={self.kv_offload_gb} needs the prefix cache, which finds blocks again; leave "
                 "out --no-prefix-caching or --kv-offload-gb"
             )
@@ -166,12 +166,12 @@ class Options:
         is_known = self.attention_backend in ("auto", "triton", "flashinfer")
         _require(is_known, "attention_backend", self.attention_backend, "auto, triton or flashinfer")
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
-            raise ConfigError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}")
+            raise UsageError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}")
         _check_embedding_store(self)
         for kind, count in self.limit_mm_per_prompt.items():
             if kind not in ("image", "video") or count < 0:
                 expected = "image=N,video=N with N >= 0"
-                raise ConfigError(f"limit_mm_per_prompt takes {expected}, not {kind}={count}")
+                raise UsageError(f"limit_mm_per_prompt takes {expected}, not {kind}={count}")
 
 
 def _check_embedding_store(options: Options) -> None:
@@ -183,10 +183,10 @@ def _check_embedding_store(options: Options) -> None:
     scheme = url.partition("://")[0]
     if scheme not in _STORE_SCHEMES or scheme == url:  # the URL may hold a password, so it is not repeated
         shown = scheme if scheme != url and scheme.isalnum() else "something else"
-        raise ConfigError(f"embedding_store must be a URL with {', '.join(_STORE_SCHEMES)}, not {shown}")
+        raise UsageError(f"embedding_store must be a URL with {', '.join(_STORE_SCHEMES)}, not {shown}")
     if options.embedding_dir is not None:
         both = f"embedding_dir={options.embedding_dir} and embedding_store={scheme}://..."
-        raise ConfigError(f"{both} are both given; embeddings are kept in one of them, so leave one out")
+        raise UsageError(f"{both} are both given; embeddings are kept in one of them, so leave one out")
 
 
 _STORE_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
@@ -210,7 +210,7 @@ def _positive(name: str, value: int) -> None:
 
 def _require(condition: bool, name: str, given: object, allowed: str) -> None:
     if not condition:
-        raise ConfigError(f"{name} must be {allowed}, not {given!r}")
+        raise UsageError(f"{name} must be {allowed}, not {given!r}")
 
 
 _PROCESSOR_OPTIONS = {  # as the models' own processors call them -> the option
@@ -229,13 +229,13 @@ def options(**given: Any) -> Options:
     unknown = set(pixels) - set(_PROCESSOR_OPTIONS)
     if unknown:
         names = ", ".join(_PROCESSOR_OPTIONS)
-        raise ConfigError(f"mm_processor_kwargs takes {names}, not {', '.join(sorted(unknown))}")
+        raise UsageError(f"mm_processor_kwargs takes {names}, not {', '.join(sorted(unknown))}")
     pixels = {_PROCESSOR_OPTIONS[name]: value for name, value in pixels.items()}
     known = {f.name for f in fields(Options)}
     unknown = set(given) - known
     if unknown:
         names = ", ".join(sorted(known))
-        raise ConfigError(f"unknown option {', '.join(sorted(unknown))}; the options are {names}")
+        raise UsageError(f"unknown option {', '.join(sorted(unknown))}; the options are {names}")
     return Options(**{**pixels, **given})
 
 
@@ -358,24 +358,24 @@ class ServerOptions:
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 expected = "* or origins as browsers send them, such as https://app.example.com"
-                raise ConfigError(f"allowed_origins takes {expected}, not {origin}")
+                raise UsageError(f"allowed_origins takes {expected}, not {origin}")
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
-                raise ConfigError(f"allowed_hosts takes * or names without scheme and port, not {host}")
+                raise UsageError(f"allowed_hosts takes * or names without scheme and port, not {host}")
         has_wildcard = any(domain.startswith("*") for domain in self.allowed_media_domains)
         if self.allow_private_media_addresses and (has_wildcard or not self.allowed_media_domains):
             named = ",".join(self.allowed_media_domains) or "none"
-            raise ConfigError(
+            raise UsageError(
                 "allow_private_media_addresses needs allowed_media_domains that name the hosts one by one, "
                 f"not {named}: * would open your whole network to clients"
             )
         if self.max_inflight_mb < self.max_body_mb:
-            raise ConfigError(
+            raise UsageError(
                 f"max_inflight_mb={self.max_inflight_mb} is below max_body_mb={self.max_body_mb}, so the "
                 "largest body could never be taken; raise the one or lower the other"
             )
         if not all(self.api_key):
-            raise ConfigError("an api_key is empty, which would let everybody in; give a key or leave it out")
+            raise UsageError("an api_key is empty, which would let everybody in; give a key or leave it out")
         check_proxies(self.trusted_proxies, self.tenant_header)
 
     @property
@@ -406,7 +406,7 @@ def _check_range(name: str, count: int, low: int, high: int, *, at_least: int) -
     )
     if not min(count, 1) <= low <= count <= high <= (MAX_REPLICAS if count else 0):
         given = f"min_{name}={low}, {name}={count}, max_{name}={high}"
-        raise ConfigError(f"{given} must not fall, and be from 1 to {MAX_REPLICAS}")
+        raise UsageError(f"{given} must not fall, and be from 1 to {MAX_REPLICAS}")
 
 
 MAX_REPLICAS = 64  # and encoder workers

@@ -14,13 +14,14 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from saccade import __version__
 from saccade.cli import bench_arguments, plan_arguments
-from saccade.errors import ConfigError, RequestError
+from saccade.errors import ConfigError, RequestError, UsageError
 from saccade.options import Options, ServerOptions
 from saccade.server.config import load_settings, option_kinds, text_reader
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         print(f"saccade: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -47,16 +48,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """As argparse, but a question may also follow the flags: `chat MODEL --image FILE "question"`."""
-    parser = _parser()
+    parser, commands = _parser()
     args, rest = parser.parse_known_args(argv)
     if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "question", "") is None:
         args.question = rest[0]
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        _refuse(commands[args.command], rest)
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
+def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """With the nearest option for each, and the usage of the command, not of all."""
+    known = [name for action in command._actions for name in action.option_strings]
+    said = []
+    for word in unknown:
+        name = word.partition("=")[0]
+        near = get_close_matches(name, known, n=1, cutoff=0.7) if name.startswith("--") else []
+        said.append(f"{name} (do you mean {near[0]}?)" if near else name)
+    command.error(f"unrecognized arguments: {', '.join(said)}; {command.prog} --help lists all")
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """With those of the commands."""
     parser = argparse.ArgumentParser(
         prog="saccade",
         description="An inference engine for vision-language models. It prices a picture before decoding it.",
@@ -72,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_tune(commands)
     _add_cluster(commands)
     _add_bench(commands)
-    return parser
+    return parser, commands.choices
 
 
 # --- count --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from saccade.errors import ConfigError
+from saccade.errors import UsageError
 from saccade.options import Options, ServerOptions
 
 logger = logging.getLogger("saccade.server")
@@ -116,7 +116,7 @@ def _from_environment(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> d
         try:
             found[option] = text_reader(kinds[option])(text)
         except ValueError as error:
-            raise ConfigError(f"the environment variable {name}: {error}") from None
+            raise UsageError(f"the environment variable {name}: {error}") from None
     return found
 
 
@@ -126,16 +126,16 @@ def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"the config file {file} cannot be read: {error}") from None
+        raise UsageError(f"the config file {file} cannot be read: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"the config file {file} must hold option: value lines")
+        raise UsageError(f"the config file {file} must hold option: value lines")
     named = {str(name).replace("-", "_"): value for name, value in content.items()}
     unknown = sorted(set(named) - set(kinds))
     if unknown:
         options = ", ".join(kinds)
-        raise ConfigError(f"the config file {file} names {', '.join(unknown)}; the options are {options}")
+        raise UsageError(f"the config file {file} names {', '.join(unknown)}; the options are {options}")
     return {name: _converted(file, name, kinds[name], value) for name, value in named.items()}
 
 
@@ -152,9 +152,9 @@ def _converted(file: str, name: str, kind: Any, value: Any) -> Any:
         try:
             return text_reader(kind)(value)
         except ValueError as error:
-            raise ConfigError(f"the config file {file}: {name}: {error}") from None
+            raise UsageError(f"the config file {file}: {name}: {error}") from None
     if type(value) is not expected:
-        raise ConfigError(f"the config file {file}: {name} must be {expected.__name__}, not {value!r}")
+        raise UsageError(f"the config file {file}: {name} must be {expected.__name__}, not {value!r}")
     return value
 
 

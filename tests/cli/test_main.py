@@ -69,7 +69,7 @@ def test_count_shows_what_pruning_saves_of_a_video(
 
 
 def test_count_refuses_a_share_that_the_engine_would_refuse(video: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["count", "--video-pruning", "1", video]) == 1
+    assert cli.main(["count", "--video-pruning", "1", video]) == 2
     assert "video_pruning must be at least 0 and below 1" in capsys.readouterr().err
 
 
@@ -82,7 +82,7 @@ def test_max_pixels_are_those_of_frames_too(video: str, capsys: pytest.CaptureFi
 def test_pixel_limits_out_of_range_are_one_line(
     images: list[str], flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["count", *flags, images[0]]) == 1
+    assert cli.main(["count", *flags, images[0]]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "must be a whole number of 1 or more" in err
 
@@ -164,3 +164,26 @@ def test_a_conversation_goes_on_after_a_bad_image(
     assert "/nowhere.png" in err
     assert err.count("99 tokens") == 2  # the second question still carries the picture
     assert "0 from the prefix cache" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["serve", "--max-model-len", "-3"], "saccade: max_model_len must be a whole number of 1 or more, not -3"),
+        (["chat", "--kv-cache-gb", "-1", "hi"], "saccade: kv_cache_gb must be a number of 0 or more, not -1.0"),
+    ],
+)
+def test_a_value_out_of_range_is_one_line_and_status_2(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(args) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_an_unknown_option_is_named_with_the_nearest_and_the_commands_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--gpu-memory-utilisation", "0.5"])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage: saccade serve") and "do you mean --gpu-memory-utilization?" in err
