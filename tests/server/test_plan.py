@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from saccade.cli.main import main
+from saccade.server.request.fields import FieldReader
+from saccade.server.request.plan import read_plan
 from tests.helpers.serving import MODEL, RunningServer, error_of, photo_part, text_part, until
 
 ASKED = {
@@ -97,9 +101,31 @@ def test_a_refusal_names_the_field_at_fault(server: RunningServer) -> None:
     assert refused(server, images=5)["param"] == "images"
 
 
+def test_requests_without_images_have_no_image_tokens(server: RunningServer) -> None:
+    found = plan(server, images=0)
+    assert found["images"] == [] and found["image_tokens"] == 0 and found["prompt_tokens"] == 64
+
+
+@pytest.mark.parametrize("usual", [0, 1])
+def test_a_body_that_does_not_count_its_images_has_the_models_usual_number(usual: int) -> None:
+    assert read_plan({}, FieldReader(strict=False), usual).workload.images == usual
+
+
 def test_another_model_is_not_planned(server: RunningServer) -> None:
     response = server.post("/v1/plan", {"model": "other"})
     assert response.status_code == 404 and error_of(response)["code"] == "model_not_found"
+
+
+def test_a_client_with_many_plans_is_told_to_wait(server: RunningServer) -> None:
+    async def ask_all() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, verify=False) as client:
+            return await asyncio.gather(*(client.post("/v1/plan", json=ASKED) for _ in range(40)))
+
+    found = asyncio.run(ask_all())
+    assert {response.status_code for response in found} == {200, 429}
+    late = next(response for response in found if response.status_code == 429)
+    assert error_of(late)["code"] == "overloaded" and "of your plans wait" in late.text and late.headers["retry-after"]
+    assert plan(server)["gpus"] == 1
 
 
 def test_the_options_name_every_gpu_and_the_limits(server: RunningServer) -> None:

@@ -19,7 +19,7 @@ from saccade.server.service import Service
 
 async def plan(service: Service, exchange: Exchange) -> dict[str, Any]:
     """As `saccade plan --json`, for the served model with this server's options."""
-    request = await service.read(read_plan, exchange, int(service.processor.takes_images))
+    request = await service.read(read_plan, exchange, min(1, _max_images(service)))
     service.check_model(request.model)
     return await service.in_turn(exchange.caller, partial(_planned, service, request))
 
@@ -39,15 +39,19 @@ def _planned(service: Service, request: PlanRequest) -> dict[str, Any]:
 
 def plan_options(service: Service) -> dict[str, Any]:
     """What the page offers to choose from."""
-    takes_images = service.processor.takes_images
     return {
         "object": "plan.options",
         "model": service.names[0],
         "gpus": [{"id": name, **asdict(gpu)} for name, gpu in PRESETS.items()],
         "default_gpu": "cpu" if service.options.device == "cpu" else DEFAULT,
         "max_sizes": MAX_SIZES,
-        "max_images": service.options.limit_mm_per_prompt.get("image", 0) if takes_images else 0,
+        "max_images": _max_images(service),
     }
+
+
+def _max_images(service: Service) -> int:
+    """In a request."""
+    return service.options.limit_mm_per_prompt.get("image", 0) if service.processor.takes_images else 0
 
 
 def measured(service: Service) -> dict[str, Any]:
