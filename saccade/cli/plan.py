@@ -14,14 +14,12 @@ from saccade.options import Options
 from saccade.plan.alternatives import alternatives
 from saccade.plan.calibration import calibration_for, read_calibration
 from saccade.plan.chart import svg
-from saccade.plan.hardware import Hardware, find_hardware
+from saccade.plan.hardware import DEFAULT, Hardware, find_hardware
 from saccade.plan.model_cards import find_model
 from saccade.plan.planner import Deployment, make_plan
 from saccade.plan.report import as_json, listing, table
 from saccade.plan.workload import SizeShare, Workload
 from saccade.types import Size
-
-_GPU = "h200"  # where none is named
 
 
 def plan(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
@@ -62,13 +60,8 @@ def _hardware(args: argparse.Namespace, measured: Hardware | None) -> Hardware:
             f"--calibration {args.calibration} has shares of what {measured.name} was measured to do; "
             "leave --gpu, --gpu-tflops and --gpu-bandwidth out"
         )
-    found = find_hardware(args.gpu) if args.gpu else measured or find_hardware(_GPU)
-    return replace(
-        found,
-        memory_gib=args.gpu_memory_gib or found.memory_gib,
-        bandwidth_gb_s=args.gpu_bandwidth or found.bandwidth_gb_s,
-        tflops=args.gpu_tflops or found.tflops,
-    )
+    found = find_hardware(args.gpu) if args.gpu else measured or find_hardware(DEFAULT)
+    return found.having(args.gpu_memory_gib, args.gpu_bandwidth, args.gpu_tflops)
 
 
 def _workload(args: argparse.Namespace, images: int) -> Workload:

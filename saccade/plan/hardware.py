@@ -33,6 +33,17 @@ class Hardware:
         total = self.memory_gib * costs.GIB
         return int(total if self.is_cpu else total * share - _CONTEXT_BYTES)
 
+    def having(
+        self, memory_gib: float | None, bandwidth_gb_s: float | None, tflops: float | None
+    ) -> Hardware:
+        """The same with other numbers, as far as they are given."""
+        return replace(
+            self,
+            memory_gib=memory_gib or self.memory_gib,
+            bandwidth_gb_s=bandwidth_gb_s or self.bandwidth_gb_s,
+            tflops=tflops or self.tflops,
+        )
+
     def times(self, number: int) -> Hardware:
         """So many of them as one, without a cost for their exchange."""
         if number == 1:
@@ -58,6 +69,7 @@ PRESETS = {
     "rtx5090": Hardware("RTX 5090", 31.3, 1792, 209, has_fp8=True),
     "cpu": Hardware("CPU of 16 cores (an example)", 64.0, 80, 1.5, is_cpu=True),
 }
+DEFAULT = "h200"  # where none is named
 _OTHER_NAMES = {"a100": "a100-80", "4090": "rtx4090", "5090": "rtx5090"}
 
 

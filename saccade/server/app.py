@@ -25,6 +25,7 @@ from saccade.server.api.chat import create_chat_completion
 from saccade.server.api.completions import create_completion
 from saccade.server.api.messages import create_message
 from saccade.server.api.models import model_card, model_list
+from saccade.server.api.plan import measured, plan, plan_options
 from saccade.server.api.responses import create_response
 from saccade.server.errors import ApiError, ClientGone, api_error, json_response
 from saccade.server.http.limits import read_body
@@ -81,6 +82,7 @@ def _post_routes(service: Service) -> list[Route]:
         "/v1/chat/completions": create_chat_completion,
         "/v1/completions": create_completion,
         "/v1/bill": _json_handler(tokenize_api.bill),
+        "/v1/plan": _json_handler(plan),
         "/tokenize": _json_handler(tokenize_api.tokenize),
         "/detokenize": _json_handler(tokenize_api.detokenize),
         "/v1/responses": create_response,
@@ -188,7 +190,19 @@ def _get_routes(service: Service) -> list[Route]:
         "/": page,
         STATIC + "{name}": page,
     }
-    return [Route(path, handler) for path, handler in handlers.items()]
+    return [*_plan_routes(service), *(Route(path, handler) for path, handler in handlers.items())]
+
+
+def _plan_routes(service: Service) -> list[Route]:
+    """For the plan on the page at `/`."""
+
+    async def options(request: Request) -> Response:
+        return json_response(plan_options(service))
+
+    async def last_hour(request: Request) -> Response:
+        return json_response(measured(service))
+
+    return [Route("/v1/plan/options", options), Route("/v1/plan/measured", last_hour)]
 
 
 def _health(service: Service) -> Response:

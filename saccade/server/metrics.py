@@ -14,6 +14,7 @@ from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import ReplicaView
 from saccade.server.engine_metrics import EngineCollector
 from saccade.server.inter_token_latency import InterTokenLatency
+from saccade.server.recent_hour import RecentHour
 from saccade.server.tenant_metrics import Stats, TenantMetrics
 from saccade.types import Bill, Usage
 
@@ -63,6 +64,7 @@ class Metrics:
         self._inter_token = InterTokenLatency(model, _FAST)
         self.registry.register(self._inter_token)
         self.tenants = TenantMetrics(stats)
+        self.recent_hour = RecentHour()
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
         self.registry.register(EngineCollector(stats, replicas, encoders, model))
         text = "Bytes of open requests, here and in the engine"
@@ -75,10 +77,12 @@ class Metrics:
     def first_token(self, seconds: float, *, has_media: bool) -> None:
         self._saccade.first_token.labels(_flag(has_media)).observe(seconds)
         self._vllm.first_token.observe(seconds)
+        self.recent_hour.first_token(seconds)
 
     def next_tokens(self, seconds: float, count: int, *, has_media: bool) -> None:
         """`count` tokens of one output arrived this long after the preceding one."""
         self._inter_token.observe(seconds / count, count, has_media=has_media)
+        self.recent_hour.next_tokens(seconds / count, count)
 
     def fetched(self, seconds: float, num_bytes: int | None) -> None:
         """A fetch ended. No bytes: it failed."""
@@ -89,6 +93,7 @@ class Metrics:
     def finished(self, done: Finished) -> None:
         self._saccade.finished(done)
         self._vllm.finished(done)
+        self.recent_hour.finished(done.bills, sum(done.generated))
         self.tokens_in += sum(bill.prompt_tokens for bill in done.bills)
 
     def failed(self, reason: str) -> None:

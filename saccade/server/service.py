@@ -51,6 +51,7 @@ logger = logging.getLogger("saccade.server")
 DEFAULT_MAX_WAITING = 256
 _THREADS = 4
 _SCHEMA_THREADS = 2  # each waits for one process that checks schemas
+_MAX_PLANS = 4  # of one client in the queue
 _RETRY_AFTER_START = 5.0
 _USUAL_REQUESTS = 16  # without max_tokens, so many take a minute's tokens until they end
 _SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
@@ -123,6 +124,7 @@ class Service:
         self._media = MediaResolver(fetcher, uuids, processor.policy, self.metrics)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
         self._schema_pool = FairPool(_SCHEMA_THREADS, "saccade-schema", server.max_schema_checks)
+        self._plan_pool = FairPool(1, "saccade-plan", _MAX_PLANS)
         self._template_pool = ThreadPoolExecutor(_TEMPLATE_THREADS, thread_name_prefix="saccade-template")
         self._requests = RequestBuilder(processor.eos_token_ids, options.seed)
         self._request_numbers = itertools.count()
@@ -187,6 +189,15 @@ class Service:
         """For work of a millisecond or more: on the event loop it would delay the tokens of all streams."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
+    async def in_turn(self, caller: Caller, work: Callable[[], Result]) -> Result:
+        """For half a second of work that no request waits for: one at a time, clients take turns."""
+        try:
+            return await asyncio.wrap_future(self._plan_pool.submit(caller.client, work))
+        except QueueFull as full:
+            self.metrics.refused("overloaded")
+            waiting = f"{full.count} of your plans wait and {_MAX_PLANS} may"
+            raise overloaded(429, f"{waiting}; try again soon") from None
+
     def serves(self, name: str) -> bool:
         """The path of a model folder is accepted too, but never shown."""
         return name in self.names or (name == self.options.model and not self.server.served_model_name)
@@ -203,6 +214,7 @@ class Service:
         for pool in (self._pool, self._template_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         self._schema_pool.close()
+        self._plan_pool.close()
         CHECKS.close()
 
     async def warm(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +10,31 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from tests.helpers.images import make_photo, png
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MISSING = "no Chromium is on the PATH; run tools/browser.sh, or install the package chromium, and run again"
 PATIENCE_MS = 20_000  # only keeps a broken page from hanging the tests
+
+# In the page: files made of base64, given to it as a drop or a paste would.
+GIVE = """([kind, files]) => {
+  const data = new DataTransfer();
+  for (const [name, type, content] of files) {
+    const bytes = Uint8Array.from(atob(content), (c) => c.charCodeAt(0));
+    data.items.add(new File([bytes], name, { type }));
+  }
+  const how = { bubbles: true, cancelable: true };
+  const event = kind === "drop"
+    ? new DragEvent("drop", { ...how, dataTransfer: data })
+    : new ClipboardEvent("paste", { ...how, clipboardData: data });
+  document.body.dispatchEvent(event);
+}"""
+
+# In the page: controls that a screen reader would have no name for.
+NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, [role=img], [tabindex]")]
+  .filter((e) => e.offsetParent !== null)
+  .filter((e) => !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.getAttribute("aria-labelledby")))
+  .map((e) => e.outerHTML)"""
 
 
 def executable() -> str:
@@ -47,3 +70,19 @@ def open_page(browser: Browser, url: str, script: str = "", **how: Any) -> Itera
         assert not thrown, thrown
     finally:
         context.close()
+
+
+def give(page: Page, kind: str, *files: tuple[str, str, bytes]) -> None:
+    page.evaluate(GIVE, [kind, [(name, mime, base64.b64encode(data).decode()) for name, mime, data in files]])
+
+
+def drop_photo(page: Page, width: int = 320, height: int = 240, name: str = "photo.png", seed: int = 0) -> None:
+    give(page, "drop", (name, "image/png", png(make_photo(width, height, seed))))
+
+
+def tab_to(page: Page, element: str) -> None:
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == element:
+            return
+    raise AssertionError(f"{element} is not reached with the Tab key")

@@ -62,8 +62,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine.replicas": NOUNS | {"engine", "engine.ipc", "scheduler"},
     "llm": NOUNS | {"processor", "structured", "engine"},
     "server.http": {"errors", "options", "server"},
-    "server.request": NOUNS | {"media", "structured", "processor", "server", "server.http"},
-    "server.api": NOUNS | {"media", "processor", "server", "server.http", "server.request"},
+    "server.request": NOUNS | {"media", "structured", "processor", "plan", "server", "server.http"},
+    "server.api": NOUNS | {"media", "processor", "plan", "server", "server.http", "server.request"},
     "server": NOUNS
     | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc", "engine.encoders"}
     | {"engine.replicas", "engine.ray_cluster"}

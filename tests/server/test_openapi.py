@@ -20,6 +20,7 @@ ROUTES = (
     ("POST", "/v1/responses/input_tokens"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/plan"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
 )

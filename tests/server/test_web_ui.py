@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.helpers.browser import PATIENCE_MS, open_page, running_browser
+from tests.helpers.browser import NAMELESS, PATIENCE_MS, drop_photo, give, open_page, running_browser, tab_to
 from tests.helpers.images import make_photo, png
 from tests.helpers.serving import RunningServer, as_url, image_part, running_builtin
 
@@ -24,20 +23,6 @@ KEY = "key-for-the-page"
 HAS_KEY = f"sessionStorage.setItem('saccade-key', '{KEY}')"  # as if it had been typed in this tab before
 SQUARE = "What colour is the square?"
 OpenPage = Callable[..., AbstractContextManager[Page]]
-
-# In the page: files made of base64, given to it as a drop or a paste would.
-GIVE = """([kind, files]) => {
-  const data = new DataTransfer();
-  for (const [name, type, content] of files) {
-    const bytes = Uint8Array.from(atob(content), (c) => c.charCodeAt(0));
-    data.items.add(new File([bytes], name, { type }));
-  }
-  const how = { bubbles: true, cancelable: true };
-  const event = kind === "drop"
-    ? new DragEvent("drop", { ...how, dataTransfer: data })
-    : new ClipboardEvent("paste", { ...how, clipboardData: data });
-  document.body.dispatchEvent(event);
-}"""
 
 # In the page: half a second of a canvas that turns from red to blue, recorded and dropped as a video.
 DROP_VIDEO = """async () => {
@@ -69,12 +54,6 @@ WATCH_ANSWER = """() => {
   }).observe(document.getElementById("log"), { subtree: true, childList: true, characterData: true });
 }"""
 
-# In the page: controls that a screen reader would have no name for.
-NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, [role=img], [tabindex]")]
-  .filter((e) => e.offsetParent !== null)
-  .filter((e) => !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.getAttribute("aria-labelledby")))
-  .map((e) => e.outerHTML)"""
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
@@ -98,14 +77,6 @@ def page(open_one: OpenPage) -> Iterator[Page]:
     with open_one(script=HAS_KEY) as page:
         expect(page.locator("#model")).not_to_be_empty(timeout=PATIENCE_MS)
         yield page
-
-
-def give(page: Page, kind: str, *files: tuple[str, str, bytes]) -> None:
-    page.evaluate(GIVE, [kind, [(name, mime, base64.b64encode(data).decode()) for name, mime, data in files]])
-
-
-def drop_photo(page: Page, width: int = 320, height: int = 240, name: str = "photo.png", seed: int = 0) -> None:
-    give(page, "drop", (name, "image/png", png(make_photo(width, height, seed))))
 
 
 def add_sample(page: Page) -> None:
@@ -365,14 +336,6 @@ def test_it_can_be_used_with_the_keyboard_alone(page: Page) -> None:
     page.keyboard.press("Enter")
     page.locator(".cost").wait_for()
     assert "blue" in answer(page)
-
-
-def tab_to(page: Page, element: str) -> None:
-    for _ in range(40):
-        page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.id") == element:
-            return
-    raise AssertionError(f"{element} is not reached with the Tab key")
 
 
 def test_the_focus_can_be_seen(page: Page) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from saccade.server.request import fields
+from saccade.server.request.plan import PLAN
 
 _STRING = {"type": "string"}
 _STRING_OR_NULL = {"type": ["string", "null"]}
@@ -50,6 +51,7 @@ BODIES: dict[str, dict[str, Any]] = {  # of POST routes
     "/v1/chat/completions": _CHAT,
     "/v1/completions": _COMPLETION,
     "/v1/bill": _CHAT,
+    "/v1/plan": _operation(PLAN),
     "/tokenize": _TOKENIZE,
     "/detokenize": _DETOKENIZE,
     "/v1/responses": _RESPONSES,
@@ -65,6 +67,8 @@ _READ = {
     "/metrics": "Prometheus metrics",
     "/version": "Of the server",
     "/v1/engine": "State and counters of the engine",
+    "/v1/plan/options": "GPUs that have names, and limits of a plan",
+    "/v1/plan/measured": "Requests and latencies of the last hour",
 }
 _NAME = {"name": "name", "in": "path", "required": True, "schema": _STRING}
 

@@ -23,7 +23,7 @@ from saccade.server.http.response import SEND_BODY
 logger = logging.getLogger("saccade.server")
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_POLLED = "/v1/engine"  # an open page polls it twice a second: it would fill the log
+_POLLED = frozenset({"/v1/engine", "/v1/plan/measured"})  # an open page asks for them again and again
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -78,7 +78,7 @@ class RequestMiddleware:
             self._log(scope, request_id, status, start)
 
     def _log(self, scope: Scope, request_id: str, status: int, start: float) -> None:
-        if self.logs and scope["path"] != _POLLED and not is_open(scope["path"]):
+        if self.logs and scope["path"] not in _POLLED and not is_open(scope["path"]):
             shown = scope["path"][:100].encode("unicode_escape").decode()
             result = status or "left"  # the client disconnected before the response
             ms = (time.perf_counter() - start) * 1e3

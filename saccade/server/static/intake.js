@@ -15,21 +15,22 @@ export function takeFiles(onFiles) {
     event.preventDefault();
     onFiles(files);
   });
-  watchDrops(byId("drop"), onFiles);
+  watchDrops(document.querySelectorAll(".drop"), onFiles);
 }
 
 // The whole page takes drops: a picture that misses the box must not replace the page.
-function watchDrops(box, onFiles) {
+function watchDrops(boxes, onFiles) {
+  const mark = (isOver) => boxes.forEach((box) => box.classList.toggle("over", isOver));
   document.addEventListener("dragover", (event) => {
     event.preventDefault();
-    box.classList.add("over");
+    mark(true);
   });
   document.addEventListener("dragleave", (event) => {
-    if (!event.relatedTarget) box.classList.remove("over");
+    if (!event.relatedTarget) mark(false);
   });
   document.addEventListener("drop", (event) => {
     event.preventDefault();
-    box.classList.remove("over");
+    mark(false);
     onFiles([...event.dataTransfer.files]);
   });
 }

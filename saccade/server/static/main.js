@@ -7,6 +7,7 @@ import { byId, count, el, show } from "./dom.js";
 import { EngineView } from "./engine.js";
 import { takeFiles } from "./intake.js";
 import { Pictures } from "./pictures.js";
+import { Planner } from "./plan.js";
 import { QUESTIONS, sampleFile } from "./sample.js";
 import { clearLog, Talk } from "./talk.js";
 import { followTheme } from "./theme.js";
@@ -45,12 +46,13 @@ class Page {
       onDone: () => this.#afterAnswer(),
       onProblem: (problem, turn) => this.#onTalkProblem(problem, turn),
     });
+    this.planner = new Planner(this.api);
     this.engine = new EngineView(this.api, { onState: (state) => this.#onState(state) });
   }
 
   start() {
     followTheme(byId("theme"));
-    takeFiles((files) => this.#addFiles(files));
+    takeFiles((files) => (this.planner.isShown ? this.planner.addFiles(files) : this.#addFiles(files)));
     this.pictures.addEventListener("change", () => this.#onPictures());
     this.pictures.addEventListener("select", () => this.#showPictures());
     byId("sample").addEventListener("click", () => this.#addSample());
@@ -61,6 +63,7 @@ class Page {
     byId("key-form").addEventListener("submit", (event) => this.#onKey(event));
     this.#watchComposer();
     this.#suggest(QUESTIONS);
+    this.planner.start();
     this.engine.run();
   }
 
@@ -244,6 +247,7 @@ class Page {
     try {
       const { data } = await this.api.get("v1/models");
       this.#onCard(data[0]);
+      this.planner.onReady();
     } catch {
       this.#state = "connecting"; // it went away in between; the next look tries again
     }

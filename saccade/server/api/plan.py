@@ -1,0 +1,63 @@
+"""/v1/plan: what the served model would need and give on a GPU, and what was measured in the last hour."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from saccade.errors import ConfigError
+from saccade.plan.alternatives import alternatives
+from saccade.plan.calibration import calibration_for
+from saccade.plan.hardware import DEFAULT, PRESETS
+from saccade.plan.planner import Deployment, make_plan
+from saccade.plan.report import as_json
+from saccade.server.http.request_context import Exchange
+from saccade.server.request.plan import MAX_SIZES, PlanRequest, plan_error, read_plan
+from saccade.server.service import Service
+
+
+async def plan(service: Service, exchange: Exchange) -> dict[str, Any]:
+    """As `saccade plan --json`, for the served model with this server's options."""
+    request = await service.read(read_plan, exchange, min(1, _max_images(service)))
+    service.check_model(request.model)
+    return await service.in_turn(exchange.caller, partial(_planned, service, request))
+
+
+def _planned(service: Service, request: PlanRequest) -> dict[str, Any]:
+    # Sizes chosen for this machine's memory say nothing of another's.
+    options = replace(service.options, kv_cache_gb=None, kv_offload_gb=0.0)
+    calibration = calibration_for(request.hardware)
+    checkpoint = service.processor.checkpoint
+    try:
+        made = make_plan(Deployment(checkpoint, request.hardware, calibration, request.workload, options))
+        figures = as_json(made, alternatives(made))
+    except ConfigError as error:
+        raise plan_error(error) from None
+    return {**figures, "model": service.names[0]}  # the path of its folder is never shown
+
+
+def plan_options(service: Service) -> dict[str, Any]:
+    """What the page offers to choose from."""
+    return {
+        "object": "plan.options",
+        "model": service.names[0],
+        "gpus": [{"id": name, **asdict(gpu)} for name, gpu in PRESETS.items()],
+        "default_gpu": "cpu" if service.options.device == "cpu" else DEFAULT,
+        "max_sizes": MAX_SIZES,
+        "max_images": _max_images(service),
+    }
+
+
+def _max_images(service: Service) -> int:
+    """In a request."""
+    return service.options.limit_mm_per_prompt.get("image", 0) if service.processor.takes_images else 0
+
+
+def measured(service: Service) -> dict[str, Any]:
+    """Of all requests of all tenants together, as /metrics has them."""
+    return {
+        "object": "plan.measured",
+        "model": service.names[0],
+        **service.metrics.recent_hour.summary(),
+    }
