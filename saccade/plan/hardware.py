@@ -22,11 +22,17 @@ class Hardware:
     bandwidth_gb_s: float  # of its memory
     tflops: float
     has_fp8: bool = False  # multiplies FP8 at twice the speed
+    float32_tflops: float | None = None  # outside tensor cores; None: as bfloat16
     is_cpu: bool = False
 
     @property
     def device(self) -> str:
         return "cpu" if self.is_cpu else "cuda"
+
+    def flops(self, dtype: str) -> float:
+        """A second, of GEMMs in this dtype."""
+        is_slow = dtype == "float32" and self.float32_tflops is not None
+        return 1e12 * (self.float32_tflops or 0.0 if is_slow else self.tflops)
 
     def free_bytes(self, share: float) -> int:
         """What an engine may take on an idle machine, as `runner/device_memory.py` finds it."""
@@ -53,20 +59,21 @@ class Hardware:
             memory_gib=self.memory_gib * number,
             bandwidth_gb_s=self.bandwidth_gb_s * number,
             tflops=self.tflops * number,
+            float32_tflops=self.float32_tflops and self.float32_tflops * number,
         )
 
 
 PRESETS = {
-    "l4": Hardware("L4", 22.0, 300, 121, has_fp8=True),
-    "a10": Hardware("A10", 22.0, 600, 125),
-    "l40s": Hardware("L40S", 44.4, 864, 362, has_fp8=True),
-    "a100-40": Hardware("A100 40GB", 39.4, 1555, 312),
-    "a100-80": Hardware("A100 80GB", 79.1, 2039, 312),
-    "h100": Hardware("H100 SXM", 79.1, 3350, 989, has_fp8=True),
-    "h200": Hardware("H200", 139.8, 4800, 989, has_fp8=True),
-    "b200": Hardware("B200", 178.3, 8000, 2250, has_fp8=True),
-    "rtx4090": Hardware("RTX 4090", 23.6, 1008, 165, has_fp8=True),
-    "rtx5090": Hardware("RTX 5090", 31.3, 1792, 209, has_fp8=True),
+    "l4": Hardware("L4", 22.0, 300, 121, has_fp8=True, float32_tflops=30.3),
+    "a10": Hardware("A10", 22.0, 600, 125, float32_tflops=31.2),
+    "l40s": Hardware("L40S", 44.4, 864, 362, has_fp8=True, float32_tflops=91.6),
+    "a100-40": Hardware("A100 40GB", 39.4, 1555, 312, float32_tflops=19.5),
+    "a100-80": Hardware("A100 80GB", 79.1, 2039, 312, float32_tflops=19.5),
+    "h100": Hardware("H100 SXM", 79.1, 3350, 989, has_fp8=True, float32_tflops=67),
+    "h200": Hardware("H200", 139.8, 4800, 989, has_fp8=True, float32_tflops=67),
+    "b200": Hardware("B200", 178.3, 8000, 2250, has_fp8=True, float32_tflops=80),
+    "rtx4090": Hardware("RTX 4090", 23.6, 1008, 165, has_fp8=True, float32_tflops=82.6),
+    "rtx5090": Hardware("RTX 5090", 31.3, 1792, 209, has_fp8=True, float32_tflops=104.8),
     "cpu": Hardware("CPU of 16 cores (an example)", 64.0, 80, 1.5, is_cpu=True),
 }
 DEFAULT = "h200"  # where none is named

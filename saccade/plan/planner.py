@@ -44,10 +44,6 @@ class Deployment:
             costs.dtype_bytes(dtype)
         except ValueError as error:
             raise ConfigError(f"{error}; give another --dtype") from None
-        if dtype == "float32" and not self.hardware.is_cpu:
-            raise ConfigError(
-                "float32 is not planned for GPUs, whose FLOP/s are those of bfloat16; give --dtype bfloat16"
-            )
         return dtype
 
     @property

@@ -61,7 +61,7 @@ class Timing:
         vision = self.model.vision
         assert vision is not None
         flops = tower_flops(vision, self.model.text, geometry.grid.patches)
-        speed = self.hardware.tflops * 1e12 * self.calibration.tower
+        speed = self.hardware.flops(self.dtype) * self.calibration.tower
         return flops / speed + vision.num_layers * self.calibration.tower_layer_us / 1e6
 
     def preprocess(self, megapixels: float) -> float:
@@ -75,7 +75,7 @@ class Timing:
 
     @property
     def _flops(self) -> float:
-        return self.hardware.tflops * 1e12 * self.calibration.gemm * self.precision.speed
+        return self.hardware.flops(self.dtype) * self.calibration.gemm * self.precision.speed
 
     @property
     def _bandwidth(self) -> float:
