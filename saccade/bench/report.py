@@ -15,6 +15,7 @@ SHARES = (50, 90, 99)
 LATE_MS = 5.0  # of the clients' p99: beyond it times are the clients' too
 _KINDS = ("ttft_ms", "itl_ms", "e2e_ms")
 _TITLES = {"ttft_ms": "first token", "itl_ms": "between tokens", "e2e_ms": "whole request"}
+_SPLIT = {"with images": True, "text alone": False}
 
 
 class Slo(NamedTuple):
@@ -66,8 +67,14 @@ def figures(results: Sequence[Result], slo: Slo) -> Figures:
 
 
 def groups(results: Sequence[Result], names: Sequence[str]) -> dict[str, list[Result]]:
-    """By part."""
-    found = {name: [r for r in results if r.part == part] for part, name in enumerate(names)}
+    """By part. One that mixes requests with and without images is also split by that."""
+    found: dict[str, list[Result]] = {}
+    for part, name in enumerate(names):
+        some = [result for result in results if result.part == part]
+        halves = {kind: [r for r in some if r.has_images == has] for kind, has in _SPLIT.items()}
+        found[name] = some
+        if all(halves.values()):
+            found |= {f"{name}, {kind}": half for kind, half in halves.items()}
     return {name: some for name, some in found.items() if some}
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from saccade.bench.goodput import best, find_goodput
@@ -23,7 +24,9 @@ from saccade.bench.report import (
     write_csv,
 )
 from saccade.bench.stream_client import Target
+from saccade.bench.trace import TraceRequest
 from saccade.bench.workloads import Shape
+from saccade.cli.bench_checks import check
 from saccade.cli.get_json import get_json
 from saccade.errors import ConfigError
 
@@ -35,28 +38,50 @@ _MAX_TRIAL_SECONDS = 120.0
 _SEEDS = 1000  # between two of its loads: each brings new images
 
 
+Run = Callable[[Sequence[Part]], LoadResult]
+"""Puts a load on what is measured."""
+
+
 def bench(args: argparse.Namespace) -> int:
+    """2 where the arguments cannot be used: nothing is sent then."""
+    try:
+        trace = check(args)
+    except ConfigError as error:
+        if args.debug:
+            raise
+        print(f"saccade: {error}", file=sys.stderr)
+        return 2
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
     server = Server(args.url, key)
-    model = args.model or _served_model(args.url, key)
-    shape = _shape(args, model)
-    _warm_up(server, args.workload, shape, args.seed)
+    shape = _shape(args, args.model or _served_model(args.url, key))
+
+    def run(parts: Sequence[Part]) -> LoadResult:
+        return run_load(server, parts, args.processes, progress=not args.quiet)
+
+    _warm_up(server, _warm_up_part(args, shape, trace))
     slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
-    return _goodput(args, server, shape, slo) if args.goodput else _once(args, server, shape, slo)
+    return _goodput(args, run, shape, slo) if args.goodput else _once(args, run, shape, slo, trace)
 
 
-def _warm_up(server: Server, workload: str, shape: Shape, seed: int) -> None:
+def _warm_up_part(args: argparse.Namespace, shape: Shape, trace: tuple[TraceRequest, ...]) -> Part:
+    """Of a trace: requests of both kinds."""
+    kinds = ([r for r in trace if r.sizes], [r for r in trace if not r.sizes])
+    some = tuple(request for kind in kinds for request in kind[: _WARM_UP // 2])
+    count = len(some) or _WARM_UP
+    return Part(args.workload, shape, count, clients=count, seed=-1 - args.seed, trace=some)
+
+
+def _warm_up(server: Server, part: Part) -> None:
     """Not counted. Where none is answered, nothing would be."""
-    part = Part(workload, shape, _WARM_UP, clients=_WARM_UP, seed=-1 - seed)
     results = run_load(server, [part], 1, progress=False).results
     if all(result.sample.error for result in results):
         raise ConfigError(f"the server answers no request: {results[0].sample.error}")
 
 
-def _once(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -> int:
-    parts = _parts(args, shape, args.rate, args.requests, args.seed)
+def _once(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo, trace: tuple[TraceRequest, ...]) -> int:
+    parts = _parts(args, shape, args.rate, args.requests, args.seed, trace)
     names = [args.workload, "beside"][: len(parts)]
-    load = run_load(server, parts, args.processes, progress=not args.quiet)
+    load = run(parts)
     rows = {name: figures(some, slo) for name, some in groups(load.results, names).items()}
     print(table(rows))
     if args.csv:
@@ -65,13 +90,12 @@ def _once(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -> i
     return _complain(load)
 
 
-def _goodput(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -> int:
+def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
     loads: list[LoadResult] = []
 
     def measure(rate: float) -> Figures:
         count = int(min(max(args.requests, rate * _TRIAL_SECONDS), max(rate * _MAX_TRIAL_SECONDS, _WARM_UP)))
-        parts = _parts(args, shape, rate, count, seed=args.seed + _SEEDS * len(loads))
-        loads.append(run_load(server, parts, args.processes, progress=not args.quiet))
+        loads.append(run(_parts(args, shape, rate, count, seed=args.seed + _SEEDS * len(loads))))
         row = figures([result for result in loads[-1].results if result.part == 0], slo)
         row = row._replace(errors=sum(result.sample.error is not None for result in loads[-1].results))
         kept = "kept" if row.keeps(slo) else "missed"
@@ -80,7 +104,7 @@ def _goodput(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -
         print(f"{rate:8.2f} requests/s: {met}: {kept}", flush=True)
         return row
 
-    trials = find_goodput(measure, slo, _first_rate(args, server, shape))
+    trials = find_goodput(measure, slo, _first_rate(args, run, shape))
     found = best(trials)
     rate = found.rate if found else 0.0
     print(f"goodput: {rate:.2f} requests/s within {slo.ttft_ms:g} and {slo.itl_ms:g} ms at p99")
@@ -89,16 +113,22 @@ def _goodput(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -
     return 0 if found else 1
 
 
-def _first_rate(args: argparse.Namespace, server: Server, shape: Shape) -> float:
+def _first_rate(args: argparse.Namespace, run: Run, shape: Shape) -> float:
     """Near what the server can do: a search from far below would take minutes for each low rate."""
     part = Part(args.workload, shape, _ROUNDS * args.clients, args.clients, seed=args.seed - _SEEDS)
-    load = run_load(server, [part], args.processes, progress=not args.quiet)
-    return _FIRST_SHARE * max(figures(load.results, Slo()).requests_per_s, 1e-3)
+    return _FIRST_SHARE * max(figures(run([part]).results, Slo()).requests_per_s, 1e-3)
 
 
-def _parts(args: argparse.Namespace, shape: Shape, rate: float | None, count: int, seed: int) -> list[Part]:
-    clients = None if rate else args.clients
-    parts = [Part(args.workload, shape, count, clients, rate, seed)]
+def _parts(
+    args: argparse.Namespace,
+    shape: Shape,
+    rate: float | None,
+    count: int,
+    seed: int,
+    trace: tuple[TraceRequest, ...] = (),
+) -> list[Part]:
+    clients = None if rate or trace else args.clients
+    parts = [Part(args.workload, shape, count, clients, rate, seed, trace)]
     if args.beside:
         beside = Shape(shape.model, shape.sizes, words=1, tokens=4, ignore_eos=shape.ignore_eos)
         images = math.ceil(args.beside * count / rate) if rate else args.beside_images

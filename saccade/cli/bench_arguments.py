@@ -15,7 +15,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add(
         "workload",
         nargs="?",
-        default="image",
         choices=WORKLOADS,
         help="what requests hold (default: image)",
     )
@@ -49,7 +48,14 @@ def _add_load(command: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--goodput", action="store_true", help="search the highest rate whose p99 keeps to the service levels"
     )
-    add("--requests", type=count, default=100, help="in all (default: 100)")
+    load.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="open loop: requests as they came to a service, instead of a workload. A JSON object a line: at "
+        "(seconds), words or input_tokens, output_tokens, images (a list of sizes such as 1280x720)",
+    )
+    add("--requests", type=count, help="in all (default: 100; of a trace all)")
     add(
         "--beside",
         type=positive,

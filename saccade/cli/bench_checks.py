@@ -1,0 +1,36 @@
+"""What `saccade bench` refuses before it sends anything: flags that contradict each other, unusable files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from saccade.bench.trace import TraceRequest, read_trace
+from saccade.errors import ConfigError
+
+_WORKLOAD = "image"  # where none is named
+_REQUESTS = 100
+
+
+def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
+    """The trace, if one is given. Sets what depends on it. ConfigError names the flag at fault."""
+    for flag in ("json", "csv"):
+        if path := getattr(args, flag):
+            _check_writable(f"--{flag}", path)
+    if args.trace and args.workload:
+        raise ConfigError(f"--trace says what requests hold: leave out the workload {args.workload!r}")
+    trace = read_trace(args.trace) if args.trace else ()
+    args.workload = "trace" if trace else args.workload or _WORKLOAD
+    args.requests = min(args.requests or len(trace), len(trace)) if trace else args.requests or _REQUESTS
+    return trace
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """By opening it: permissions alone do not tell. What was not there before is not there after."""
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror or error}") from None
+    if is_new:
+        path.unlink()
