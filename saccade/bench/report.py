@@ -49,8 +49,8 @@ class Figures(NamedTuple):
 def figures(results: Sequence[Result], slo: Slo) -> Figures:
     good = [result for result in results if result.sample.error is None]
     seconds = max([r.sample.end for r in good], default=0.0) - min([r.due for r in good], default=0.0)
-    gaps = [_gaps_ms(result) for result in good]
-    kept = [_ttft_ms(r) <= slo.ttft_ms and _p99(gap) <= slo.itl_ms for r, gap in zip(good, gaps, strict=True)]
+    gaps = [gaps_ms(result) for result in good]
+    kept = [ttft_ms(r) <= slo.ttft_ms and _p99(gap) <= slo.itl_ms for r, gap in zip(good, gaps, strict=True)]
     rate = 1 / seconds if seconds else 0.0
     return Figures(
         requests=len(good),
@@ -60,7 +60,7 @@ def figures(results: Sequence[Result], slo: Slo) -> Figures:
         prompt_tokens_per_s=sum(r.sample.prompt_tokens for r in good) * rate,
         output_tokens_per_s=sum(r.sample.output_tokens for r in good) * rate,
         goodput_per_s=sum(kept) * rate,
-        ttft_ms=_percentiles([_ttft_ms(result) for result in good]),
+        ttft_ms=_percentiles([ttft_ms(result) for result in good]),
         itl_ms=_percentiles([ms for gap in gaps for ms in gap]),
         e2e_ms=_percentiles([1e3 * (result.sample.end - result.due) for result in good]),
     )
@@ -129,11 +129,11 @@ def as_json(row: Figures) -> dict[str, Any]:
     return {**row._asdict(), **named}
 
 
-def _ttft_ms(result: Result) -> float:
+def ttft_ms(result: Result) -> float:
     return 1e3 * (result.sample.token_times[0] - result.due)
 
 
-def _gaps_ms(result: Result) -> list[float]:
+def gaps_ms(result: Result) -> list[float]:
     return [float(ms) for ms in 1e3 * np.diff(result.sample.token_times)]
 
 

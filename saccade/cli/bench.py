@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from saccade.bench.chart import distributions, rates
 from saccade.bench.goodput import best, find_goodput
 from saccade.bench.load import LoadResult, Part, Server, run_load
 from saccade.bench.report import (
@@ -82,8 +83,11 @@ def _once(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo, trace: tup
     parts = _parts(args, shape, args.rate, args.requests, args.seed, trace)
     names = [args.workload, "beside"][: len(parts)]
     load = run(parts)
-    rows = {name: figures(some, slo) for name, some in groups(load.results, names).items()}
+    found = groups(load.results, names)
+    rows = {name: figures(some, slo) for name, some in found.items()}
     print(table(rows))
+    if args.plot:
+        args.plot.write_text(distributions(found, slo), encoding="utf-8")
     if args.csv:
         write_csv(args.csv, load.results, names)
     _write(args, {"parts": {name: as_json(row) for name, row in rows.items()}})
@@ -108,6 +112,8 @@ def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
     found = best(trials)
     rate = found.rate if found else 0.0
     print(f"goodput: {rate:.2f} requests/s within {slo.ttft_ms:g} and {slo.itl_ms:g} ms at p99")
+    if args.plot:
+        args.plot.write_text(rates(trials, slo), encoding="utf-8")
     _write(args, {"goodput_per_s": rate, "trials": [{"rate": t.rate, **as_json(t.figures)} for t in trials]})
     _complain(*loads)  # the highest rates are meant to be too high
     return 0 if found else 1

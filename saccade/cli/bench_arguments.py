@@ -35,6 +35,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of words, images and arrivals (default: 0)")
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
     add("--csv", type=Path, metavar="FILE", help="also write a line for each request there")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.svg",
+        help="also plot how times are distributed, or with --goodput p99 against the rate",
+    )
     add("--quiet", action="store_true", help="no progress bars")
     add("--debug", action="store_true", help="show tracebacks")
 

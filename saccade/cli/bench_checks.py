@@ -14,7 +14,9 @@ _REQUESTS = 100
 
 def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
     """The trace, if one is given. Sets what depends on it. ConfigError names the flag at fault."""
-    for flag in ("json", "csv"):
+    if args.plot and args.plot.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot {args.plot} is not an .svg file, and no other is drawn")
+    for flag in ("json", "csv", "plot"):
         if path := getattr(args, flag):
             _check_writable(f"--{flag}", path)
     if args.trace and args.workload:

@@ -134,12 +134,13 @@ def test_a_trace_that_cannot_be_used_is_a_usage_error(tmp_path: Path, capsys: py
     assert "leave out the workload 'text'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--json", "--csv"])
+@pytest.mark.parametrize("flag", ["--json", "--csv", "--plot"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
     with fake_chat_server() as fake:
-        assert main(["bench", "text", "--url", fake.url, flag, str(tmp_path / "none" / "a")]) == 2
-        assert main(["bench", "text", "--url", fake.url, flag, str(tmp_path)]) == 2
-    assert f"{flag} {tmp_path} cannot be written" in capsys.readouterr().err
+        assert main(["bench", "text", "--url", fake.url, flag, str(tmp_path / "none" / "a.svg")]) == 2
+        (tmp_path / "folder.svg").mkdir()
+        assert main(["bench", "text", "--url", fake.url, flag, str(tmp_path / "folder.svg")]) == 2
+    assert f"{flag} {tmp_path / 'folder.svg'} cannot be written" in capsys.readouterr().err
     assert not fake.bodies

@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "svg": set(),
     "evaluation": {"errors", "types", "options", "costs", "svg"},
     "plan": NOUNS | {"checkpoint", "processor", "processor.families", "scheduler", "runner", "svg"},
-    "bench": {"errors"},
+    "bench": {"errors", "svg"},
     "cli": NOUNS
     | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench", "plan"}
     | {"runner"},
