@@ -13,6 +13,7 @@ from typing import Any
 from saccade.bench.chart import distributions, rates
 from saccade.bench.goodput import best, find_goodput
 from saccade.bench.load import LoadResult, Part, Server, run_load
+from saccade.bench.max_images import Attempt, send_images
 from saccade.bench.report import (
     Figures,
     Slo,
@@ -27,7 +28,9 @@ from saccade.bench.report import (
 from saccade.bench.stream_client import Target
 from saccade.bench.trace import TraceRequest
 from saccade.bench.workloads import Shape
+from saccade.cli.bench_arguments import MAX_IMAGES
 from saccade.cli.bench_checks import check
+from saccade.cli.bench_max_images import max_images
 from saccade.cli.get_json import get_json
 from saccade.errors import ConfigError
 
@@ -55,6 +58,8 @@ def bench(args: argparse.Namespace) -> int:
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
     server = Server(args.url, key)
     shape = _shape(args, args.model or _served_model(args.url, key))
+    if args.workload == MAX_IMAGES:
+        return _max_images(args, lambda images: send_images(server, shape, images, args.seed))
 
     def run(parts: Sequence[Part]) -> LoadResult:
         return run_load(server, parts, args.processes, progress=not args.quiet)
@@ -62,6 +67,14 @@ def bench(args: argparse.Namespace) -> int:
     _warm_up(server, _warm_up_part(args, shape, trace))
     slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
     return _goodput(args, run, shape, slo) if args.goodput else _once(args, run, shape, slo, trace)
+
+
+def _max_images(args: argparse.Namespace, attempt: Callable[[int], Attempt]) -> int:
+    """1 where the server failed rather than refused, and where it takes no image at all."""
+    found = max_images(attempt, args.max_images)
+    limit = found.limit._asdict() if found.limit else None
+    _write(args, {"max_images": found.images, "limit": limit})
+    return 0 if found.images and (found.limit is None or found.limit.is_refusal) else 1
 
 
 def _warm_up_part(args: argparse.Namespace, shape: Shape, trace: tuple[TraceRequest, ...]) -> Part:

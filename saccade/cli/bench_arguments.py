@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 WORKLOADS = ("conversation", "image", "text", "zipf")
+MAX_IMAGES = "most-images"  # no load: a search
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -15,8 +16,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add(
         "workload",
         nargs="?",
-        choices=WORKLOADS,
-        help="what requests hold (default: image)",
+        choices=(*WORKLOADS, MAX_IMAGES),
+        help="what requests hold (default: image); most-images is no load: it searches the largest number of "
+        "images in one request that works",
     )
     add("--url", default="http://localhost:8000", help="of the server (default: http://localhost:8000)")
     add("--model", help="name it serves; automatic: the first it lists")
@@ -87,6 +89,7 @@ def _add_shape(add: Callable[..., Any]) -> None:
         help="of images (default: 1280x720); repeat for a mix",
     )
     add("--images", type=count, default=1, help="in a request (default: 1)")
+    add("--max-images", type=count, default=256, help="most-images tries no more (default: 256)")
     add("--words", type=count, default=20, help="of text in a message (default: 20)")
     add("--tokens", type=count, default=64, help="of an answer (default: 64)")
     add("--turns", type=count, default=4, help="of a conversation (default: 4)")

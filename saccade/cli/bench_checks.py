@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from saccade.bench.trace import TraceRequest, read_trace
+from saccade.cli.bench_arguments import MAX_IMAGES
 from saccade.errors import ConfigError
 
 _WORKLOAD = "image"  # where none is named
@@ -21,10 +22,18 @@ def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
             _check_writable(f"--{flag}", path)
     if args.trace and args.workload:
         raise ConfigError(f"--trace says what requests hold: leave out the workload {args.workload!r}")
+    if args.workload == MAX_IMAGES:
+        _refuse_load_flags(args)
     trace = read_trace(args.trace) if args.trace else ()
     args.workload = "trace" if trace else args.workload or _WORKLOAD
     args.requests = min(args.requests or len(trace), len(trace)) if trace else args.requests or _REQUESTS
     return trace
+
+
+def _refuse_load_flags(args: argparse.Namespace) -> None:
+    for flag in ("rate", "goodput", "beside", "csv", "plot"):
+        if getattr(args, flag):
+            raise ConfigError(f"{MAX_IMAGES} sends one request at a time: leave out --{flag}")
 
 
 def _check_writable(flag: str, path: Path) -> None:
