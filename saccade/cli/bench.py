@@ -1,4 +1,4 @@
-"""`saccade bench`: a load on a running server, and what it showed."""
+"""`saccade bench`: a load on a running server or on an engine, and what it showed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 from saccade.bench.chart import distributions, rates
 from saccade.bench.goodput import best, find_goodput
@@ -43,10 +44,33 @@ _SEEDS = 1000  # between two of its loads: each brings new images
 
 
 Run = Callable[[Sequence[Part]], LoadResult]
-"""Puts a load on what is measured."""
 
 
-def bench(args: argparse.Namespace) -> int:
+class Subject(NamedTuple):
+    """What is measured."""
+
+    name: str  # in errors
+    model: str
+    run: Run  # puts a load on it
+    attempt: Callable[[Shape, int], Attempt]  # one request with so many images
+
+
+@contextmanager
+def server(args: argparse.Namespace) -> Iterator[Subject]:
+    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    server = Server(args.url, key)
+    yield Subject(
+        "the server",
+        args.model or _served_model(args.url, key),
+        lambda parts: run_load(server, parts, args.processes, progress=not args.quiet),
+        lambda shape, images: send_images(server, shape, images, args.seed),
+    )
+
+
+def bench(
+    args: argparse.Namespace,
+    open_subject: Callable[[argparse.Namespace], AbstractContextManager[Subject]] = server,
+) -> int:
     """2 where the arguments cannot be used: nothing is sent then."""
     try:
         trace = check(args)
@@ -55,18 +79,21 @@ def bench(args: argparse.Namespace) -> int:
             raise
         print(f"saccade: {error}", file=sys.stderr)
         return 2
-    key = args.api_key or os.environ.get("OPENAI_API_KEY")
-    server = Server(args.url, key)
-    shape = _shape(args, args.model or _served_model(args.url, key))
+    with open_subject(args) as subject:
+        return _measure(args, subject, trace)
+
+
+def _measure(args: argparse.Namespace, subject: Subject, trace: tuple[TraceRequest, ...]) -> int:
+    shape = _shape(args, subject.model)
     if args.workload == MAX_IMAGES:
-        return _max_images(args, lambda images: send_images(server, shape, images, args.seed))
-
-    def run(parts: Sequence[Part]) -> LoadResult:
-        return run_load(server, parts, args.processes, progress=not args.quiet)
-
-    _warm_up(server, _warm_up_part(args, shape, trace))
+        return _max_images(args, lambda images: subject.attempt(shape, images))
+    _warm_up(subject, _warm_up_part(args, shape, trace))
     slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
-    return _goodput(args, run, shape, slo) if args.goodput else _once(args, run, shape, slo, trace)
+    return (
+        _goodput(args, subject.run, shape, slo)
+        if args.goodput
+        else _once(args, subject.run, shape, slo, trace)
+    )
 
 
 def _max_images(args: argparse.Namespace, attempt: Callable[[int], Attempt]) -> int:
@@ -85,11 +112,11 @@ def _warm_up_part(args: argparse.Namespace, shape: Shape, trace: tuple[TraceRequ
     return Part(args.workload, shape, count, clients=count, seed=-1 - args.seed, trace=some)
 
 
-def _warm_up(server: Server, part: Part) -> None:
+def _warm_up(subject: Subject, part: Part) -> None:
     """Not counted. Where none is answered, nothing would be."""
-    results = run_load(server, [part], 1, progress=False).results
+    results = subject.run([part]).results
     if all(result.sample.error for result in results):
-        raise ConfigError(f"the server answers no request: {results[0].sample.error}")
+        raise ConfigError(f"{subject.name} answers no request: {results[0].sample.error}")
 
 
 def _once(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo, trace: tuple[TraceRequest, ...]) -> int:

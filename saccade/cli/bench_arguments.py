@@ -20,7 +20,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="what requests hold (default: image); most-images is no load: it searches the largest number of "
         "images in one request that works",
     )
-    add("--url", default="http://localhost:8000", help="of the server (default: http://localhost:8000)")
+    where = command.add_mutually_exclusive_group()
+    url = "http://localhost:8000"
+    where.add_argument("--url", default=url, help=f"of the server (default: {url})")
+    where.add_argument(
+        "--offline",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help="no server: an engine in this process, with this model (folder or hub id; nothing: built in)",
+    )
     add("--model", help="name it serves; automatic: the first it lists")
     add(
         "--calibrate",

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from saccade.bench.trace import TraceRequest, read_trace
-from saccade.cli.bench_arguments import MAX_IMAGES
+from saccade.cli.bench_arguments import MAX_IMAGES, WORKLOADS
 from saccade.errors import ConfigError
 
 _WORKLOAD = "image"  # where none is named
@@ -22,6 +22,8 @@ def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
             _check_writable(f"--{flag}", path)
     if args.trace and args.workload:
         raise ConfigError(f"--trace says what requests hold: leave out the workload {args.workload!r}")
+    if args.offline is not None:
+        _refuse_server_flags(args)
     if args.workload == MAX_IMAGES:
         _refuse_load_flags(args)
     trace = read_trace(args.trace) if args.trace else ()
@@ -34,6 +36,16 @@ def _refuse_load_flags(args: argparse.Namespace) -> None:
     for flag in ("rate", "goodput", "beside", "csv", "plot"):
         if getattr(args, flag):
             raise ConfigError(f"{MAX_IMAGES} sends one request at a time: leave out --{flag}")
+
+
+def _refuse_server_flags(args: argparse.Namespace) -> None:
+    if args.offline in (*WORKLOADS, MAX_IMAGES) and not args.workload:
+        example = f"saccade bench {args.offline} --offline"
+        raise ConfigError(f"--offline takes {args.offline!r} for a model; put the workload first: {example}")
+    if args.model:
+        raise ConfigError(f"--offline names the model: say --offline {args.model}, without --model")
+    if args.processes:
+        raise ConfigError("--offline has no processes of clients: leave out --processes")
 
 
 def _check_writable(flag: str, path: Path) -> None:
