@@ -192,6 +192,8 @@ def _shape(args: argparse.Namespace, model: str) -> Shape:
         args.turns,
         args.catalogue,
         args.zipf,
+        args.frames,
+        args.fps,
         ignore_eos=not args.stop,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WORKLOADS = ("conversation", "image", "text", "zipf")
+WORKLOADS = ("conversation", "image", "text", "video", "zipf")
 MAX_IMAGES = "most-images"  # no load: a search
 
 
@@ -95,9 +95,16 @@ def _add_shape(add: Callable[..., Any]) -> None:
         type=size,
         action="append",
         metavar="WxH",
-        help="of images (default: 1280x720); repeat for a mix",
+        help="of images and videos (default: 1280x720); repeat for a mix",
     )
-    add("--images", type=count, default=1, help="in a request (default: 1)")
+    add("--images", type=count, default=1, help="in a request, or videos (default: 1)")
+    add("--frames", type=count, default=16, help="of a video (default: 16)")
+    add(
+        "--fps",
+        type=count,
+        default=2,
+        help="of its frames: 2, which many models sample, keeps all (default: 2)",
+    )
     add("--max-images", type=count, default=256, help="most-images tries no more (default: 256)")
     add("--words", type=count, default=20, help="of text in a message (default: 20)")
     add("--tokens", type=count, default=64, help="of an answer (default: 64)")

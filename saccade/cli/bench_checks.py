@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from saccade.bench.trace import TraceRequest, read_trace
+from saccade.bench.video import check_av
 from saccade.cli.bench_arguments import MAX_IMAGES, WORKLOADS
 from saccade.errors import ConfigError
 
@@ -26,6 +27,8 @@ def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
         _refuse_server_flags(args)
     if args.workload == MAX_IMAGES:
         _refuse_load_flags(args)
+    if args.workload == "video":
+        check_av()
     trace = read_trace(args.trace) if args.trace else ()
     args.workload = "trace" if trace else args.workload or _WORKLOAD
     args.requests = min(args.requests or len(trace), len(trace)) if trace else args.requests or _REQUESTS
