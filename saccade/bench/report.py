@@ -46,9 +46,10 @@ class Figures(NamedTuple):
         return self.ttft_ms[-1] <= slo.ttft_ms and (not self.itl_ms or self.itl_ms[-1] <= slo.itl_ms)
 
 
-def figures(results: Sequence[Result], slo: Slo) -> Figures:
+def figures(results: Sequence[Result], slo: Slo, within: Sequence[Result] | None = None) -> Figures:
+    """Rates are over the time of `within`, else of the results themselves."""
     good = [result for result in results if result.sample.error is None]
-    seconds = max([r.sample.end for r in good], default=0.0) - min([r.due for r in good], default=0.0)
+    seconds = _seconds(results if within is None else within)
     gaps = [gaps_ms(result) for result in good]
     kept = [ttft_ms(r) <= slo.ttft_ms and _p99(gap) <= slo.itl_ms for r, gap in zip(good, gaps, strict=True)]
     rate = 1 / seconds if seconds else 0.0
@@ -76,6 +77,14 @@ def groups(results: Sequence[Result], names: Sequence[str]) -> dict[str, list[Re
         if all(halves.values()):
             found |= {f"{name}, {kind}": half for kind, half in halves.items()}
     return {name: some for name, some in found.items() if some}
+
+
+def figures_by_group(results: Sequence[Result], names: Sequence[str], slo: Slo) -> dict[str, Figures]:
+    """Rates of a part's two kinds are over the time of the part, so that they add up to its own."""
+    return {
+        name: figures(some, slo, [result for result in results if result.part == some[0].part])
+        for name, some in groups(results, names).items()
+    }
 
 
 def table(rows: dict[str, Figures]) -> str:
@@ -127,6 +136,11 @@ def write_csv(path: Path, results: Sequence[Result], names: Sequence[str]) -> No
 def as_json(row: Figures) -> dict[str, Any]:
     named = {kind: dict(zip([f"p{s}" for s in SHARES], getattr(row, kind), strict=False)) for kind in _KINDS}
     return {**row._asdict(), **named}
+
+
+def _seconds(results: Sequence[Result]) -> float:
+    good = [result for result in results if result.sample.error is None]
+    return max([r.sample.end for r in good], default=0.0) - min([r.due for r in good], default=0.0)
 
 
 def ttft_ms(result: Result) -> float:

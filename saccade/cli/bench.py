@@ -22,6 +22,7 @@ from saccade.bench.report import (
     client_warning,
     errors_of,
     figures,
+    figures_by_group,
     groups,
     table,
     write_csv,
@@ -123,11 +124,10 @@ def _once(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo, trace: tup
     parts = _parts(args, shape, args.rate, args.requests, args.seed, trace)
     names = [args.workload, "beside"][: len(parts)]
     load = run(parts)
-    found = groups(load.results, names)
-    rows = {name: figures(some, slo) for name, some in found.items()}
+    rows = figures_by_group(load.results, names, slo)
     print(table(rows))
     if args.plot:
-        args.plot.write_text(distributions(found, slo), encoding="utf-8")
+        args.plot.write_text(distributions(groups(load.results, names), slo), encoding="utf-8")
     if args.csv:
         write_csv(args.csv, load.results, names)
     _write(args, {"parts": {name: as_json(row) for name, row in rows.items()}})

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from saccade.bench.load import Part, Result
-from saccade.bench.report import groups
+from saccade.bench.report import Slo, figures_by_group, groups
 from saccade.bench.stream_client import Sample
 from saccade.bench.trace import TraceRequest, job_of, read_trace
 from saccade.bench.workloads import Shape
@@ -103,6 +103,13 @@ def test_a_part_that_mixes_both_is_split_and_no_other() -> None:
         "trace, text alone": 2,
         "beside": 1,
     }
+
+
+def test_rates_of_both_kinds_add_up_to_those_of_the_part() -> None:
+    late = result(False)._replace(due=0.9, sample=Sample(0.9, [0.95], 1.0, 1, 1, None))
+    rows = figures_by_group([result(True), result(True), late], ["trace"], Slo())
+    rates = [rows[name].requests_per_s for name in ("trace", "trace, with images", "trace, text alone")]
+    assert rates == pytest.approx([3.0, 2.0, 1.0])
 
 
 def test_the_command_replays_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
