@@ -1,7 +1,7 @@
 """Sends jobs from several processes, in an open or a closed loop, and collects what became of them.
 
 closed   so many clients, each sends its next request when the last has ended
-open     requests come by a Poisson process, however long answers take: what a service meets
+open     requests come by a Poisson process or as in a trace, however long answers take: what a service meets
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from saccade.bench.stream_client import Connections, Sample, Target
+from saccade.bench.trace import TraceRequest, job_of
 from saccade.bench.workloads import WORKLOADS, Job, Shape
 from saccade.errors import ConfigError
 
@@ -43,11 +44,16 @@ class Part:
     clients: int | None = None  # closed loop
     rate: float | None = None  # open loop, jobs a second
     seed: int = 0
+    trace: tuple[
+        TraceRequest, ...
+    ] = ()  # what the jobs are, and in an open loop when; else the workload says
 
     def times(self) -> list[float] | None:
         """When each job is sent, in seconds after the start; None in a closed loop."""
-        if self.rate is None:
+        if self.clients is not None:
             return None
+        if self.rate is None:
+            return [request.at for request in self.trace[: self.jobs]]
         rng = random.Random(self.seed)
         now = 0.0
         times = []
@@ -55,6 +61,13 @@ class Part:
             times.append(now)
             now += rng.expovariate(self.rate)
         return times
+
+    def job(self, number: int, place: int) -> Job:
+        """`place`: of this part in the load. Parts of one seed send different things."""
+        rng = random.Random(f"{self.seed} {place} {number}")
+        if self.trace:
+            return job_of(self.trace[number], self.shape, rng)
+        return WORKLOADS[self.workload](self.shape, number, rng)
 
 
 class Result(NamedTuple):
@@ -172,9 +185,7 @@ class _Share(NamedTuple):
         sharing = min(number, part.clients or number)  # a process without clients gets no jobs
         jobs = []
         for job in range(index, part.jobs, sharing) if index < sharing else ():
-            jobs.append(
-                WORKLOADS[part.workload](part.shape, job, random.Random(f"{part.seed} {place} {job}"))
-            )
+            jobs.append(part.job(job, place))
             tick()
         times = part.times()
         clients = len(range(index, part.clients or 0, number))

@@ -15,6 +15,7 @@ SHARES = (50, 90, 99)
 LATE_MS = 5.0  # of the clients' p99: beyond it times are the clients' too
 _KINDS = ("ttft_ms", "itl_ms", "e2e_ms")
 _TITLES = {"ttft_ms": "first token", "itl_ms": "between tokens", "e2e_ms": "whole request"}
+_SPLIT = {"with images": True, "text alone": False}
 
 
 class Slo(NamedTuple):
@@ -45,11 +46,12 @@ class Figures(NamedTuple):
         return self.ttft_ms[-1] <= slo.ttft_ms and (not self.itl_ms or self.itl_ms[-1] <= slo.itl_ms)
 
 
-def figures(results: Sequence[Result], slo: Slo) -> Figures:
+def figures(results: Sequence[Result], slo: Slo, within: Sequence[Result] | None = None) -> Figures:
+    """Rates are over the time of `within`, else of the results themselves."""
     good = [result for result in results if result.sample.error is None]
-    seconds = max([r.sample.end for r in good], default=0.0) - min([r.due for r in good], default=0.0)
-    gaps = [_gaps_ms(result) for result in good]
-    kept = [_ttft_ms(r) <= slo.ttft_ms and _p99(gap) <= slo.itl_ms for r, gap in zip(good, gaps, strict=True)]
+    seconds = _seconds(results if within is None else within)
+    gaps = [gaps_ms(result) for result in good]
+    kept = [ttft_ms(r) <= slo.ttft_ms and _p99(gap) <= slo.itl_ms for r, gap in zip(good, gaps, strict=True)]
     rate = 1 / seconds if seconds else 0.0
     return Figures(
         requests=len(good),
@@ -59,16 +61,30 @@ def figures(results: Sequence[Result], slo: Slo) -> Figures:
         prompt_tokens_per_s=sum(r.sample.prompt_tokens for r in good) * rate,
         output_tokens_per_s=sum(r.sample.output_tokens for r in good) * rate,
         goodput_per_s=sum(kept) * rate,
-        ttft_ms=_percentiles([_ttft_ms(result) for result in good]),
+        ttft_ms=_percentiles([ttft_ms(result) for result in good]),
         itl_ms=_percentiles([ms for gap in gaps for ms in gap]),
         e2e_ms=_percentiles([1e3 * (result.sample.end - result.due) for result in good]),
     )
 
 
 def groups(results: Sequence[Result], names: Sequence[str]) -> dict[str, list[Result]]:
-    """By part."""
-    found = {name: [r for r in results if r.part == part] for part, name in enumerate(names)}
+    """By part. One that mixes requests with and without images is also split by that."""
+    found: dict[str, list[Result]] = {}
+    for part, name in enumerate(names):
+        some = [result for result in results if result.part == part]
+        halves = {kind: [r for r in some if r.has_images == has] for kind, has in _SPLIT.items()}
+        found[name] = some
+        if all(halves.values()):
+            found |= {f"{name}, {kind}": half for kind, half in halves.items()}
     return {name: some for name, some in found.items() if some}
+
+
+def figures_by_group(results: Sequence[Result], names: Sequence[str], slo: Slo) -> dict[str, Figures]:
+    """Rates of a part's two kinds are over the time of the part, so that they add up to its own."""
+    return {
+        name: figures(some, slo, [result for result in results if result.part == some[0].part])
+        for name, some in groups(results, names).items()
+    }
 
 
 def table(rows: dict[str, Figures]) -> str:
@@ -122,11 +138,16 @@ def as_json(row: Figures) -> dict[str, Any]:
     return {**row._asdict(), **named}
 
 
-def _ttft_ms(result: Result) -> float:
+def _seconds(results: Sequence[Result]) -> float:
+    good = [result for result in results if result.sample.error is None]
+    return max([r.sample.end for r in good], default=0.0) - min([r.due for r in good], default=0.0)
+
+
+def ttft_ms(result: Result) -> float:
     return 1e3 * (result.sample.token_times[0] - result.due)
 
 
-def _gaps_ms(result: Result) -> list[float]:
+def gaps_ms(result: Result) -> list[float]:
     return [float(ms) for ms in 1e3 * np.diff(result.sample.token_times)]
 
 

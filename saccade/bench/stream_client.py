@@ -14,7 +14,8 @@ import msgspec
 from saccade.errors import ConfigError
 
 CONNECT_SECONDS = 10.0
-_ERROR_BYTES = 300  # of an answer that is not a stream
+_ERROR_BYTES = 4096  # of an answer that is not a stream
+_ERROR_CHARACTERS = 300  # of it that are shown
 
 
 class Sample(NamedTuple):
@@ -26,6 +27,7 @@ class Sample(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     error: str | None
+    status: int = 0  # of the answer; 0 where none came
 
 
 class _Delta(msgspec.Struct):
@@ -46,6 +48,14 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
+
+
+class _Message(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Message
 
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
@@ -110,7 +120,8 @@ class Connection(asyncio.Protocol):
         usage = self._usage
         counted = usage.completion_tokens or len(self._token_times)
         end = time.perf_counter()
-        return Sample(start, self._token_times, end, usage.prompt_tokens, counted, self._error)
+        tokens = (usage.prompt_tokens, counted)
+        return Sample(start, self._token_times, end, *tokens, self._error, self._status)
 
     def close(self) -> None:
         self.is_open = False
@@ -123,6 +134,7 @@ class Connection(asyncio.Protocol):
         self._token_times = []
         self._usage = _Usage()
         self._error = None
+        self._status = 0
 
     # --- asyncio --------------------------------------------------------------------------------------------
 
@@ -154,9 +166,9 @@ class Connection(asyncio.Protocol):
                 self._read_chunk(line[6:], now)
 
     def on_message_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status != 200:
-            self._error = f"{status}: {self._rest.decode(errors='replace')}"
+        self._status = self._parser.get_status_code()
+        if self._status != 200:
+            self._error = f"{self._status}: {_reason(self._rest)}"
         self.is_open = self._parser.should_keep_alive()
         self._end(None)
 
@@ -167,7 +179,7 @@ class Connection(asyncio.Protocol):
             self._error = f"a chunk could not be read: {error}"
             return
         if chunk.error is not None:
-            self._error = str(chunk.error)[:_ERROR_BYTES]
+            self._error = str(chunk.error)[:_ERROR_CHARACTERS]
         self._usage = chunk.usage or self._usage
         deltas = [choice.delta for choice in chunk.choices if choice.delta is not None]
         if any(delta.content or delta.reasoning_content for delta in deltas):
@@ -180,6 +192,15 @@ class Connection(asyncio.Protocol):
             self._done.set_result(None)
         else:
             self._done.set_exception(error)
+
+
+def _reason(body: bytes) -> str:
+    """The message of an error as OpenAI's API has it, else the body itself."""
+    try:
+        text = msgspec.json.decode(body, type=_Refusal).error.message
+    except msgspec.DecodeError:
+        text = body.decode(errors="replace")
+    return text[:_ERROR_CHARACTERS]
 
 
 class Connections:

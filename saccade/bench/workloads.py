@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from saccade.bench.video import mp4
+
 WORDS = ("the", "a", "picture", "of", "what", "which", "colour", "is", "there", "how", "many", "people",
          "left", "right", "above", "large", "small", "read", "name", "number", "list", "every")  # fmt: skip
 ANSWER = "It is a picture."  # of the assistant, in conversations
 _TILE = 40  # pixels of a random patch of colour
 _QUALITY = 90
+_PAN = 8  # pixels from one frame of a video to the next
 
 
 class Job(NamedTuple):
@@ -40,6 +43,8 @@ class Shape:
     turns: int = 4  # of a conversation
     catalogue: int = 64  # images that are asked about again and again
     zipf: float = 1.1  # exponent of their popularity
+    frames: int = 16  # of a video
+    fps: int = 2
     ignore_eos: bool = True  # not part of OpenAI's API; without it answers may be shorter
 
 
@@ -75,17 +80,42 @@ def conversation(shape: Shape, number: int, rng: random.Random) -> Job:
     return Job(bodies, has_images=True)
 
 
-WORKLOADS: dict[str, Workload] = {"text": text, "image": image, "zipf": zipf, "conversation": conversation}
+def video(shape: Shape, number: int, rng: random.Random) -> Job:
+    """New videos in every request."""
+    parts = [_video(_film(shape, _size(shape, number + i), rng)) for i in range(shape.images)]
+    return Job([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
+
+
+WORKLOADS: dict[str, Workload] = {
+    "text": text,
+    "image": image,
+    "zipf": zipf,
+    "conversation": conversation,
+    "video": video,
+}
 
 
 def jpeg(size: tuple[int, int], rng: random.Random) -> bytes:
-    """Soft patches of random colours: about as large as a photo's file."""
+    """About as large as a photo's file."""
+    file = io.BytesIO()
+    _patches(size, rng).save(file, "JPEG", quality=_QUALITY)
+    return file.getvalue()
+
+
+def _film(shape: Shape, size: tuple[int, int], rng: random.Random) -> bytes:
+    """A view that moves over a wide image, so that no two frames are the same."""
+    width, height = (side + side % 2 for side in size)  # even, as videos need
+    wide = np.asarray(_patches((width + _PAN * shape.frames, height), rng))
+    frames = [wide[:, _PAN * i : _PAN * i + width] for i in range(shape.frames)]
+    return mp4(np.stack(frames), shape.fps)
+
+
+def _patches(size: tuple[int, int], rng: random.Random) -> Image.Image:
+    """Soft patches of random colours."""
     width, height = size
     shape = (height // _TILE + 1, width // _TILE + 1, 3)
     colours = np.random.default_rng(rng.getrandbits(60)).integers(0, 255, shape, dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=_QUALITY)
-    return file.getvalue()
+    return Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC)
 
 
 def _size(shape: Shape, number: int) -> tuple[int, int]:
@@ -99,6 +129,11 @@ def _text(shape: Shape, rng: random.Random) -> dict[str, Any]:
 def _image(data: bytes) -> dict[str, Any]:
     url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _video(data: bytes) -> dict[str, Any]:
+    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    return {"type": "video_url", "video_url": {"url": url}}
 
 
 def _user(parts: list[dict[str, Any]]) -> dict[str, Any]:

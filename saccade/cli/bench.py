@@ -1,4 +1,4 @@
-"""`saccade bench`: a load on a running server, and what it showed."""
+"""`saccade bench`: a load on a running server or on an engine, and what it showed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import json
 import math
 import os
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
+from saccade.bench.chart import distributions, rates
 from saccade.bench.goodput import best, find_goodput
 from saccade.bench.load import LoadResult, Part, Server, run_load
+from saccade.bench.max_images import Attempt, send_images
 from saccade.bench.report import (
     Figures,
     Slo,
@@ -18,12 +22,17 @@ from saccade.bench.report import (
     client_warning,
     errors_of,
     figures,
+    figures_by_group,
     groups,
     table,
     write_csv,
 )
 from saccade.bench.stream_client import Target
+from saccade.bench.trace import TraceRequest
 from saccade.bench.workloads import Shape
+from saccade.cli.bench_arguments import MAX_IMAGES
+from saccade.cli.bench_checks import check
+from saccade.cli.bench_max_images import max_images
 from saccade.cli.get_json import get_json
 from saccade.errors import ConfigError
 
@@ -35,43 +44,102 @@ _MAX_TRIAL_SECONDS = 120.0
 _SEEDS = 1000  # between two of its loads: each brings new images
 
 
-def bench(args: argparse.Namespace) -> int:
+Run = Callable[[Sequence[Part]], LoadResult]
+
+
+class Subject(NamedTuple):
+    """What is measured."""
+
+    name: str  # in errors
+    model: str
+    run: Run  # puts a load on it
+    attempt: Callable[[Shape, int], Attempt]  # one request with so many images
+
+
+@contextmanager
+def server(args: argparse.Namespace) -> Iterator[Subject]:
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
     server = Server(args.url, key)
-    model = args.model or _served_model(args.url, key)
-    shape = _shape(args, model)
-    _warm_up(server, args.workload, shape, args.seed)
+    yield Subject(
+        "the server",
+        args.model or _served_model(args.url, key),
+        lambda parts: run_load(server, parts, args.processes, progress=not args.quiet),
+        lambda shape, images: send_images(server, shape, images, args.seed),
+    )
+
+
+def bench(
+    args: argparse.Namespace,
+    open_subject: Callable[[argparse.Namespace], AbstractContextManager[Subject]] = server,
+) -> int:
+    """2 where the arguments cannot be used: nothing is sent then."""
+    try:
+        trace = check(args)
+    except ConfigError as error:
+        if args.debug:
+            raise
+        print(f"saccade: {error}", file=sys.stderr)
+        return 2
+    with open_subject(args) as subject:
+        return _measure(args, subject, trace)
+
+
+def _measure(args: argparse.Namespace, subject: Subject, trace: tuple[TraceRequest, ...]) -> int:
+    shape = _shape(args, subject.model)
+    if args.workload == MAX_IMAGES:
+        return _max_images(args, lambda images: subject.attempt(shape, images))
+    _warm_up(subject, _warm_up_part(args, shape, trace))
     slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
-    return _goodput(args, server, shape, slo) if args.goodput else _once(args, server, shape, slo)
+    return (
+        _goodput(args, subject.run, shape, slo)
+        if args.goodput
+        else _once(args, subject.run, shape, slo, trace)
+    )
 
 
-def _warm_up(server: Server, workload: str, shape: Shape, seed: int) -> None:
+def _max_images(args: argparse.Namespace, attempt: Callable[[int], Attempt]) -> int:
+    """1 where the server failed rather than refused, and where it takes no image at all."""
+    found = max_images(attempt, args.max_images)
+    limit = found.limit._asdict() if found.limit else None
+    _write(args, {"max_images": found.images, "limit": limit})
+    return 0 if found.images and (found.limit is None or found.limit.is_refusal) else 1
+
+
+def _warm_up_part(args: argparse.Namespace, shape: Shape, trace: tuple[TraceRequest, ...]) -> Part:
+    """Of a trace: requests of both kinds."""
+    kinds = ([r for r in trace if r.sizes], [r for r in trace if not r.sizes])
+    some = tuple(request for kind in kinds for request in kind[: _WARM_UP // 2])
+    count = len(some) or _WARM_UP
+    return Part(args.workload, shape, count, clients=count, seed=-1 - args.seed, trace=some)
+
+
+def _warm_up(subject: Subject, part: Part) -> None:
     """Not counted. Where none is answered, nothing would be."""
-    part = Part(workload, shape, _WARM_UP, clients=_WARM_UP, seed=-1 - seed)
-    results = run_load(server, [part], 1, progress=False).results
+    results = subject.run([part]).results
     if all(result.sample.error for result in results):
-        raise ConfigError(f"the server answers no request: {results[0].sample.error}")
+        raise ConfigError(f"{subject.name} answers no request: {results[0].sample.error}")
 
 
-def _once(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -> int:
-    parts = _parts(args, shape, args.rate, args.requests, args.seed)
+def _once(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo, trace: tuple[TraceRequest, ...]) -> int:
+    parts = _parts(args, shape, args.rate, args.requests, args.seed, trace)
     names = [args.workload, "beside"][: len(parts)]
-    load = run_load(server, parts, args.processes, progress=not args.quiet)
-    rows = {name: figures(some, slo) for name, some in groups(load.results, names).items()}
+    load = run(parts)
+    rows = figures_by_group(load.results, names, slo)
     print(table(rows))
+    if args.plot:
+        args.plot.write_text(distributions(groups(load.results, names), slo), encoding="utf-8")
     if args.csv:
         write_csv(args.csv, load.results, names)
     _write(args, {"parts": {name: as_json(row) for name, row in rows.items()}})
     return _complain(load)
 
 
-def _goodput(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -> int:
+def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
     loads: list[LoadResult] = []
 
     def measure(rate: float) -> Figures:
         count = int(min(max(args.requests, rate * _TRIAL_SECONDS), max(rate * _MAX_TRIAL_SECONDS, _WARM_UP)))
-        parts = _parts(args, shape, rate, count, seed=args.seed + _SEEDS * len(loads))
-        loads.append(run_load(server, parts, args.processes, progress=not args.quiet))
+        loads.append(run(_parts(args, shape, rate, count, seed=args.seed + _SEEDS * len(loads))))
         row = figures([result for result in loads[-1].results if result.part == 0], slo)
         row = row._replace(errors=sum(result.sample.error is not None for result in loads[-1].results))
         kept = "kept" if row.keeps(slo) else "missed"
@@ -80,25 +148,33 @@ def _goodput(args: argparse.Namespace, server: Server, shape: Shape, slo: Slo) -
         print(f"{rate:8.2f} requests/s: {met}: {kept}", flush=True)
         return row
 
-    trials = find_goodput(measure, slo, _first_rate(args, server, shape))
+    trials = find_goodput(measure, slo, _first_rate(args, run, shape))
     found = best(trials)
     rate = found.rate if found else 0.0
     print(f"goodput: {rate:.2f} requests/s within {slo.ttft_ms:g} and {slo.itl_ms:g} ms at p99")
+    if args.plot:
+        args.plot.write_text(rates(trials, slo), encoding="utf-8")
     _write(args, {"goodput_per_s": rate, "trials": [{"rate": t.rate, **as_json(t.figures)} for t in trials]})
     _complain(*loads)  # the highest rates are meant to be too high
     return 0 if found else 1
 
 
-def _first_rate(args: argparse.Namespace, server: Server, shape: Shape) -> float:
+def _first_rate(args: argparse.Namespace, run: Run, shape: Shape) -> float:
     """Near what the server can do: a search from far below would take minutes for each low rate."""
     part = Part(args.workload, shape, _ROUNDS * args.clients, args.clients, seed=args.seed - _SEEDS)
-    load = run_load(server, [part], args.processes, progress=not args.quiet)
-    return _FIRST_SHARE * max(figures(load.results, Slo()).requests_per_s, 1e-3)
+    return _FIRST_SHARE * max(figures(run([part]).results, Slo()).requests_per_s, 1e-3)
 
 
-def _parts(args: argparse.Namespace, shape: Shape, rate: float | None, count: int, seed: int) -> list[Part]:
-    clients = None if rate else args.clients
-    parts = [Part(args.workload, shape, count, clients, rate, seed)]
+def _parts(
+    args: argparse.Namespace,
+    shape: Shape,
+    rate: float | None,
+    count: int,
+    seed: int,
+    trace: tuple[TraceRequest, ...] = (),
+) -> list[Part]:
+    clients = None if rate or trace else args.clients
+    parts = [Part(args.workload, shape, count, clients, rate, seed, trace)]
     if args.beside:
         beside = Shape(shape.model, shape.sizes, words=1, tokens=4, ignore_eos=shape.ignore_eos)
         images = math.ceil(args.beside * count / rate) if rate else args.beside_images
@@ -116,6 +192,8 @@ def _shape(args: argparse.Namespace, model: str) -> Shape:
         args.turns,
         args.catalogue,
         args.zipf,
+        args.frames,
+        args.fps,
         ignore_eos=not args.stop,
     )
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WORKLOADS = ("conversation", "image", "text", "zipf")
+WORKLOADS = ("conversation", "image", "text", "video", "zipf")
+MAX_IMAGES = "most-images"  # no load: a search
 
 _LARGEST = 1e9  # of any number of an argument
 
@@ -17,11 +18,20 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add(
         "workload",
         nargs="?",
-        default="image",
-        choices=WORKLOADS,
-        help="what requests hold (default: image)",
+        choices=(*WORKLOADS, MAX_IMAGES),
+        help="what requests hold (default: image); most-images is no load: it searches the largest number of "
+        "images in one request that works",
     )
-    add("--url", default="http://localhost:8000", help="of the server (default: http://localhost:8000)")
+    where = command.add_mutually_exclusive_group()
+    url = "http://localhost:8000"
+    where.add_argument("--url", default=url, help=f"of the server (default: {url})")
+    where.add_argument(
+        "--offline",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help="no server: an engine in this process, with this model (folder or hub id; nothing: built in)",
+    )
     add("--model", help="name it serves; automatic: the first it lists")
     add(
         "--calibrate",
@@ -38,6 +48,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of words, images and arrivals (default: 0)")
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
     add("--csv", type=Path, metavar="FILE", help="also write a line for each request there")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.svg",
+        help="also plot how times are distributed, or with --goodput p99 against the rate",
+    )
     add("--quiet", action="store_true", help="no progress bars")
     add("--debug", action="store_true", help="show tracebacks")
 
@@ -51,7 +67,14 @@ def _add_load(command: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--goodput", action="store_true", help="search the highest rate whose p99 keeps to the service levels"
     )
-    add("--requests", type=count, default=100, help="in all (default: 100)")
+    load.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="open loop: requests as they came to a service, instead of a workload. A JSON object a line: at "
+        "(seconds), words or input_tokens, output_tokens, images (a list of sizes such as 1280x720)",
+    )
+    add("--requests", type=count, help="in all (default: 100; of a trace all)")
     add(
         "--beside",
         type=positive,
@@ -74,9 +97,17 @@ def _add_shape(add: Callable[..., Any]) -> None:
         type=size,
         action="append",
         metavar="WxH",
-        help="of images (default: 1280x720); repeat for a mix",
+        help="of images and videos (default: 1280x720); repeat for a mix",
     )
-    add("--images", type=count, default=1, help="in a request (default: 1)")
+    add("--images", type=count, default=1, help="in a request, or videos (default: 1)")
+    add("--frames", type=count, default=16, help="of a video (default: 16)")
+    add(
+        "--fps",
+        type=count,
+        default=2,
+        help="of its frames: 2, which many models sample, keeps all (default: 2)",
+    )
+    add("--max-images", type=count, default=256, help="most-images tries no more (default: 256)")
     add("--words", type=count, default=20, help="of text in a message (default: 20)")
     add("--tokens", type=count, default=64, help="of an answer (default: 64)")
     add("--turns", type=count, default=4, help="of a conversation (default: 4)")

@@ -224,10 +224,12 @@ def _add_bench(commands: Any) -> None:
     command = commands.add_parser(
         "bench",
         help="put a load on a server, ours or another, and measure it",
-        description="Send requests to an OpenAI-compatible server and print what they met: times to the "
-        "first token and between tokens, throughput, and how much of it kept to the service levels.",
+        description="Send requests to an OpenAI-compatible server, or to an engine in this process, and "
+        "print what they met: times to the first token and between tokens, throughput, and how much of it "
+        "kept to the service levels.",
         epilog="Examples: saccade bench image --clients 32; saccade bench text --rate 20 --beside 4; "
-        "saccade bench image --goodput",
+        "saccade bench --trace requests.jsonl --plot times.svg; saccade bench image --goodput; "
+        "saccade bench most-images; saccade bench image --offline",
     )
     bench_arguments.add_arguments(command)
     command.set_defaults(run=_bench)
@@ -240,7 +242,11 @@ def _bench(args: argparse.Namespace) -> int:
         return calibrate(args.calibrate, args.model)
     from saccade.cli.bench import bench
 
-    return bench(args)
+    if args.offline is None:
+        return bench(args)
+    from saccade.cli.bench_offline import offline  # needs torch
+
+    return bench(args, offline)
 
 
 # --- cluster ------------------------------------------------------------------------------------------------

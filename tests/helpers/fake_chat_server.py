@@ -18,6 +18,8 @@ class FakeChatServer:
     first_s: float = 0.0  # until the first token
     gap_s: float = 0.0  # between two
     status: int = 200
+    max_images: int | None = None  # in a request; more are refused with 400
+    breaks_at: int | None = None  # so many images: 500
     fails_midway: bool = False  # an error event after the first token
     hangs_up: bool = False  # after the first token
     url: str = ""
@@ -49,6 +51,10 @@ class FakeChatServer:
         self._open += 1
         self.most_open = max(self.most_open, self._open)
         try:
+            if refusal := self._refusal(json.dumps(body).count('"type": "image_url"')):
+                status, text = refusal
+                writer.write(b"HTTP/1.1 %d No\r\nContent-Length: %d\r\n\r\n%s" % (status, len(text), text))
+                return
             if self.status != 200:
                 writer.write(b"HTTP/1.1 %d No\r\nContent-Length: 9\r\n\r\ntoo large" % self.status)
                 return
@@ -56,6 +62,14 @@ class FakeChatServer:
             await self._stream(body["max_tokens"], writer)
         finally:
             self._open -= 1
+
+    def _refusal(self, images: int) -> tuple[int, bytes] | None:
+        if self.breaks_at is not None and images >= self.breaks_at:
+            return 500, b"out of memory"
+        if self.max_images is None or images <= self.max_images:
+            return None
+        message = f"{images} images were sent; {self.max_images} are allowed"
+        return 400, json.dumps({"error": {"message": message, "code": None}}).encode()
 
     async def _stream(self, tokens: int, writer: asyncio.StreamWriter) -> None:
         await self._event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})

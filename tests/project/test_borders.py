@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "svg": set(),
     "evaluation": {"errors", "types", "options", "costs", "svg"},
     "plan": NOUNS | {"checkpoint", "processor", "processor.families", "scheduler", "runner", "svg"},
-    "bench": {"errors"},
+    "bench": {"errors", "svg"},
     "cli": NOUNS
     | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench", "plan"}
     | {"runner"},
@@ -101,6 +101,7 @@ LAZY_ALLOWED = {
     "saccade/structured/schema.py",  # llguidance, where a machine has it
     "saccade/structured/grammar.py",
     "saccade/media/video_file.py",  # PyAV, where videos are read
+    "saccade/bench/video.py",  # and where they are made
     "saccade/runner/forward_selector.py",  # Triton, where there is a GPU
     "saccade/runner/cuda/attention_selector.py",
     "saccade/runner/cuda/kv_host_blocks.py",

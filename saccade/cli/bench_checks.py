@@ -1,0 +1,62 @@
+"""What `saccade bench` refuses before it sends anything: flags that contradict each other, unusable files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from saccade.bench.trace import TraceRequest, read_trace
+from saccade.bench.video import check_av
+from saccade.cli.bench_arguments import MAX_IMAGES, WORKLOADS
+from saccade.errors import ConfigError
+
+_WORKLOAD = "image"  # where none is named
+_REQUESTS = 100
+
+
+def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
+    """The trace, if one is given. Sets what depends on it. ConfigError names the flag at fault."""
+    if args.plot and args.plot.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot {args.plot} is not an .svg file, and no other is drawn")
+    for flag in ("json", "csv", "plot"):
+        if path := getattr(args, flag):
+            _check_writable(f"--{flag}", path)
+    if args.trace and args.workload:
+        raise ConfigError(f"--trace says what requests hold: leave out the workload {args.workload!r}")
+    if args.offline is not None:
+        _refuse_server_flags(args)
+    if args.workload == MAX_IMAGES:
+        _refuse_load_flags(args)
+    if args.workload == "video":
+        check_av()
+    trace = read_trace(args.trace) if args.trace else ()
+    args.workload = "trace" if trace else args.workload or _WORKLOAD
+    args.requests = min(args.requests or len(trace), len(trace)) if trace else args.requests or _REQUESTS
+    return trace
+
+
+def _refuse_load_flags(args: argparse.Namespace) -> None:
+    for flag in ("rate", "goodput", "beside", "csv", "plot"):
+        if getattr(args, flag):
+            raise ConfigError(f"{MAX_IMAGES} sends one request at a time: leave out --{flag}")
+
+
+def _refuse_server_flags(args: argparse.Namespace) -> None:
+    if args.offline in (*WORKLOADS, MAX_IMAGES) and not args.workload:
+        example = f"saccade bench {args.offline} --offline"
+        raise ConfigError(f"--offline takes {args.offline!r} for a model; put the workload first: {example}")
+    if args.model:
+        raise ConfigError(f"--offline names the model: say --offline {args.model}, without --model")
+    if args.processes:
+        raise ConfigError("--offline has no processes of clients: leave out --processes")
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """By opening it: permissions alone do not tell. What was not there before is not there after."""
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror or error}") from None
+    if is_new:
+        path.unlink()
