@@ -61,7 +61,7 @@ def image(shape: Shape, number: int, rng: random.Random) -> Job:
     return Job([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
 
 
-def zipf(shape: Shape, number: int, rng: random.Random) -> Job:
+def catalogue(shape: Shape, number: int, rng: random.Random) -> Job:
     """Questions about a catalogue of images, few of which are asked about most."""
     weights = [1 / rank**shape.zipf for rank in range(1, shape.catalogue + 1)]
     ranks = rng.choices(range(shape.catalogue), weights, k=shape.images)
@@ -89,7 +89,7 @@ def video(shape: Shape, number: int, rng: random.Random) -> Job:
 WORKLOADS: dict[str, Workload] = {
     "text": text,
     "image": image,
-    "zipf": zipf,
+    "catalogue": catalogue,
     "conversation": conversation,
     "video": video,
 }

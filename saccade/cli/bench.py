@@ -130,7 +130,8 @@ def _once(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo, trace: tup
         args.plot.write_text(distributions(groups(load.results, names), slo), encoding="utf-8")
     if args.csv:
         write_csv(args.csv, load.results, names)
-    _write(args, {"parts": {name: as_json(row) for name, row in rows.items()}})
+    whole = as_json(rows[args.workload])
+    _write(args, {**whole, "parts": {name: as_json(row) for name, row in rows.items()}})
     return _complain(load)
 
 

@@ -7,8 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WORKLOADS = ("conversation", "image", "text", "video", "zipf")
+from saccade.errors import UsageError
+
+WORKLOADS = ("beside", "catalogue", "conversation", "image", "text", "video")
 MAX_IMAGES = "most-images"  # no load: a search
+NAMES = (*WORKLOADS, MAX_IMAGES)
+_URL = "http://localhost:8000"
+_BESIDE_RATE = 16.0  # images a second of the workload `beside`
 
 _LARGEST = 1e9  # of any number of an argument
 
@@ -16,15 +21,20 @@ _LARGEST = 1e9  # of any number of an argument
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add(
-        "workload",
+        "what",
         nargs="?",
-        choices=(*WORKLOADS, MAX_IMAGES),
-        help="what requests hold (default: image); most-images is no load: it searches the largest number of "
+        metavar="MODEL | WORKLOAD",
+        help="folder or hub id: no server, an engine in this process; or a workload, as --workload",
+    )
+    add(
+        "--workload",
+        choices=NAMES,
+        help="what requests hold (default: image); catalogue: images that come again, by Zipf's law; "
+        "beside: text streams beside new images; most-images is no load: it searches the largest number of "
         "images in one request that works",
     )
     where = command.add_mutually_exclusive_group()
-    url = "http://localhost:8000"
-    where.add_argument("--url", default=url, help=f"of the server (default: {url})")
+    where.add_argument("--url", default=_URL, help=f"of the server (default: {_URL})")
     where.add_argument(
         "--offline",
         nargs="?",
@@ -62,7 +72,14 @@ def _add_load(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("load")
     add = group.add_argument
     load = group.add_mutually_exclusive_group()
-    load.add_argument("--clients", type=count, default=8, help="closed loop: so many at a time (default: 8)")
+    load.add_argument(
+        "--concurrency",
+        "--clients",
+        dest="clients",
+        type=count,
+        default=8,
+        help="closed loop: so many at a time (default: 8)",
+    )
     load.add_argument("--rate", type=positive, help="open loop: requests a second, by a Poisson process")
     load.add_argument(
         "--goodput", action="store_true", help="search the highest rate whose p99 keeps to the service levels"
@@ -93,7 +110,9 @@ def _add_load(command: argparse.ArgumentParser) -> None:
 
 def _add_shape(add: Callable[..., Any]) -> None:
     add(
+        "--image-size",
         "--size",
+        dest="size",
         type=size,
         action="append",
         metavar="WxH",
@@ -108,12 +127,39 @@ def _add_shape(add: Callable[..., Any]) -> None:
         help="of its frames: 2, which many models sample, keeps all (default: 2)",
     )
     add("--max-images", type=count, default=256, help="most-images tries no more (default: 256)")
-    add("--words", type=count, default=20, help="of text in a message (default: 20)")
-    add("--tokens", type=count, default=64, help="of an answer (default: 64)")
+    add(
+        "--input-tokens",
+        "--words",
+        dest="words",
+        type=count,
+        default=20,
+        help="of text in a message, in words of about a token (default: 20)",
+    )
+    add(
+        "--output-tokens",
+        "--tokens",
+        dest="tokens",
+        type=count,
+        default=64,
+        help="of an answer (default: 64)",
+    )
     add("--turns", type=count, default=4, help="of a conversation (default: 4)")
-    add("--catalogue", type=count, default=64, help="images of the zipf workload (default: 64)")
+    add("--catalogue", type=count, default=64, help="images of the workload catalogue (default: 64)")
     add("--zipf", type=positive, default=1.1, help="exponent of their popularity (default: 1.1)")
     add("--stop", action="store_true", help="let answers end by themselves; for servers without ignore_eos")
+
+
+def resolve(args: argparse.Namespace) -> None:
+    """Sets `workload` and `offline` from what was named without a flag."""
+    if args.what in NAMES and args.workload is None:
+        args.workload = args.what
+    elif args.what is not None:
+        if args.url != _URL:
+            both = f"{args.what!r} is an engine in this process, --url a server"
+            raise UsageError(f"{both}; for the name that a server gives its model say --model")
+        args.offline = args.what
+    if args.workload == "beside":
+        args.workload, args.beside = "text", args.beside or _BESIDE_RATE
 
 
 def positive(text: str) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from saccade.bench.trace import TraceRequest, read_trace
 from saccade.bench.video import check_av
-from saccade.cli.bench_arguments import MAX_IMAGES, WORKLOADS
+from saccade.cli.bench_arguments import MAX_IMAGES, NAMES
 from saccade.errors import ConfigError
 
 _WORKLOAD = "image"  # where none is named
@@ -42,7 +42,7 @@ def _refuse_load_flags(args: argparse.Namespace) -> None:
 
 
 def _refuse_server_flags(args: argparse.Namespace) -> None:
-    if args.offline in (*WORKLOADS, MAX_IMAGES) and not args.workload:
+    if args.offline in NAMES and not args.workload:
         example = f"saccade bench {args.offline} --offline"
         raise ConfigError(f"--offline takes {args.offline!r} for a model; put the workload first: {example}")
     if args.model:

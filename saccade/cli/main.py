@@ -236,6 +236,7 @@ def _add_bench(commands: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    bench_arguments.resolve(args)
     if args.calibrate:
         from saccade.cli.calibrate import calibrate  # needs torch
 

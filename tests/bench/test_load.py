@@ -47,7 +47,7 @@ def test_new_images_differ_and_take_their_sizes_in_turn() -> None:
 def test_a_catalogue_repeats_its_images_the_first_ones_most() -> None:
     rng = random.Random(0)
     shape = Shape("fake", sizes=((32, 32),), catalogue=8, zipf=1.5)
-    seen = [images_in(WORKLOADS["zipf"](shape, i, rng).bodies[0])[0].tobytes() for i in range(60)]
+    seen = [images_in(WORKLOADS["catalogue"](shape, i, rng).bodies[0])[0].tobytes() for i in range(60)]
     counts = sorted((seen.count(one) for one in set(seen)), reverse=True)
     assert len(counts) <= 8 and counts[0] > 3 * counts[-1]
 
@@ -198,12 +198,31 @@ def test_the_command_says_where_no_server_answers(capsys: pytest.CaptureFixture[
     assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
+def test_a_model_and_a_server_are_not_measured_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "some/model", "--url", "http://127.0.0.1:9"]) == 2
+    assert "'some/model' is an engine in this process, --url a server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workload", ["text", "image", "conversation", "catalogue", "beside"])
+def test_the_names_of_the_contract(workload: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    load = ["--workload", workload, "--concurrency", "2", "--requests", "2", "--beside-images", "2"]
+    shape = ["--image-size", "64x48", "--input-tokens", "8", "--output-tokens", "3", "--turns", "2", "--processes", "1"]
+    with fake_chat_server() as fake:
+        given = ["--url", fake.url, "--model", "fake", "--slo-ttft-ms", "900", "--slo-itl-ms", "90"]
+        assert main(["bench", *given, *load, *shape, "--json", str(file), "--quiet"]) == 0
+    written = json.loads(file.read_text())
+    assert written["requests_per_s"] > 0 and written["goodput_per_s"] > 0 and written["errors"] == 0
+    for times in ("ttft_ms", "itl_ms", "e2e_ms"):
+        assert set(written[times]) == {"p50", "p90", "p99"}
+
+
 def test_the_command_knows_all_workloads() -> None:
-    assert list(bench_arguments.WORKLOADS) == sorted(WORKLOADS)
+    assert list(bench_arguments.WORKLOADS) == sorted([*WORKLOADS, "beside"])
 
 
 @pytest.mark.parametrize(
-    "given", [["--size", "12"], ["--requests", "0"], ["--rate", "-1"], ["--rate", "inf"], ["song"]]
+    "given", [["--size", "12"], ["--requests", "0"], ["--rate", "-1"], ["--rate", "inf"], ["--workload", "song"]]
 )
 def test_bad_arguments_are_refused(given: list[str]) -> None:
     with pytest.raises(SystemExit) as error:
