@@ -51,7 +51,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
     """[n, rows, columns] -> nearly the nearest matrices with orthonormal rows or columns."""
     a, b, c = _NEWTON_SCHULZ
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()  # many CPUs only emulate bfloat16
     is_tall = x.shape[1] > x.shape[2]
     if is_tall:
         x = x.mT

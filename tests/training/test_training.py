@@ -59,7 +59,7 @@ def encoder(tokenizer: Tokenizer) -> Encoder:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     settings = Settings(
-        folder, minutes=2, workers=1, held_out=1, steps=25, sizes=SIZES, batch=SMALL, corpus=150, compile=False
+        folder, minutes=20, workers=1, held_out=1, steps=25, sizes=SIZES, batch=SMALL, corpus=150, compile=False
     )
     Trainer(settings).run()
     return folder
