@@ -17,6 +17,7 @@ from typing import NamedTuple
 from saccade.scheduler.latency_model import CEILING_MS, SLOWDOWN
 
 _ROUNDS = 50  # of a fixed point and of a bisection
+_SETTLED = 1e-9  # share by which a round may still change the number that runs
 _MAX_DECAY = 30.0  # of the tail of a queue: that of one which is nearly always empty
 _WORTH = 1.1  # times the requests/s by twice the memory, for which memory is what limits them
 MAX_LOAD = 0.9  # of what saturates a GPU, where no service level says how much
@@ -61,9 +62,12 @@ def load_at(demand: Demand, rate: float) -> Load | None:
         return None
     running = 0.0
     for _ in range(_ROUNDS):
+        before = running
         running = rate * demand.steps * demand.decode(max(running, 1.0)) / spare
         if running > demand.max_running:
             return None
+        if running - before <= _SETTLED * running:
+            break
     step = demand.decode(max(running, 1.0)) if demand.steps else 0.0
     share = 1 - min(running, 1.0) * step / max(SLOWDOWN * step, CEILING_MS / 1e3)
     service = demand.work / share
