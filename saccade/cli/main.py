@@ -211,7 +211,7 @@ def _add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from saccade.server.serve import serve  # FastAPI loads slowly, and only this command needs it
+    from saccade.server.serve import serve  # loads slowly, and only this command needs it
 
     file = args.config or os.environ.get("SACCADE_CONFIG")
     return serve(load_settings(given_options(args, Options, ServerOptions), os.environ, file))

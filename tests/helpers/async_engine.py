@@ -35,19 +35,24 @@ def overlapped(folder: Path, **options: Any) -> LLM:
     text = runner.model.config.text
     if text.num_cross_layers:
         runner.embeddings = new_slab(text, limits.encoder_cache_slots, runner.kv.k.dtype, runner.kv.k.device)
-    runner.forward = CudaForward(
+    runner.forward = new_forward(runner, limits, runner.forward.recurrent)
+    llm.engine._core = AsyncEngineCore(limits, runner)
+    return llm
+
+
+def new_forward(runner: Any, limits: Any, states: Any) -> CudaForward:
+    text = runner.model.config.text
+    return CudaForward(
         runner.model.decoder,
         runner.kv,
         block_size=limits.block_size,
         max_requests=limits.max_num_seqs,
         max_blocks=limits.max_model_len // limits.block_size,
         axes=3 if text.mrope_section else 1,
-        states=runner.forward.recurrent,
+        states=states,
         slab=runner.embeddings if text.num_cross_layers else None,
         max_cross_states=4 * limits.encoder_budget,
     )
-    llm.engine._core = AsyncEngineCore(limits, runner)
-    return llm
 
 
 def prompts(photo: Callable[..., Image.Image], tag: str) -> list[dict[str, Any]]:

@@ -97,16 +97,18 @@ def compiling(processes: int) -> Iterator[None]:
             raise RuntimeError("another thread compiles ahead")
         _now = now = _Ahead()
     launch = JITFunction.run
-    compilers = _Compilers(processes)
-    with compilers, _CompileMode(compilers, ignore_errors=True):
-        JITFunction.run = _noting(launch, now, compilers)
-        try:
-            yield
-            for test in now.self_tests:
-                _attempt(test)
-        finally:
-            _now = None
-            JITFunction.run = launch
+    try:
+        with _Compilers(processes) as compilers, _CompileMode(compilers, ignore_errors=True):
+            JITFunction.run = _noting(launch, now, compilers)
+            try:
+                yield
+                for test in now.self_tests:
+                    _attempt(test)
+            finally:
+                JITFunction.run = launch
+                _now = None
+    finally:
+        _now = None  # also where the mode could not be entered: launches would be dropped
 
 
 def _attempt(test: Callable[[], object]) -> None:

@@ -152,3 +152,16 @@ def test_only_what_is_not_on_disk_is_compiled_in_a_process(
         rest = (finished.append, lambda _: None)[: len(signature(AsyncCompileMode.submit).parameters) - 3]
         made = mode.submit(key, made_by(tmp_path / "kernel"), *rest).result()
     assert finished == [made] and (made == os.getpid()) == is_kept
+
+
+def test_a_mode_that_cannot_be_entered_leaves_launches_as_they_were(compiled: list[tuple[object, ...]]) -> None:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        AsyncCompileMode(pool),  # of another library
+        pytest.raises(RuntimeError, match="already active"),
+        compiling(1),
+    ):
+        pass
+    assert not is_compiling()
+    Kernel()[1,](3)
+    assert compiled == [(3, False)]

@@ -12,8 +12,7 @@ import torch
 from saccade import LLM
 from saccade.models.cuda.moe import prepare_moe
 from saccade.models.layers.moe import MoE
-from saccade.runner.cuda.forward import CudaForward
-from tests.helpers.async_engine import FEW, answers, overlapped, prompts
+from tests.helpers.async_engine import FEW, answers, new_forward, overlapped, prompts
 from tests.helpers.compiling import compiling_on_the_cpu
 from tests.helpers.families import FAMILIES
 
@@ -23,20 +22,8 @@ pytestmark = pytest.mark.transformers
 def compile_ahead_of(llm: LLM) -> int:
     """Passes that were recorded."""
     core = llm.engine.core
-    runner, limits = core.runner, core.limits
-    text = runner.model.config.text
     with compiling_on_the_cpu() as recorded:
-        CudaForward(
-            runner.model.decoder,
-            runner.kv,
-            block_size=limits.block_size,
-            max_requests=limits.max_num_seqs,
-            max_blocks=limits.max_model_len // limits.block_size,
-            axes=3 if text.mrope_section else 1,
-            states=runner.forward._states,
-            slab=runner.embeddings if text.num_cross_layers else None,
-            max_cross_states=4 * limits.encoder_budget,
-        ).capture(64)
+        new_forward(core.runner, core.limits, core.runner.forward._states).capture(64)
     return len(recorded)
 
 
