@@ -32,6 +32,12 @@ class FairPool:
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
+    @property
+    def num_waiting(self) -> int:
+        """Items that no thread has taken yet."""
+        with self._changed:
+            return sum(len(queue) for queue in self._queues.values())
+
     def submit(self, owner: str, work: Callable[[], Result]) -> Future[Result]:
         """Raises QueueFull if the owner's queue is full. A future may be cancelled until its work starts."""
         future: Future[Result] = Future()

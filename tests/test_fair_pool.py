@@ -37,6 +37,7 @@ def test_an_owner_with_too_much_waiting_is_refused_and_others_are_not() -> None:
         pool.submit("many", int)
     assert caught.value.count == 2
     pieces.append(pool.submit("one", int))
+    assert pool.num_waiting == 3
     go.set()
     assert [piece.result(10) for piece in pieces] == [0, 0, 0]
     pool.submit("many", int).result(10)  # there is room again

@@ -272,6 +272,7 @@ def _engine_view(service: Service) -> dict[str, Any]:
         "restarts": status.restarts,
         **_worker_views(service),
         "open_requests": service.gate.num_open,
+        "schema_checks_waiting": service.schema_checks_waiting,
         "max_model_len": info.limits.max_model_len if info else None,
         "block_size": info.limits.block_size if info else None,
         "tokens": {"prompt": service.metrics.tokens_in, "answer": service.metrics.tokens_out},

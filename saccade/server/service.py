@@ -185,6 +185,10 @@ class Service:
             waiting = f"{full.count} of your requests wait for their JSON schemas to be checked"
             raise overloaded(429, f"{waiting} and {limit}; try again soon") from None
 
+    @property
+    def schema_checks_waiting(self) -> int:
+        return self._schema_pool.num_waiting
+
     async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         """For work of a millisecond or more: on the event loop it would delay the tokens of all streams."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
