@@ -1,23 +1,18 @@
-"""Every setting: what a user may choose, with its default and help, and the resolved limits the parts get."""
+"""Every setting of the engine, with its default and help, and the resolved limits that the parts get."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from saccade.errors import UsageError
-from saccade.trusted_proxies import Network, check_proxies, network_of
+from saccade.option_fields import option as _option
+from saccade.option_fields import positive as _positive
+from saccade.option_fields import require as _require
 from saccade.types import LatencyProfile, StepTime
 
 # --- what a user may set ------------------------------------------------------------------------------------
-
-
-def _option(default: Any, help: str, *, is_secret: bool = False) -> Any:
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help}, repr=not is_secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,17 +197,6 @@ _OPTIONAL_COUNTS = (
     "encode_layers_per_step",
     "image_decode_threads",
 )
-
-
-def _positive(name: str, value: int) -> None:
-    _require(isinstance(value, int) and value >= 1, name, value, "a whole number of 1 or more")
-
-
-def _require(condition: bool, name: str, given: object, allowed: str) -> None:
-    if not condition:
-        raise UsageError(f"{name} must be {allowed}, not {given!r}")
-
-
 _PROCESSOR_OPTIONS = {  # as the models' own processors call them -> the option
     "min_pixels": "min_pixels",
     "max_pixels": "max_pixels",
@@ -237,182 +221,6 @@ def options(**given: Any) -> Options:
         names = ", ".join(sorted(known))
         raise UsageError(f"unknown option {', '.join(sorted(unknown))}; the options are {names}")
     return Options(**{**pixels, **given})
-
-
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Every setting of `saccade serve` beside the engine's. Flags, environment and file are made from it."""
-
-    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all of them")
-    port: int = _option(8000, "port to listen on; 0 takes a free one")
-    replicas: int = _option(
-        1,
-        "engines behind this server, each with its own copy of the model: one per GPU (cuda:0, cuda:1 ...); "
-        "on a CPU they share the cores and the automatic cache memory. Requests go where their images and "
-        "prefixes are cached unless that engine is busy; one that dies takes no other with it",
-    )
-    min_replicas: int | None = _option(None, "engines that autoscaling leaves; automatic: --replicas")
-    max_replicas: int | None = _option(
-        None,
-        "engines that autoscaling may start when much prompt work is queued or KV blocks run out; those that "
-        "it ends finish their requests first; automatic: --replicas, which is how many there are at first",
-    )
-    encoders: int = _option(
-        0,
-        "processes that only encode images, shared by all engines; each loads the vision tower alone, on a "
-        "GPU after those of the engines if there is one, else beside an engine, or on a part of the CPU. An "
-        "embedding that is lost or late is encoded in the engine; 0: engines encode all images themselves",
-    )
-    min_encoders: int | None = _option(None, "encoder workers that autoscaling leaves; automatic: --encoders")
-    max_encoders: int | None = _option(
-        None, "encoder workers that autoscaling may start when those there are busy; automatic: --encoders"
-    )
-    ray_address: str | None = _option(
-        None,
-        "Ray cluster on whose machines the engines run, such as 10.0.0.1:6379; auto: the one that this "
-        "machine has joined (ray start). Each machine needs Saccade, and MODEL under the same path",
-    )
-    ray_cpus: int = _option(1, "CPUs that Ray reserves for an engine, beside a GPU where there are any")
-    kv_events: str | None = _option(
-        None,
-        "tell routers such as Dynamo and llm-d which KV blocks are cached, in vLLM's form over ZeroMQ, at "
-        "this address, such as tcp://127.0.0.1:5557; the events hold the tokens of all prompts and outputs. "
-        "Each further replica takes the next port. Needs saccade[kv-events]",
-    )
-    kv_events_replay: str | None = _option(
-        None, "address where routers ask for events that they missed, such as tcp://127.0.0.1:5657"
-    )
-    kv_events_topic: str | None = _option(None, "topic of the events; llm-d expects kv@ADDRESS@MODEL")
-    served_model_name: tuple[str, ...] = _option(
-        (), "model names clients may use, the first is shown; automatic: MODEL, or the name of its folder"
-    )
-    api_key: tuple[str, ...] = _option((), "bearer token that clients must send; may be repeated; none: open")
-    api_keys: str | None = _option(
-        None,
-        "TOML file of tenants: a table each with keys, weight, requests_per_minute, tokens_per_minute, "
-        "pixels_per_minute, open_requests; SIGHUP reads it again",
-    )
-    tenant_header: str | None = _option(
-        None, "header in which a proxy names the tenant, such as X-Tenant; needs --trusted-proxies"
-    )
-    trusted_proxies: tuple[str, ...] = _option(
-        (),
-        "addresses and networks of the proxies that --tenant-header and X-Forwarded-For are read from, such "
-        "as 127.0.0.1,10.1.0.0/16; default: none, and 127.0.0.1 for X-Forwarded-For",
-    )
-    share_caches: bool = _option(
-        False, "let tenants share both caches; each can then tell if another one sent a given text or image"
-    )
-    allowed_origins: tuple[str, ...] = _option(
-        (), "web origins that may call the server, such as https://app.example.com, or *; default: its own"
-    )
-    allowed_hosts: tuple[str, ...] = _option(
-        (),
-        "host names under which clients may call the server, or *; localhost is always allowed; automatic: "
-        "HOST if it is an address of this machine, else any",
-    )
-    allowed_media_domains: tuple[str, ...] = _option((), "domains media may be fetched from; default: none")
-    allow_private_media_addresses: bool = _option(
-        False, "also fetch from allowed domains that are on a private network; never with *"
-    )
-    media_fetch_timeout: float = _option(10.0, "seconds to fetch one image or video, with redirects")
-    allowed_local_media_path: str | None = _option(None, "folder that file: URLs may name; default: none")
-    max_body_mb: int = _option(96, "MiB of one request's body")
-    max_inflight_mb: int = _option(1024, "MiB of all bodies being read or prepared at the same time")
-    max_client_share: float = _option(
-        0.5,
-        "share of --max-inflight-mb that the requests of one API key (without keys: of one address) may "
-        "hold, and of --max-connections that one address may hold; 1: all",
-    )
-    max_connections: int | None = _option(None, "open connections; automatic: from ulimit -n, at most 4096")
-    header_timeout: float = _option(
-        15.0, "seconds until a connection's first request, and a request's headers, have arrived"
-    )
-    body_timeout: float = _option(
-        15.0, "seconds that a body may take; a longer one must bring --min-body-rate over each such interval"
-    )
-    min_body_rate: float = _option(32.0, "KiB a second that bodies must reach; 0: any within --body-timeout")
-    write_timeout: float = _option(60.0, "seconds that a response waits for its client to read")
-    max_parts: int = _option(4096, "messages and content parts of one request")
-    max_schema_checks: int = _option(128, "requests of one caller whose JSON schemas wait to be checked")
-    uuid_cache_mb: int = _option(64, "MiB of images that clients may name again by uuid; 0 keeps none")
-    drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
-    heartbeat_timeout: float = _option(60.0, "seconds without a heartbeat until the engine is restarted")
-    strict_params: bool = _option(False, "refuse requests with unknown fields")
-    enable_access_log: bool = _option(True, "log a line per request")
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.port <= 65535, "port", self.port, "from 0 to 65535")
-        _check_range("replicas", self.replicas, *self.replica_range, at_least=1)
-        _check_range("encoders", self.encoders, *self.encoder_range, at_least=0)
-        for name in ("ray_cpus", "max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"):
-            _positive(name, getattr(self, name))
-        if self.max_connections is not None:
-            _positive("max_connections", self.max_connections)
-        share = self.max_client_share
-        _require(0 < share <= 1, "max_client_share", share, "above 0 and at most 1")
-        for name in ("uuid_cache_mb", "drain_timeout", "min_body_rate"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        for name in _TIMEOUTS:
-            _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
-        for origin in self.allowed_origins:
-            if not _ORIGIN.fullmatch(origin):
-                expected = "* or origins as browsers send them, such as https://app.example.com"
-                raise UsageError(f"allowed_origins takes {expected}, not {origin}")
-        for host in self.allowed_hosts:
-            if not _HOST.fullmatch(host):
-                raise UsageError(f"allowed_hosts takes * or names without scheme and port, not {host}")
-        has_wildcard = any(domain.startswith("*") for domain in self.allowed_media_domains)
-        if self.allow_private_media_addresses and (has_wildcard or not self.allowed_media_domains):
-            named = ",".join(self.allowed_media_domains) or "none"
-            raise UsageError(
-                "allow_private_media_addresses needs allowed_media_domains that name the hosts one by one, "
-                f"not {named}: * would open your whole network to clients"
-            )
-        if self.max_inflight_mb < self.max_body_mb:
-            raise UsageError(
-                f"max_inflight_mb={self.max_inflight_mb} is below max_body_mb={self.max_body_mb}, so the "
-                "largest body could never be taken; raise the one or lower the other"
-            )
-        if not all(self.api_key):
-            raise UsageError("an api_key is empty, which would let everybody in; give a key or leave it out")
-        check_proxies(self.trusted_proxies, self.tenant_header)
-
-    @property
-    def replica_range(self) -> tuple[int, int]:
-        """How few and how many engines there may be."""
-        return _range(self.replicas, self.min_replicas, self.max_replicas)
-
-    @property
-    def encoder_range(self) -> tuple[int, int]:
-        return _range(self.encoders, self.min_encoders, self.max_encoders)
-
-    def proxy_networks(self) -> list[Network]:
-        """What `trusted_proxies` names."""
-        return [network_of(text) for text in self.trusted_proxies]
-
-
-def _range(count: int, low: int | None, high: int | None) -> tuple[int, int]:
-    return count if low is None else low, count if high is None else high
-
-
-def _check_range(name: str, count: int, low: int, high: int, *, at_least: int) -> None:
-    """Where there are none, autoscaling starts none."""
-    _require(
-        isinstance(count, int) and at_least <= count <= MAX_REPLICAS,
-        name,
-        count,
-        f"a whole number from {at_least} to {MAX_REPLICAS}",
-    )
-    if not min(count, 1) <= low <= count <= high <= (MAX_REPLICAS if count else 0):
-        given = f"min_{name}={low}, {name}={count}, max_{name}={high}"
-        raise UsageError(f"{given} must not fall, and be from 1 to {MAX_REPLICAS}")
-
-
-MAX_REPLICAS = 64  # and encoder workers
-_TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
-_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
-_HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
 
 
 # --- what the parts get -------------------------------------------------------------------------------------

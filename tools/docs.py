@@ -24,9 +24,10 @@ from benchmarks.gpu_rows import ROWS
 from saccade.cli.main import main as run_command
 from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import EngineStatus, ReplicaView
-from saccade.options import Options, ServerOptions
+from saccade.options import Options
 from saccade.server.engine_metrics import REMOTE_COUNTERS, TIER_COUNTERS, TIER_GAUGES
 from saccade.server.metrics import Metrics
+from saccade.server_options import ServerOptions
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -121,7 +122,8 @@ def options_page() -> str:
     parts = [
         "# Options",
         _NOTE,
-        "Every option of `saccade serve`, from `saccade/options.py`. The engine's are keyword arguments of\n"
+        "Every option of `saccade serve`, from `saccade/options.py` and\n"
+        "`saccade/server_options.py`. The engine's are keyword arguments of\n"
         "`LLM(...)` too, with underscores. An option is also an environment variable\n"
         "(`SACCADE_MAX_MODEL_LEN`) and a line of the file that `--config` names (`max_model_len: 4096`).\n"
         "Flags win over the environment, the environment over the file. An *automatic* value is chosen at\n"

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from saccade import __version__
 from saccade.cli import bench_arguments, plan_arguments
 from saccade.errors import ConfigError, RequestError, UsageError
-from saccade.options import Options, ServerOptions
+from saccade.options import Options
 from saccade.server.config import load_settings, option_kinds, text_reader
+from saccade.server_options import ServerOptions
 
 if TYPE_CHECKING:
     from saccade.evaluation.commands import Target

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from saccade.errors import UsageError
-from saccade.options import Options, ServerOptions
+from saccade.options import Options
+from saccade.server_options import ServerOptions
 
 logger = logging.getLogger("saccade.server")
 

@@ -33,7 +33,7 @@ from saccade.engine.ray_cluster.launcher import ENCODER, ray_launcher
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
 from saccade.media.fetch import Fetcher, FetchPolicy
-from saccade.options import MediaPolicy, ServerOptions
+from saccade.options import MediaPolicy
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line
 from saccade.processor.input_processor import Processor
@@ -45,6 +45,7 @@ from saccade.server.config import Settings
 from saccade.server.http.listener import Listener
 from saccade.server.http.parser import BoundedHttp
 from saccade.server.service import Engine, Service
+from saccade.server_options import ServerOptions
 from saccade.structured.schema import is_available
 from saccade.structured.schema_validation import ANY_OBJECT
 from saccade.types import Request

@@ -23,7 +23,7 @@ from saccade.errors import ConfigError, RequestError, quoted
 from saccade.fair_pool import FairPool, QueueFull
 from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
-from saccade.options import Options, SchedulerConfig, ServerOptions
+from saccade.options import Options, SchedulerConfig
 from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
@@ -43,6 +43,7 @@ from saccade.server.request.chat import ChatRequest, ResponseOptions, renaming
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.request.media_uuids import UuidCache
+from saccade.server_options import ServerOptions
 from saccade.structured.schema_validation import CHECKS
 from saccade.types import Bill, Prompt, Request, Tenant
 

@@ -16,7 +16,8 @@ import pytest
 PROJECT = Path(__file__).parents[2]
 ROOT = PROJECT / "saccade"
 NOUNS = {
-    *("types", "errors", "options", "trusted_proxies", "sampling_params", "outputs", "costs", "vision_graph_sizes"),
+    *("types", "errors", "option_fields", "options", "server_options", "trusted_proxies", "sampling_params"),
+    *("outputs", "costs", "vision_graph_sizes"),
 }
 KERNELS = {"kernels.attention", "kernels.gemm", "kernels.gdn", "kernels.moe", "kernels.ops", "kernels.launch"}
 MODELS = {"models", "models.layers", "models.vision", "models.cuda"}  # families are imported by name, from their table
@@ -27,7 +28,9 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors"},
     "sampling_params": {"errors"},
     "trusted_proxies": {"errors"},
-    "options": {"errors", "types", "trusted_proxies"},
+    "option_fields": {"errors"},
+    "options": {"errors", "types", "option_fields"},
+    "server_options": {"errors", "option_fields", "trusted_proxies"},
     "outputs": {"errors", "types"},
     "fair_pool": set(),
     "torch_utils": set(),
@@ -61,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.ray_cluster": NOUNS | {"engine.ipc", "engine.encoders", "runner.encoder"},
     "engine.replicas": NOUNS | {"engine", "engine.ipc", "scheduler"},
     "llm": NOUNS | {"processor", "structured", "engine"},
-    "server.http": {"errors", "options", "server"},
+    "server.http": {"errors", "options", "server_options", "server"},
     "server.request": NOUNS | {"media", "structured", "processor", "plan", "server", "server.http"},
     "server.api": NOUNS | {"media", "processor", "plan", "server", "server.http", "server.request"},
     "server": NOUNS

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.options import Options, ServerOptions
+from saccade.options import Options
 from saccade.server.config import load_settings
+from saccade.server_options import ServerOptions
 
 
 def test_without_anything_the_defaults_hold() -> None:

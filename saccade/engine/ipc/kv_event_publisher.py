@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from saccade.engine.ipc.kv_events import CLEARED, encode_batch
 from saccade.errors import ConfigError
-from saccade.options import Options, ServerOptions
+from saccade.options import Options
+from saccade.server_options import ServerOptions
 
 MAX_QUEUED = 1000  # batches that wait for one reader; readers that wait for the same batch share its memory
 REPLAY_BATCHES = 10_000  # kept for readers that ask for them again, and at most so many bytes:

@@ -16,10 +16,10 @@ import msgspec
 from starlette.requests import Request
 
 from saccade.errors import quoted
-from saccade.options import ServerOptions
 from saccade.server.accounts import Account
 from saccade.server.errors import ApiError, overloaded
 from saccade.server.http.text_limit import TextTally
+from saccade.server_options import ServerOptions
 
 MAX_DEPTH = 128
 """Levels of nesting in a body: more than any schema needs, far less than the interpreter's stack."""
