@@ -26,6 +26,7 @@ from saccade.processor.request_builder import RequestBuilder, child_id
 from saccade.sampling_params import SamplingParams
 from saccade.structured.schema_validation import check_structured
 from saccade.types import Bill, MediaItem, Prompt, TokenEvent
+from saccade.vllm_keywords import checked_call
 
 logger = logging.getLogger("saccade.engine")
 
@@ -33,6 +34,8 @@ PromptInput = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
 """One for all prompts, one for each, or the checkpoint's own."""
+
+_CHAT_ARGUMENTS = ("tools", "add_generation_prompt", "chat_template_kwargs", "mm_processor_kwargs")
 
 
 @dataclass(eq=False, slots=True)
@@ -273,14 +276,20 @@ class LLM:
         sampling_params: ManyParams = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> list[RequestOutput]:
         """Answer one prompt or many, in order. Without `sampling_params` the checkpoint's own values hold.
 
         A bad prompt given alone raises RequestError. In a list only its own output has `error` set.
-        `priority` has a value for each prompt; lower ones are computed first.
+        `priority` has a value for each prompt; lower ones are computed first. `mm_processor_kwargs` hold for
+        all prompts that bring none.
         """
+        checked_call(more, ())
         is_single = isinstance(prompts, (str, Mapping))
         many: Sequence[PromptInput] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        if mm_processor_kwargs:
+            many = [_with_kwargs(prompt, mm_processor_kwargs) for prompt in many]
         makers = [lambda p=p: self.engine.processor.from_prompt(p) for p in many]
         return self._run(makers, sampling_params, use_tqdm, priority, raise_errors=is_single)
 
@@ -292,7 +301,11 @@ class LLM:
         priority: Sequence[int] | None = None,
         **how: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (OpenAI-style messages) or many; `how` goes to the chat template."""
+        """Answer one conversation (OpenAI-style messages) or many.
+
+        `how`: tools, add_generation_prompt, chat_template_kwargs, mm_processor_kwargs.
+        """
+        how = checked_call(how, _CHAT_ARGUMENTS)
         is_single = not messages or isinstance(messages[0], Mapping)
         many: Sequence[Any] = [messages] if is_single else messages
         makers = [lambda m=m: self.engine.processor.from_chat(m, allow_paths=True, **how) for m in many]
@@ -364,6 +377,11 @@ class LLM:
                         speed = tokens / (time.perf_counter() - start)
                         bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
                         bar.update()
+
+
+def _with_kwargs(prompt: PromptInput, kwargs: Mapping[str, Any]) -> PromptInput:
+    given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    return {"mm_processor_kwargs": kwargs, **given}
 
 
 def _spread(given: ManyParams, count: int) -> Sequence[SamplingParams | None]:

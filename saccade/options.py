@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from saccade.errors import UsageError
+from saccade.option_fields import defaults_of
 from saccade.option_fields import option as _option
 from saccade.option_fields import positive as _positive
 from saccade.option_fields import require as _require
 from saccade.types import LatencyProfile, StepTime
+from saccade.vllm_keywords import translated
 
 # --- what a user may set ------------------------------------------------------------------------------------
 
@@ -197,30 +199,11 @@ _OPTIONAL_COUNTS = (
     "encode_layers_per_step",
     "image_decode_threads",
 )
-_PROCESSOR_OPTIONS = {  # as the models' own processors call them -> the option
-    "min_pixels": "min_pixels",
-    "max_pixels": "max_pixels",
-    "fps": "video_fps",
-    "max_frames": "max_video_frames",
-    "max_video_pixels": "max_video_pixels",
-    "video_pruning": "video_pruning",
-}
 
 
 def options(**given: Any) -> Options:
-    """Options from keyword arguments, as `LLM(...)` takes them. An unknown name is an error."""
-    pixels = dict(given.pop("mm_processor_kwargs", None) or {})
-    unknown = set(pixels) - set(_PROCESSOR_OPTIONS)
-    if unknown:
-        names = ", ".join(_PROCESSOR_OPTIONS)
-        raise UsageError(f"mm_processor_kwargs takes {names}, not {', '.join(sorted(unknown))}")
-    pixels = {_PROCESSOR_OPTIONS[name]: value for name, value in pixels.items()}
-    known = {f.name for f in fields(Options)}
-    unknown = set(given) - known
-    if unknown:
-        names = ", ".join(sorted(known))
-        raise UsageError(f"unknown option {', '.join(sorted(unknown))}; the options are {names}")
-    return Options(**{**pixels, **given})
+    """Options from keyword arguments, ours and vLLM's, as `LLM(...)` takes them."""
+    return Options(**translated(given, defaults_of(Options)))
 
 
 # --- what the parts get -------------------------------------------------------------------------------------

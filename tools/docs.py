@@ -1,6 +1,7 @@
 """Writes the generated parts of the documentation: `python -m tools.docs`; `--check` fails if one is stale.
 
-docs/modules.md comes from module docstrings, docs/options.md from `saccade.options`, docs/metrics.md from
+docs/modules.md comes from module docstrings, docs/options.md from `saccade.options`, the lists of
+docs/coming_from_vllm.md from `saccade.vllm_table`, docs/metrics.md from
 `saccade.server.metrics`, the example of docs/plan.md from `saccade plan`, and the result tables from
 docs/results/*.json, which the benchmarks write with `--json`. In other files only what stands between
 `<!-- generated: NAME -->` and `<!-- end of generated: NAME -->` is replaced.
@@ -18,6 +19,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_rows import ROWS
@@ -28,6 +30,7 @@ from saccade.options import Options
 from saccade.server.engine_metrics import REMOTE_COUNTERS, TIER_COUNTERS, TIER_GAUGES
 from saccade.server.metrics import Metrics
 from saccade.server_options import ServerOptions
+from saccade.vllm_table import CALLS, TABLE, Keyword
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -61,7 +64,10 @@ def generated_files() -> Iterator[tuple[Path, str]]:
     yield ROOT / "docs" / "options.md", options_page()
     yield ROOT / "docs" / "metrics.md", metrics_page()
     tables = {**result_tables(), "plan": plan_example()}
-    for path in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "plan.md"):
+    tables |= {f"vllm-{fate}": vllm_list(fate) for fate in ("supported", "renamed", "inert", "refused")}
+    tables["vllm-calls"] = vllm_list("refused", CALLS)
+    for name in ("README.md", "docs/benchmarks.md", "docs/plan.md", "docs/coming_from_vllm.md"):
+        path = ROOT / name
         yield path, with_tables(path.read_text("utf-8"), tables)
 
 
@@ -157,6 +163,19 @@ def _default(value: Any, is_automatic: bool) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"`{value}`" if isinstance(value, str) else str(value)
+
+
+# --- arguments of vLLM --------------------------------------------------------------------------------------
+
+
+def vllm_list(fate: str, table: Mapping[str, Keyword] = TABLE) -> str:
+    """The arguments of one fate, with one line for those of which the same is said."""
+    said: dict[str, list[str]] = {}
+    for row in table.values():
+        if row.fate == fate:
+            said.setdefault(row.what, []).append(f"`{row.name}`")
+    lines = [f"- {', '.join(names)}: {what}" for what, names in said.items()]
+    return "\n".join(fill(line, 130, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
 # --- metrics ------------------------------------------------------------------------------------------------

@@ -21,13 +21,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from saccade import __version__
 from saccade.cli import bench_arguments, plan_arguments
+from saccade.cli.vllm_flags import add_vllm_flags, given_vllm_flags, spelled
 from saccade.errors import ConfigError, RequestError, UsageError
-from saccade.options import Options
+from saccade.option_fields import defaults_of
+from saccade.options import Options, options
 from saccade.server.config import load_settings, option_kinds, text_reader
 from saccade.server_options import ServerOptions
 
 if TYPE_CHECKING:
     from saccade.evaluation.commands import Target
+
+_SEVERAL = "latest flag that takes several values"  # an attribute of the parsed arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """As argparse, but a question may also follow the flags: `chat MODEL --image FILE "question"`."""
     parser, commands = _parser()
-    args, rest = parser.parse_known_args(argv)
+    words = spelled(sys.argv[1:] if argv is None else argv)
+    if "serve" in words:
+        add_vllm_flags(commands["serve"])
+    args, rest = parser.parse_known_args(words)
     if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "question", "") is None:
         args.question = rest[0]
     elif rest:
@@ -182,7 +189,7 @@ def _chat(args: argparse.Namespace) -> int:
     if args.question is None and args.model is not None and not _names_model(args.model):
         args.question = args.model
         args.model = None
-    opts = Options(**given_options(args, Options))
+    opts = options(**given_options(args, Options))
     return converse(opts, args.question, args.image, args.max_tokens, args.temperature)
 
 
@@ -214,8 +221,22 @@ def _add_serve(commands: Any) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from saccade.server.serve import serve  # loads slowly, and only this command needs it
 
+    _find_model(args)
     file = args.config or os.environ.get("SACCADE_CONFIG")
-    return serve(load_settings(given_options(args, Options, ServerOptions), os.environ, file))
+    given = {**given_vllm_flags(args), **given_options(args, Options, ServerOptions)}
+    return serve(load_settings(given, os.environ, file))
+
+
+def _find_model(args: argparse.Namespace) -> None:
+    """MODEL as --model names it, or after a flag that takes several values: --api-key KEY MODEL."""
+    flag, num_words = getattr(args, _SEVERAL, ("", 0))
+    if args.model is None and num_words > 1 and _names_model(getattr(args, flag)[-1]):
+        *values, args.model = getattr(args, flag)
+        setattr(args, flag, tuple(values))
+    if args.named_model is not None and args.model not in (None, args.named_model):
+        both = f"MODEL is {args.model} and --model is {args.named_model}"
+        raise UsageError(f"{both}; give one of them")
+    args.model = args.model or args.named_model
 
 
 # --- bench --------------------------------------------------------------------------------------------------
@@ -385,27 +406,45 @@ def add_options(parser: argparse.ArgumentParser, title: str, cls: type, skip: Se
     """
     group = parser.add_argument_group(title)
     kinds = option_kinds(cls)
+    defaults = defaults_of(cls)
     for option in dataclasses.fields(cls):
         if option.name != "model" and option.name not in skip:
-            default = getattr(cls(), option.name)
-            _add_flag(group, option.name, kinds[option.name], default, option.metadata["help"])
+            add = _add_switch if kinds[option.name] is bool else _add_flag
+            add(group, option.name, kinds[option.name], defaults[option.name], option.metadata["help"])
+
+
+def _add_switch(group: Any, name: str, kind: Any, default: bool, help_text: str) -> None:
+    """The flag that changes the default is shown; vLLM's --enable-x and --no-enable-x work too."""
+    flag = name.replace("_", "-")
+    on = {f"--{flag}"}
+    off = {f"--no-{flag}", f"--no-{flag.removeprefix('enable-')}"}
+    shown = f"--no-{flag.removeprefix('enable-')}" if default else f"--{flag}"
+    help_text = f"do not {help_text}" if default else help_text
+    for word in sorted(on | off):
+        action = "store_true" if word in on else "store_false"
+        help_shown = help_text if word == shown else argparse.SUPPRESS
+        group.add_argument(word, dest=name, default=argparse.SUPPRESS, action=action, help=help_shown)
 
 
 def _add_flag(group: Any, name: str, kind: Any, default: Any, help_text: str) -> None:
-    flag = name.replace("_", "-")
-    if kind is bool:
-        action = "store_true"
-        if default:
-            action = "store_false"
-            flag = f"no-{flag.removeprefix('enable-')}"
-            help_text = f"do not {help_text}"
-        group.add_argument(f"--{flag}", dest=name, default=argparse.SUPPRESS, action=action, help=help_text)
-        return
+    flag = f"--{name.replace('_', '-')}"
     shown = "" if default in (None, ()) or isinstance(default, dict) else f" (default: {default})"
-    action = "extend" if typing.get_origin(kind) is tuple else "store"
     help_text = (help_text + shown).replace("%", "%%")
-    reader = _flag_reader(text_reader(kind))
-    group.add_argument(f"--{flag}", action=action, type=reader, default=argparse.SUPPRESS, help=help_text)
+    how = {"type": _flag_reader(text_reader(kind)), "default": argparse.SUPPRESS, "help": help_text}
+    if typing.get_origin(kind) is tuple:
+        metavar = name.upper()
+        group.add_argument(flag, action=_Several, nargs="+", metavar=metavar, **how)
+    else:
+        group.add_argument(flag, **how)
+
+
+class _Several(argparse.Action):
+    """Values after one flag or several. The latest flag is kept: its last value may be MODEL."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        given = tuple(value for several in values for value in several)
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *given))
+        setattr(namespace, _SEVERAL, (self.dest, len(values)))
 
 
 def _flag_reader(reader: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -16,14 +16,18 @@ from typing import Any, NamedTuple
 import yaml
 
 from saccade.errors import UsageError
+from saccade.option_fields import defaults_of
 from saccade.options import Options
 from saccade.server_options import ServerOptions
+from saccade.vllm_keywords import translated, with_nearest
+from saccade.vllm_table import TABLE
 
 logger = logging.getLogger("saccade.server")
 
 _PREFIX = "SACCADE_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+_SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class Settings(NamedTuple):
@@ -34,7 +38,11 @@ class Settings(NamedTuple):
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None) -> Settings:
     """`flags` holds only the options that the command line names."""
     kinds = option_kinds(Options) | option_kinds(ServerOptions)
-    given = {**_from_file(file, kinds), **_from_environment(environ, kinds), **flags}
+    own = {**defaults_of(Options), **defaults_of(ServerOptions)}
+    layers = (_from_file(file, kinds), _from_environment(environ, kinds), flags)
+    given: dict[str, Any] = {}
+    for layer in layers:
+        given |= translated(layer, own, is_server=True)
     return Settings(_make(Options, given), _make(ServerOptions, given))
 
 
@@ -60,10 +68,14 @@ def text_reader(kind: Any) -> Callable[[str], Any]:
     if kind is bool:
         return _read_bool
     number = _plain_type(kind)
-    return _number_reader(number) if number in (int, float) else str
+    if number not in (int, float):
+        return str
+    return _number_reader(number, is_optional=type(None) in typing.get_args(kind))
 
 
 def _read_limits(text: str) -> dict[str, int]:
+    if text.lstrip().startswith("{"):
+        return _read_object(text)
     try:
         return {kind: int(count) for kind, count in (part.split("=") for part in text.split(","))}
     except ValueError:
@@ -81,6 +93,12 @@ def _read_object(text: str) -> dict[str, Any]:
 
 
 def _read_list(text: str) -> tuple[str, ...]:
+    """Commas between the parts, or a JSON list."""
+    if text.lstrip().startswith("["):
+        try:
+            return tuple(str(part) for part in json.loads(text))
+        except ValueError:
+            raise ValueError(f'expected a, b or a JSON list such as ["a", "b"], not {text!r}') from None
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -90,10 +108,15 @@ def _read_bool(text: str) -> bool:
     return text.lower() in _TRUE
 
 
-def _number_reader(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def _number_reader(kind: Callable[[str], Any], *, is_optional: bool) -> Callable[[str], Any]:
+    """Whole numbers may end in k, m or g (thousands) or K, M or G (1024), optional ones may be auto."""
+
     def read(text: str) -> Any:
+        if is_optional and text.lower() in ("auto", "none"):
+            return None
+        scale = _SCALES.get(text[-1:], 1) if kind is int else 1
         try:
-            return kind(text)
+            return kind(text[:-1] if scale > 1 else text) * scale
         except ValueError:
             expected = "a whole number" if kind is int else "a number"
             raise ValueError(f"expected {expected}, not {text!r}") from None
@@ -133,11 +156,14 @@ def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"the config file {file} must hold option: value lines")
     named = {str(name).replace("-", "_"): value for name, value in content.items()}
-    unknown = sorted(set(named) - set(kinds))
-    if unknown:
-        options = ", ".join(kinds)
-        raise UsageError(f"the config file {file} names {', '.join(unknown)}; the options are {options}")
-    return {name: _converted(file, name, kinds[name], value) for name, value in named.items()}
+    for name in named:
+        if name not in kinds and name not in TABLE:
+            near = with_nearest(name, [*kinds, *TABLE])
+            raise UsageError(f"the config file {file} names {near}; docs/options.md lists all options")
+    return {
+        name: _converted(file, name, kinds[name], value) if name in kinds else value
+        for name, value in named.items()
+    }
 
 
 def _converted(file: str, name: str, kind: Any, value: Any) -> Any:

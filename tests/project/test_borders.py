@@ -17,7 +17,7 @@ PROJECT = Path(__file__).parents[2]
 ROOT = PROJECT / "saccade"
 NOUNS = {
     *("types", "errors", "option_fields", "options", "server_options", "trusted_proxies", "sampling_params"),
-    *("outputs", "costs", "vision_graph_sizes"),
+    *("outputs", "costs", "vision_graph_sizes", "vllm_keywords", "vllm_table"),
 }
 KERNELS = {"kernels.attention", "kernels.gemm", "kernels.gdn", "kernels.moe", "kernels.ops", "kernels.launch"}
 MODELS = {"models", "models.layers", "models.vision", "models.cuda"}  # families are imported by name, from their table
@@ -29,7 +29,9 @@ ALLOWED: dict[str, set[str]] = {
     "sampling_params": {"errors"},
     "trusted_proxies": {"errors"},
     "option_fields": {"errors"},
-    "options": {"errors", "types", "option_fields"},
+    "vllm_table": set(),
+    "vllm_keywords": {"errors", "vllm_table"},
+    "options": {"errors", "types", "option_fields", "vllm_keywords"},
     "server_options": {"errors", "option_fields", "trusted_proxies"},
     "outputs": {"errors", "types"},
     "fair_pool": set(),

@@ -1,0 +1,70 @@
+"""vLLM's flags of `serve`: spelled as there, not shown by --help. `vllm_keywords` says what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from saccade.vllm_keywords import literal
+from saccade.vllm_table import SHORT, TABLE, Keyword
+
+_DEST = "vllm:"  # no option of ours begins so
+
+
+def spelled(argv: Sequence[str]) -> list[str]:
+    """With dashes in the names of flags, and --name.key VALUE as --name '{"key": VALUE}'."""
+    words: list[str] = []
+    nested: dict[str, dict[str, Any]] = {}
+    left = iter(argv)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if word == "--":
+            words += [word, *left]
+        elif not name.startswith("--"):
+            words.append(word)
+        else:
+            flag, dot, path = name.partition(".")
+            flag = flag.replace("_", "-")
+            if dot:
+                _put(nested.setdefault(flag, {}), path, literal(value if equals else next(left, "")))
+            else:
+                words.append(f"{flag}{equals}{value}")
+    return [*words[:1], *(f"{flag}={json.dumps(value)}" for flag, value in nested.items()), *words[1:]]
+
+
+def _put(values: dict[str, Any], path: str, value: Any) -> None:
+    first, dot, rest = path.partition(".")
+    if not dot:
+        values[first] = value
+        return
+    inner = values.setdefault(first, {})
+    if isinstance(inner, dict):
+        _put(inner, rest, value)
+
+
+def add_vllm_flags(command: argparse.ArgumentParser) -> None:
+    """Those that are no options of ours."""
+    taken = {flag for action in command._actions for flag in action.option_strings}
+    for row in TABLE.values():
+        short = (flag for flag, name in SHORT.items() if name == row.name)
+        flags = [f"--{row.name.replace('_', '-')}", *short]
+        if row.fate != "supported" and not taken.intersection(flags):
+            _add(command, row, flags)
+    command.add_argument("--model", dest="named_model", help=argparse.SUPPRESS)
+
+
+def _add(command: argparse.ArgumentParser, row: Keyword, flags: Sequence[str]) -> None:
+    how: dict[str, Any] = {"dest": _DEST + row.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    if row.is_switch:
+        command.add_argument(*flags, action="store_true", **how)
+        command.add_argument(f"--no-{flags[0].removeprefix('--')}", action="store_false", **how)
+    else:
+        command.add_argument(*flags, type=literal, nargs="*" if row.takes_several else None, **how)
+
+
+def given_vllm_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """By vLLM's names."""
+    given = vars(args).items()
+    return {name.removeprefix(_DEST): value for name, value in given if name.startswith(_DEST)}
