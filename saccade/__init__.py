@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.errors import ConfigError, RequestError
 from saccade.outputs import CompletionOutput, RequestOutput
-from saccade.sampling_params import SamplingParams
+from saccade.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from saccade.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "CompletionOutput", "ConfigError", "RequestError", "RequestOutput", "SamplingParams",
-    "__version__",
+    "LLM", "CompletionOutput", "ConfigError", "GuidedDecodingParams", "RequestError", "RequestOutput",
+    "SamplingParams", "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.request_builder import RequestBuilder, child_id
 from saccade.sampling_params import SamplingParams
 from saccade.structured.schema_validation import check_structured
+from saccade.structured.structured_outputs import structured_of
 from saccade.types import Bill, MediaItem, Prompt, TokenEvent
 from saccade.vllm_keywords import checked_call
 
@@ -108,8 +109,7 @@ class Engine:
         if request_id in self._open:
             raise RequestError(f"request id {request_id!r} is already in use")
         self.processor.check_params(params)
-        if params.structured is not None:
-            check_structured(params.structured)
+        params = _with_structure(params)
         try:
             start = time.perf_counter()
             prompt = make()
@@ -382,6 +382,15 @@ class LLM:
 def _with_kwargs(prompt: PromptInput, kwargs: Mapping[str, Any]) -> PromptInput:
     given = {"prompt": prompt} if isinstance(prompt, str) else prompt
     return {"mm_processor_kwargs": kwargs, **given}
+
+
+def _with_structure(params: SamplingParams) -> SamplingParams:
+    """Parameters with their structure as text, checked."""
+    if params.structured_outputs is not None:
+        return replace(params, structured=structured_of(params.structured_outputs), structured_outputs=None)
+    if params.structured is not None:
+        check_structured(params.structured)
+    return params
 
 
 def _spread(given: ManyParams, count: int) -> Sequence[SamplingParams | None]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from typing import Any
 
 from saccade.errors import RequestError, quoted
 
@@ -17,6 +18,24 @@ MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 _MIN_TEMPERATURE = 1e-5  # below this sampling is greedy, and dividing by it would overflow
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What an output must follow: one of these, named as in vLLM."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema
+    regex: str | None = None
+    choice: Sequence[str] | None = None  # one of these strings
+    grammar: str | None = None  # in Lark or EBNF
+    json_object: bool | None = None  # any JSON object
+    structural_tag: str | Mapping[str, Any] | None = None  # free text with parts that follow schemas
+    backend: str | None = None  # accepted for vLLM's sake, as is the next
+    disable_fallback: bool = False
+
+
+GuidedDecodingParams = StructuredOutputsParams
+"""Its older name in vLLM, where `SamplingParams` takes it as `guided_decoding`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +61,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
-    structured: str | None = None  # a JSON schema as text: the output is one JSON value that follows it
+    structured: str | None = None  # a JSON schema or a Lark grammar as text, which the output follows
     skip_special_tokens: bool = True  # leave control tokens out of the text
     include_stop_str_in_output: bool = False  # keep the stop string that ended the output
+    structured_outputs: Any = None  # StructuredOutputsParams or its fields as a dict; becomes `structured`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", self.stop_token_ids or ())
@@ -95,6 +115,11 @@ class SamplingParams:
             _require(isinstance(stop, str) and stop != "", "stop", stop, "a string that is not empty")
         is_text = self.structured is None or isinstance(self.structured, str)
         _require(is_text, "structured", self.structured, "a string")
+        outputs = self.structured_outputs
+        is_outputs = outputs is None or isinstance(outputs, (StructuredOutputsParams, Mapping))
+        _require(is_outputs, "structured_outputs", outputs, "StructuredOutputsParams or a dict of its fields")
+        is_one = outputs is None or self.structured is None
+        _require(is_one, "structured_outputs", outputs, "left out where structured is given")
         is_list = isinstance(self.stop_token_ids, Sequence)
         _require(is_list, "stop_token_ids", self.stop_token_ids, "a list of token ids")
         for token in self.stop_token_ids:
@@ -143,6 +168,9 @@ def _naming_unknown(init: Callable[..., None]) -> Callable[..., None]:
     names = [item.name for item in fields(SamplingParams)]
 
     def checked_init(self: SamplingParams, *args: object, **given: object) -> None:
+        if given.get("guided_decoding") is not None:
+            given["structured_outputs"] = given["guided_decoding"]
+        given.pop("guided_decoding", None)
         for name in given:
             if name not in names:
                 near = get_close_matches(name, names, n=1)

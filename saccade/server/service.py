@@ -40,7 +40,7 @@ from saccade.server.http.request_context import Caller, Exchange
 from saccade.server.http.text_limit import check_chars, check_text
 from saccade.server.metrics import Metrics
 from saccade.server.request.chat import ChatRequest, ResponseOptions, renaming
-from saccade.server.request.fields import FieldReader
+from saccade.server.request.fields import STRUCTURED, FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.request.media_uuids import UuidCache
 from saccade.server_options import ServerOptions
@@ -55,7 +55,7 @@ _SCHEMA_THREADS = 2  # each waits for one process that checks schemas
 _MAX_PLANS = 4  # of one client in the queue
 _RETRY_AFTER_START = 5.0
 _USUAL_REQUESTS = 16  # without max_tokens, so many take a minute's tokens until they end
-_SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
+_SCHEMA_FIELDS = ("response_format", *STRUCTURED, "tools", "text", "output_config")
 
 Result = TypeVar("Result")
 Reader = Callable[..., Result]

@@ -1,4 +1,4 @@
-"""Structured output in the engine (vLLM: StructuredOutputManager): grammars of JSON schemas, and masks.
+"""Structured output in the engine (vLLM: StructuredOutputManager): grammars and masks.
 
 A schema is compiled once and copied for each output. Compiling and masking run in threads beside the steps; a
 request that waits for them skips steps, others do not. Each request has a budget of CPU time.
@@ -189,7 +189,7 @@ class Grammars:
             return LLTokenizer(text, n_vocab=self._vocab_size)
         except ValueError:
             reason = "llguidance cannot read this model's tokenizer"
-            message = f"answers cannot be held to a JSON schema here: {reason}"
+            message = f"answers cannot be held to a structure here: {reason}"
             raise RequestError(message, code="unsupported", param="response_format") from None
 
 
@@ -293,11 +293,14 @@ class Grammar:
 
 
 def too_complex() -> RequestError:
-    return _refusal("the answer cannot be held to this JSON schema, which is too complex; make it simpler")
+    return _refusal(
+        "the answer cannot be held to this schema or grammar, which is too complex; make it simpler"
+    )
 
 
 def _too_costly() -> RequestError:
-    message = "the answers were held to a JSON schema that takes more than its share of time; make it simpler"
+    costly = "a schema or grammar that takes more than its share of time"
+    message = f"the answers were held to {costly}; make it simpler"
     return _refusal(message)
 
 

@@ -1,4 +1,4 @@
-"""The structured output backend (llguidance): JSON schema to grammar, and its limits.
+"""The structured output backend (llguidance): JSON schema or Lark grammar to matcher, and its limits.
 
 llguidance has no wheel for some machines, so it is imported lazily.
 """
@@ -18,7 +18,7 @@ MIN_VERSION = "1.8"  # of llguidance: older ones lack end tokens, or repeat whit
 
 # A bound, as unsure models write white space without end. It is enough for any indented or compact style.
 _WHITESPACE = r"[ ]{1,2}|\n[ ]{0,32}"
-_OPTIONS = {
+JSON_OPTIONS = {
     "whitespace_flexible": True,
     "whitespace_pattern": _WHITESPACE,
     "item_separator": ",",
@@ -51,12 +51,12 @@ def unavailable() -> str | None:
     try:
         library = import_module("llguidance")
     except ImportError:
-        return "answers cannot be held to a JSON schema here: llguidance is not installed on this machine"
+        return "answers cannot be held to a structure here: llguidance is not installed on this machine"
     if _works(library):
         return None
     reason = "the llguidance on this machine does not work with Saccade"
     remedy = f"install llguidance {MIN_VERSION} or newer"
-    return f"answers cannot be held to a JSON schema here: {reason}; {remedy}"
+    return f"answers cannot be held to a structure here: {reason}; {remedy}"
 
 
 @lru_cache(maxsize=4)
@@ -72,18 +72,25 @@ def _works(library: ModuleType) -> bool:
         return False
 
 
-def compiled(tokenizer: LLTokenizer, schema: str, answers: int) -> LLMatcher:
-    """A matcher of one JSON value, for a request of so many outputs. ValueError if the schema is no JSON
-    object; a schema that is too complex makes a matcher with an error.
+def compiled(tokenizer: LLTokenizer, structured: str, answers: int) -> LLMatcher:
+    """A matcher of one output, for a request of so many. ValueError if a schema is no JSON object; what is
+    too complex makes a matcher with an error.
     """
     from llguidance import LLMatcher
 
-    return LLMatcher(tokenizer, grammar_of(schema), log_level=0, limits=limits(answers))
+    return LLMatcher(tokenizer, grammar_of(structured), log_level=0, limits=limits(answers))
 
 
-def grammar_of(schema: str) -> str:
-    """The grammar of one JSON value that matches `schema`, as the engine compiles it."""
-    rules = json.loads(rules_of(schema))["grammars"][0]["json_schema"]
+def is_schema(structured: str) -> bool:
+    """Whether it is a JSON schema and no Lark grammar, which never begins with a brace."""
+    return structured.lstrip().startswith("{")
+
+
+def grammar_of(structured: str) -> str:
+    """The grammar as the engine compiles it: as given, or of one JSON value that matches the schema."""
+    if not is_schema(structured):
+        return _NO_FORCING + structured
+    rules = json.loads(rules_of(structured))["grammars"][0]["json_schema"]
     return f"{_NO_FORCING}start: %json {json.dumps(rules)}"
 
 
@@ -96,7 +103,7 @@ def rules_of(schema: str) -> str:
 
     try:
         given: dict[str, Any] = json.loads(schema)
-        return LLMatcher.grammar_from_json_schema(given, overrides=_OPTIONS)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(given, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
 

@@ -1,6 +1,6 @@
-"""Structured output on the server's side: response_format to a JSON schema that the engine can enforce.
+"""Structured output on the server's side: JSON schemas and Lark grammars that the engine can enforce.
 
-Schemas are checked in processes (`schema_validation_worker`) that can be ended, since a client can
+They are checked in processes (`schema_validation_worker`) that can be ended, since a client can
 make one arbitrarily costly. Results are cached per `scope` (tenant): no tenant can tell what others sent.
 """
 
@@ -19,40 +19,21 @@ from io import BufferedIOBase
 from typing import Any
 
 from saccade.errors import RequestError, quoted
-from saccade.structured.schema import unavailable
+from saccade.structured.schema import is_schema, unavailable
 
 MAX_SCHEMA_BYTES = 256 << 10
 ANY_OBJECT = '{"type":"object"}'
-_TYPES = ("text", "json_object", "json_schema")
 _SECONDS = 30.0  # until a process counts as hung; CPU time is limited inside
 _MAX_CACHED = 256  # results of one scope: a hash and a sentence each
+EBNF_MARK = "\0ebnf\0"  # before a text that a process converts, and before the converted one
 TOO_COMPLEX = "it is too complex to be compiled; make it simpler"
-
-
-def structured_from(response_format: Any, scope: str = "") -> str | None:
-    """`SamplingParams.structured` for OpenAI's response_format: a JSON schema as text, or None for text."""
-    if response_format is None:
-        return None
-    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-    if kind not in _TYPES:
-        types = ", ".join(_TYPES)
-        raise _refused(f"response_format must be an object whose type is one of {types}, not {quoted(kind)}")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        _check_available("response_format")
-        return ANY_OBJECT
-    return check_schema(_schema_in(response_format), scope=scope)
 
 
 def check_schema(schema: Any, *, param: str = "response_format", scope: str = "") -> str:
     """The schema as text. RequestError if the engine cannot enforce it."""
     _check_available(param)
     text = _as_text(schema, param)
-    try:
-        found = CHECKS.problem(text, scope) if text != ANY_OBJECT else None
-    except TimeoutError:
-        found = "it could not be compiled in time; make it simpler, or send it again"
+    found = _problem(text, scope) if text != ANY_OBJECT else None
     if found is not None:
         raise _refused(f"the JSON schema cannot be used: {found}", param)
     return text
@@ -60,7 +41,29 @@ def check_schema(schema: Any, *, param: str = "response_format", scope: str = ""
 
 def check_structured(text: str) -> None:
     """Check `SamplingParams.structured` of a Python caller."""
-    check_schema_text(text, param="structured")
+    if is_schema(text):
+        check_schema_text(text, param="structured")
+    else:
+        check_grammar(text, "grammar", param="structured")
+
+
+def check_grammar(text: str, kind: str, *, param: str, scope: str = "") -> str:
+    """Check a Lark grammar, which a client wrote or which was made of something of this kind."""
+    _check_available(param)
+    check_text_size(len(text), param)
+    if (found := _problem(text, scope)) is not None:
+        message = f"the {kind} cannot be used: {found}"
+        raise RequestError(message, code="invalid_grammar", param=param)
+    return text
+
+
+def _problem(text: str, scope: str) -> str | None:
+    try:
+        return CHECKS.problem(text, scope)
+    except TimeoutError:
+        return "it could not be compiled in time; make it simpler, or send it again"
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return "it has characters that UTF-8 does not have"
 
 
 def check_schema_text(text: str, *, param: str, scope: str = "") -> str:
@@ -79,14 +82,6 @@ def _check_available(param: str) -> None:
         raise RequestError(reason, code="unsupported", param=param)
 
 
-def _schema_in(response_format: Mapping[str, Any]) -> Any:
-    given = response_format.get("json_schema")
-    schema = given.get("schema") if isinstance(given, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise _refused("response_format of the type json_schema needs an object under json_schema.schema")
-    return schema
-
-
 def _as_text(schema: Any, param: str) -> str:
     if not isinstance(schema, Mapping):
         raise _refused(f"a JSON schema must be an object, not {type(schema).__name__}", param)
@@ -103,6 +98,12 @@ def _check_size(size: int, param: str) -> None:
     if size > MAX_SCHEMA_BYTES:
         message = f"the JSON schema has {size} bytes and may have {MAX_SCHEMA_BYTES}; make it smaller"
         raise _refused(message, param)
+
+
+def check_text_size(size: int, param: str) -> None:
+    if size > MAX_SCHEMA_BYTES:
+        message = f"{param} has {size} characters and may have {MAX_SCHEMA_BYTES}; make it smaller"
+        raise RequestError(message, code="invalid_grammar", param=param)
 
 
 def _refused(message: str, param: str = "response_format") -> RequestError:
@@ -131,6 +132,18 @@ class SchemaChecks:
             while len(cached) > _MAX_CACHED:
                 cached.popitem(last=False)
         return found
+
+    def lark_of_ebnf(self, text: str) -> tuple[str, str | None]:
+        """A grammar in EBNF as Lark, or what is wrong with it. Not cached: it can be as long as the text."""
+        try:
+            reply = self._ask(EBNF_MARK + text)
+        except TimeoutError:
+            return "", "it could not be read in time; make it simpler, or send it again"
+        except UnicodeEncodeError:
+            return "", "it has characters that UTF-8 does not have"
+        if reply is not None and reply.startswith(EBNF_MARK):
+            return reply.removeprefix(EBNF_MARK), None
+        return "", reply
 
     def _ask(self, text: str) -> str | None:
         """Uses one process per concurrent caller; callers limit their own number."""
@@ -178,7 +191,7 @@ class _Process:
         return self._parent == os.getpid()
 
     def ask(self, text: str) -> str | None:
-        """The reply, which may be empty; None if the process died of the schema. TimeoutError if it hangs."""
+        """The reply, which may be empty; None if the process died of the text. TimeoutError if it hangs."""
         self._socket.settimeout(_SECONDS)
         try:
             self._socket.sendall(framed(text))

@@ -1,7 +1,7 @@
-"""The process that checks JSON schemas: `python -m saccade.structured.schema_validation_worker`.
+"""The process that checks schemas and grammars: `python -m saccade.structured.schema_validation_worker`.
 
-It reads schemas from stdin and writes what is wrong with each, or an empty reply. It limits its own CPU time,
-memory and stack: a schema that needs more ends the process, and the parent starts another one.
+It reads them from stdin and writes what is wrong with each, or an empty reply. It limits its own CPU time,
+memory and stack: a text that needs more ends the process, and the parent starts another one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 from urllib.parse import unquote
 
 from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from saccade.structured.schema import compiled, limits, rules_of
-from saccade.structured.schema_validation import framed, read_frame
+from saccade.structured.schema import JSON_OPTIONS, compiled, is_schema, limits, rules_of
+from saccade.structured.schema_validation import EBNF_MARK, framed, read_frame
 
 CPU_SECONDS = 2.0  # for one schema; the engine needs about as long to compile it again
 _MEMORY_BYTES = 1 << 30
@@ -36,6 +37,9 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 _DATA = frozenset({"enum", "const", "default", "examples", "example"})  # hold values, not schemas
 _REPEAT = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 _NESTED_REPEAT = re.compile(r"(?<!\\)(?:[+*]|\{\d+,\})\??\)+(?:[+*]|\{\d+,\})")
+_LARK_REPEAT = re.compile(r"~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
+_SPECIAL_TOKEN = re.compile(r"<(?:\||\[)")
+_LITERAL = re.compile(r'//[^\n]*|#[^\n]*|"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/')  # and comments
 
 # The library's messages and ours.
 _WORDING = (
@@ -50,15 +54,19 @@ _OTHERWISE = "it is not a JSON schema that can be enforced; check its keywords a
 
 
 def problem(text: str) -> str | None:
-    """What is wrong with a schema, as the end of a sentence; None if it can be enforced."""
+    """What is wrong with a text, as the end of a sentence; None if it can be enforced."""
     try:
-        schema = json.loads(text)
-        found = next(_problems_inside(schema, schema, 0), None)
-        if found is None and not _has_finite_value(schema):
-            found = "it refers to itself without end, so no JSON value can follow it"
-        return found or _compile_problem(text) or _trial_problem(text)
+        return _schema_problem(text) if is_schema(text) else _grammar_problem(text)
     except (ValueError, RecursionError):
         return _OTHERWISE
+
+
+def _schema_problem(text: str) -> str | None:
+    schema = json.loads(text)
+    found = next(_problems_inside(schema, schema, 0), None)
+    if found is None and not _has_finite_value(schema):
+        found = "it refers to itself without end, so no JSON value can follow it"
+    return found or _compile_problem(text) or _trial_problem(text)
 
 
 def _compile_problem(text: str) -> str | None:
@@ -122,8 +130,13 @@ def _count_problems(schema: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(schema.get(name), (int, float)) and schema[name] > _MAX_COUNT:
             yield f"its {name} is {schema[name]}, and {_MAX_COUNT} is allowed; lower it or leave it out"
     pattern = schema.get("pattern")
-    repeats = _REPEAT.findall(pattern) if isinstance(pattern, str) else ()
-    maximum = max((int(count[:20]) for pair in repeats for count in pair if count), default=0)
+    if isinstance(pattern, str):
+        yield from _repeat_problems(pattern)
+
+
+def _repeat_problems(pattern: str) -> Iterator[str]:
+    counts = [count for pair in _REPEAT.findall(pattern) for count in pair if count]
+    maximum = max((int(count[:20]) for count in counts), default=0)
     if maximum > _MAX_REPEAT:
         limit = f"{_MAX_REPEAT} are allowed; lower it or use * or +"
         yield f"a pattern repeats something {maximum} times, and {limit}"
@@ -225,6 +238,70 @@ def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
         yield from first[: schema["minItems"]] if isinstance(first, list) and first else [schema.get("items")]
 
 
+# --- Lark grammars ------------------------------------------------------------------------------------------
+
+
+def _grammar_problem(text: str) -> str | None:
+    found = next(_problems_in_lark(text), None)
+    if found is not None:
+        return found
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
+    if is_error:
+        return _worded(messages[0])
+    return _trial_problem(text)
+
+
+def _problems_in_lark(text: str) -> Iterator[str]:
+    code = _LITERAL.sub('""', text)
+    patterns = [literal for literal in _LITERAL.findall(text) if literal[0] == "/" and literal[1] != "/"]
+    if "%llguidance" in code:
+        yield "it has %llguidance, whose settings are not for clients; leave it out"
+    if _SPECIAL_TOKEN.search(code):
+        yield "it names special tokens or token ids, which is not supported; write them as text"
+    for part in (_LARK_REPEAT.sub(r"{\1,\2}", code), *patterns):
+        yield from _repeat_problems(part)
+    if any(_NESTED_REPEAT.search(pattern) for pattern in patterns):
+        yield "a pattern repeats a repeat, as (a+)+ does; write it with one repeat"
+    for schema in _embedded_schemas(text):
+        if schema.pop("x-guidance", JSON_OPTIONS) != JSON_OPTIONS:
+            yield "a schema in it has x-guidance, whose settings are not for clients; leave it out"
+        yield from _problems_inside(schema, schema, 0)
+        if not _has_finite_value(schema):
+            yield "a schema in it refers to itself without end, so no JSON value can follow it"
+
+
+def _embedded_schemas(text: str) -> Iterator[dict[str, Any]]:
+    """Of %json. One that is not JSON is left to the library, or is inside of a string."""
+    for found in re.finditer(r"%json\s*", text):
+        try:
+            schema = json.JSONDecoder().raw_decode(text, found.end())[0]
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(schema, dict):
+            yield schema
+
+
+def _worded(message: str) -> str:
+    if "regex parse error" in message:
+        return "a pattern is not valid, or uses look-around or back-references"
+    if re.search(r"too large|too many|too complex|fuel", message):
+        return "it is too large once it is written out; make it smaller"
+    return f"it is not valid: {message.splitlines()[0][:_MAX_WORDS]}"
+
+
+def lark_of_ebnf(text: str) -> str:
+    """The grammar in Lark after a mark, or what is wrong with it."""
+    try:
+        return EBNF_MARK + gbnf_to_lark(text).removeprefix("%llguidance {}").lstrip()
+    except RecursionError:
+        return "it is nested too deeply"
+    except Exception as error:  # the converter raises plain ones
+        return f"it is not valid EBNF: {str(error)[:_MAX_WORDS]}"
+
+
+# --- the process --------------------------------------------------------------------------------------------
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
@@ -238,7 +315,7 @@ def main() -> None:
 def _checked(text: str) -> str:
     """The problem or "". The timer counts CPU time, and its signal ends the process."""
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(problem(text) or ""))
+    thread = threading.Thread(target=lambda: found.append(_reply(text)))
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     thread.start()
     thread.join()
@@ -246,6 +323,12 @@ def _checked(text: str) -> str:
     if not found:
         sys.exit(1)  # the thread failed, for example out of memory
     return found[0]
+
+
+def _reply(text: str) -> str:
+    if text.startswith(EBNF_MARK):
+        return lark_of_ebnf(text.removeprefix(EBNF_MARK))
+    return problem(text) or ""
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -19,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade import LLM, SamplingParams, costs
+from saccade import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams, costs
 from saccade.errors import RequestError
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
@@ -28,7 +29,7 @@ from saccade.runner.sampler import Row, reference_sample, sample
 from saccade.server.serve import warmup_requests
 from saccade.structured.grammar import Grammars
 from saccade.structured.schema import MIN_VERSION
-from saccade.structured.schema_validation import structured_from
+from saccade.structured.structured_outputs import structured_from
 from saccade.types import Prompt, Request
 
 PERSON = {
@@ -167,6 +168,31 @@ def test_a_preempted_request_goes_on_with_its_structure(qwen2_vl_folder: Path) -
         jsonschema.validate(value_of(out), PERSON)
     roomy.close()
     tight.close()
+
+
+# --- other structures -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        ({"structured_outputs": StructuredOutputsParams(regex="[a-f]{4}-[0-9]{2}")}, "[a-f]{4}-[0-9]{2}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_decoding": GuidedDecodingParams(grammar='root ::= "a" [bc]{3} "d"')}, "a[bc]{3}d"),
+        ({"structured": "start: /[xy]{5}/"}, "[xy]{5}"),
+    ],
+    ids=["regex", "choice", "grammar", "lark"],
+)
+def test_every_sampled_answer_follows_the_structure(llm: LLM, given: dict[str, Any], pattern: str) -> None:
+    params = SamplingParams(n=6, temperature=1.5, seed=1, max_tokens=60, **given)
+    outs = ask(llm, params).outputs
+    assert [out.text for out in outs if not re.fullmatch(pattern, out.text)] == []
+    assert {out.finish_reason for out in outs} == {"stop"}
+
+
+def test_a_structure_that_cannot_be_enforced_is_an_error_of_its_request(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="look-around"):
+        ask(llm, SamplingParams(structured_outputs={"regex": "(?=a)b"}))
 
 
 # --- where it ends ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from saccade.processor.tools import ToolPlan, tools_for_template
 from saccade.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from saccade.server.request import fields
 from saccade.server.request.fields import FieldReader
-from saccade.structured.schema_validation import check_schema, check_schema_text, structured_from
+from saccade.structured.structured_outputs import structured_as, structured_from, structured_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +195,21 @@ def renaming(client_name: Callable[[str], str | None]) -> Iterator[None]:
 
 
 def _schema(given: Mapping[str, Any], scope: str) -> str | None:
-    """From OpenAI's response_format, or from vLLM's structured_outputs (an object or its JSON text)."""
-    other = given.get("structured_outputs")
-    if not other:
-        return structured_from(given.get("response_format"), scope)
-    if set(other) != {"json"} or "response_format" in given:
-        allowed = "a schema under json and nothing else, and not beside response_format"
-        message = f"structured_outputs takes {allowed}"
-        raise RequestError(message, code="unsupported", param="structured_outputs")
-    schema = other["json"]
-    check = check_schema_text if isinstance(schema, str) else check_schema
-    return check(schema, param="structured_outputs.json", scope=scope)
+    """From OpenAI's response_format, vLLM's structured_outputs, or one of its older guided_ fields."""
+    found = [name for name in ("response_format", *fields.STRUCTURED) if given.get(name)]
+    if given.get("response_format", {}).get("type") == "text" and len(found) > 1:
+        found.remove("response_format")
+    if len(found) > 1:
+        message = f"an answer follows one structure, but {' and '.join(found)} were given; send one of them"
+        raise RequestError(message, code="unsupported", param=found[1])
+    if not found:
+        return None
+    name = found[0]
+    if name == "response_format":
+        return structured_from(given[name], scope)
+    if name == "structured_outputs":
+        return structured_of(given[name], scope=scope)
+    return structured_as(name.removeprefix("guided_"), given[name], name, scope)
 
 
 def _logit_bias(given: Mapping[str, Any] | None) -> dict[int, float] | None:

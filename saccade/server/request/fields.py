@@ -42,6 +42,14 @@ SAMPLING: Mapping[str, Schema] = {
     "include_stop_str_in_output": _BOOL,
     "logit_bias": {"type": "object", "additionalProperties": _NUM},
 }
+STRUCTURED: Mapping[str, Schema] = {  # the first is vLLM's newer spelling of the others
+    "structured_outputs": _OBJ,
+    "guided_json": {"type": ["string", "object"]},
+    "guided_regex": _STR,
+    "guided_choice": {"type": "array", "items": _STR},
+    "guided_grammar": _STR,
+    "structural_tag": {"type": ["string", "object"]},
+}
 _STREAM_OPTIONS: Schema = {
     "type": "object",
     "properties": {"include_usage": _BOOL, "continuous_usage_stats": _BOOL, "include_obfuscation": _BOOL},
@@ -60,7 +68,7 @@ _COMMON: Mapping[str, Schema] = {
     "request_id": _STR,
     "user": _LABEL,
     "response_format": _OBJ,
-    "structured_outputs": _OBJ,
+    **STRUCTURED,
 }
 _PART: Schema = {
     "type": "object",
@@ -215,7 +223,7 @@ MESSAGES: Mapping[str, Schema] = {
 IGNORED: Set[str] = (
     {"metadata", "store", "service_tier", "safety_identifier", "verbosity", "prediction", "moderation"}
     | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
-    | {"reasoning", "reasoning_effort", "web_search_options", "max_tool_calls"}
+    | {"reasoning", "reasoning_effort", "web_search_options", "max_tool_calls", "guided_decoding_backend"}
 )
 """Sent by client libraries. They have no effect."""
 
@@ -238,7 +246,7 @@ UNSUPPORTED: Set[str] = (
     {"audio", "functions", "function_call", "suffix", "previous_response_id", "conversation", "file_id"}
     | {"chat_template", "documents", "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens"}
     | {"bad_words", "allowed_token_ids", "logits_processors", "length_penalty", "thinking_token_budget"}
-    | {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "stop_regex", "lora_path"}
+    | {"guided_whitespace_pattern", "stop_regex", "lora_path"}
     | {"container", "mcp_servers", "context_management"}
 )
 
