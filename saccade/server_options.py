@@ -11,6 +11,9 @@ from saccade.option_fields import positive as _positive
 from saccade.option_fields import require as _require
 from saccade.trusted_proxies import Network, check_proxies, network_of
 
+LEVELS = ("debug", "info", "warning", "error", "critical")
+FORMATS = ("text", "json")
+
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
@@ -113,6 +116,13 @@ class ServerOptions:
     heartbeat_timeout: float = _option(60.0, "seconds without a heartbeat until the engine is restarted")
     strict_params: bool = _option(False, "refuse requests with unknown fields")
     enable_access_log: bool = _option(True, "log a line per request")
+    log_level: str = _option("info", "least severe lines that are logged: " + ", ".join(LEVELS))
+    log_format: str = _option("text", "form of log lines: text, or json with a field for each value")
+    otlp_traces_endpoint: str | None = _option(
+        None,
+        "where to send OpenTelemetry traces over OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; needs "
+        "saccade[otel]",
+    )
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "port", self.port, "from 0 to 65535")
@@ -147,6 +157,12 @@ class ServerOptions:
                 f"max_inflight_mb={self.max_inflight_mb} is below max_body_mb={self.max_body_mb}, so the "
                 "largest body could never be taken; raise the one or lower the other"
             )
+        _require(self.log_level in LEVELS, "log_level", self.log_level, f"one of {', '.join(LEVELS)}")
+        _require(self.log_format in FORMATS, "log_format", self.log_format, f"one of {', '.join(FORMATS)}")
+        if self.otlp_traces_endpoint is not None and not _HTTP.match(self.otlp_traces_endpoint):
+            example = "such as http://127.0.0.1:4318/v1/traces"
+            message = f"otlp_traces_endpoint takes an http or https URL {example}, not"
+            raise UsageError(f"{message} {self.otlp_traces_endpoint}")
         if not all(self.api_key):
             raise UsageError("an api_key is empty, which would let everybody in; give a key or leave it out")
         check_proxies(self.trusted_proxies, self.tenant_header)
@@ -185,4 +201,5 @@ def _check_range(name: str, count: int, low: int, high: int, *, at_least: int) -
 MAX_REPLICAS = 64  # and encoder workers
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
+_HTTP = re.compile(r"https?://[^/\s]")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")

@@ -190,6 +190,7 @@ _STATS = {
     "kv_offload": {"total": 0, "used": 0, "blocks_out": 0, "blocks_in": 0, "hits": 0},
     "encoder_cache": {"hits": 0, "misses": 0, "slots_used": 0, "slots_total": 0},
     "tenants": {"": {"running": 0, "waiting": 0, "service": 0}},
+    "gpu_memory": {"used": 0, "total": 0},
     "kv_events": {"batches": 0, "overflows": 0},
     "embedding_tiers": {"": dict.fromkeys((*TIER_COUNTERS, *TIER_GAUGES), 0)},
     "remote_encoders": dict.fromkeys(REMOTE_COUNTERS, 0),
@@ -212,8 +213,10 @@ def metrics_page() -> str:
         "What `GET /metrics` exposes, from `saccade/server/metrics.py`. `docs/grafana.json` is a dashboard\n"
         "over the `saccade:` names. The `vllm:` names carry the same values for dashboards made for vLLM. A\n"
         "counter's sample has the suffix `_total`; a histogram has `_bucket`, `_sum` and `_count`. The labels\n"
-        "`replica` and `engine`, and the metrics of replicas, are there with `--replicas` above 1 only;",
-        "those of encoder workers with `--encoders` only.",
+        "`replica` and `engine`, and the metrics of replicas, are there with `--replicas` above 1 only;\n"
+        "those of encoder workers with `--encoders` only, those of GPU memory with a GPU only. Beside them\n"
+        "are the usual metrics of the server's own process: `process_resident_memory_bytes`,\n"
+        "`process_cpu_seconds_total`, `process_open_fds`, `process_max_fds`, `process_start_time_seconds`.",
     ]
     for prefix in ("saccade", "vllm"):
         rows = [
@@ -232,6 +235,7 @@ def _metrics() -> Iterator[_Metric]:
         lambda: _STATS,
         replicas=lambda: [ReplicaView(status, _STATS, 0)],
         encoders=lambda: [EncoderView(status, 0, 0)],
+        status=lambda: status,
     )
     registries = (metrics.registry, metrics.tenants.registry)
     for collector in [one for registry in registries for one in registry._collector_to_names]:  # no public list

@@ -19,13 +19,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from saccade import __version__
+from saccade import __version__, logs
 from saccade.cli import bench_arguments, plan_arguments
 from saccade.cli.vllm_flags import add_vllm_flags, given_vllm_flags, spelled
 from saccade.errors import ConfigError, RequestError, UsageError
 from saccade.option_fields import defaults_of
 from saccade.options import Options, options
-from saccade.server.config import load_settings, option_kinds, text_reader
+from saccade.server.config import load_settings, log_unused, option_kinds, text_reader
 from saccade.server_options import ServerOptions
 
 if TYPE_CHECKING:
@@ -224,7 +224,12 @@ def _serve(args: argparse.Namespace) -> int:
     _find_model(args)
     file = args.config or os.environ.get("SACCADE_CONFIG")
     given = {**given_vllm_flags(args), **given_options(args, Options, ServerOptions)}
-    return serve(load_settings(given, os.environ, file))
+    settings = load_settings(given, os.environ, file)
+    level = "debug" if args.debug else settings.server.log_level
+    logs.set_up(level, settings.server.log_format)
+    os.environ |= {logs.LEVEL_VARIABLE: level, logs.FORMAT_VARIABLE: settings.server.log_format}
+    log_unused(os.environ)
+    return serve(settings)
 
 
 def _find_model(args: argparse.Namespace) -> None:
@@ -370,6 +375,7 @@ def _target(args: argparse.Namespace) -> Target:
 
     given = given_options(args, Options)
     if args.url is None:
+        log_unused(os.environ)
         options = load_settings(given, os.environ, os.environ.get("SACCADE_CONFIG")).engine
     else:
         unused = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in given if name != "model"))

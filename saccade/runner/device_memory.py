@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +55,24 @@ def plan_memory(
     packed = () if sizes.parts.graphs else (packing.reason,)
     reasons = (f"device {device}", why_dtype, *sizes.reasons, *packed)
     return MemoryPlan(device, getattr(torch, dtype), sizes.scheduler, reasons, sizes.parts)
+
+
+class GpuMemory:
+    """How full a GPU is, with all processes on it. The driver is asked once a second."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._asked_at = -math.inf
+        self._stats: dict[str, int] = {}
+
+    def stats(self) -> dict[str, int]:
+        """Nothing on a CPU."""
+        now = time.monotonic()
+        if self._device.type == "cuda" and now - self._asked_at >= 1.0:
+            self._asked_at = now
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._stats = {"used": total - free, "total": total}
+        return self._stats
 
 
 def device_of(wanted: str) -> torch.device:

@@ -17,6 +17,7 @@ from saccade.runner.batch import Ints, RequestState
 from saccade.runner.build_embedding_tiers import open_tiers
 from saccade.runner.cross_attention_metadata import reading
 from saccade.runner.cuda.kv_host_blocks import HostBlocks
+from saccade.runner.device_memory import GpuMemory
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import Encoder, LocalEncoder
 from saccade.runner.forward import Forward, Sampled, Windows
@@ -51,6 +52,7 @@ class Runner:
         self._states: dict[str, RequestState] = {}
         self.eager_reason = eager_reason  # why a GPU runs it without kernels and CUDA graphs
         self._on_close = on_close
+        self._gpu_memory = GpuMemory(kv.k.device)
         self.host_blocks = host_blocks  # None: no KV block is copied to host memory
 
     @property
@@ -147,6 +149,7 @@ class Runner:
             "embedding_tiers": self.encoder.tier_stats() if self.encoder else {},
             "remote_encoders": self.encoder.remote_stats() if self.encoder else {},
             "memory": self.memory,
+            "gpu_memory": self._gpu_memory.stats(),
             "kv_bytes_per_block": self.host_blocks.block_bytes if self.host_blocks else 0,
             "embedding_bytes_per_slot": costs.embedding_bytes_per_slot(self.model.config.text, dtype),
         }

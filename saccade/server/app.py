@@ -61,6 +61,7 @@ def create_app(service: Service) -> Starlette:
         rules=BrowserRules(service.server),
         on_refusal=service.metrics.refused,
         logs=service.server.enable_access_log,
+        traces=service.traces,
     )
     if service.server.allowed_origins:  # outermost: a preflight request has no key
         app.add_middleware(
@@ -132,10 +133,11 @@ class _Endpoint:
 
     async def _fail(self, writer: ResponseWriter, error: Exception, caller: Caller) -> None:
         response = api_error(error)
+        caller.record.error = response.code or "invalid_request"
         if response.code == "internal_error":
             logger.exception("%s failed", caller.request_id)
         metrics = self._service.metrics
-        metrics.failed(response.code or "invalid_request")
+        metrics.failed(caller.record.error)
         if isinstance(error, LimitExceeded):
             metrics.refused("tenant_limit")
             metrics.tenants.refused(caller.account.settings.label, error.limit)
@@ -148,6 +150,9 @@ class _Endpoint:
 
 
 def _get_routes(service: Service) -> list[Route]:
+    async def live(request: Request) -> Response:
+        return json_response({"status": "alive"})  # the event loop works, whatever the engine does
+
     async def health(request: Request) -> Response:
         return _health(service)
 
@@ -179,6 +184,7 @@ def _get_routes(service: Service) -> list[Route]:
         return page_file(request.path_params.get("name", "index.html"))
 
     handlers = {
+        "/live": live,
         "/health": health,
         "/ready": ready,
         "/v1/models": models,

@@ -46,6 +46,15 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: st
     return Settings(_make(Options, given), _make(ServerOptions, given))
 
 
+def log_unused(environ: Mapping[str, str]) -> None:
+    """Variables that look like options and are none are ignored. They may be a mistake."""
+    kinds = option_kinds(Options) | option_kinds(ServerOptions)
+    for name in sorted(environ):
+        option = name.removeprefix(_PREFIX).lower()
+        if name.startswith(_PREFIX) and option not in {*kinds, "config"}:
+            logger.warning("the environment variable %s is no option of saccade and is not used", name)
+
+
 def option_kinds(cls: type) -> dict[str, Any]:
     """The type of each option of a config class, by name."""
     return typing.get_type_hints(cls)
@@ -128,14 +137,11 @@ def _number_reader(kind: Callable[[str], Any], *, is_optional: bool) -> Callable
 
 
 def _from_environment(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables such as SACCADE_MAX_MODEL_LEN=4096. Unknown ones are logged and ignored."""
+    """Variables such as SACCADE_MAX_MODEL_LEN=4096. Unknown ones are ignored, see `log_unused`."""
     found = {}
     for name, text in sorted(environ.items()):
         option = name.removeprefix(_PREFIX).lower()
-        if not name.startswith(_PREFIX) or option == "config":
-            continue
-        if option not in kinds:
-            logger.warning("the environment variable %s is no option of saccade and is not used", name)
+        if not name.startswith(_PREFIX) or option not in kinds:
             continue
         try:
             found[option] = text_reader(kinds[option])(text)

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from saccade.engine.encoders.encoder_set import EncoderView
-from saccade.engine.ipc.client import ReplicaView
+from saccade.engine.ipc.client import EngineStatus, ReplicaView
 from saccade.server.tenant_metrics import Stats
 
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -23,11 +23,13 @@ class EngineCollector(Collector):
         replicas: Callable[[], Sequence[ReplicaView]],
         encoders: Callable[[], Sequence[EncoderView]],
         model: str,
+        status: Callable[[], EngineStatus] | None = None,
     ) -> None:
         self._stats = stats
         self._replicas = replicas
         self._encoders = encoders
         self._model = model
+        self._status = status
 
     def collect(self) -> Iterator[Metric]:
         replicas = self._replicas()
@@ -38,7 +40,7 @@ class EngineCollector(Collector):
             own = {"replica": replica} if replica else {}
             as_vllm = {"model_name": self._model, **({"engine": replica} if replica else {})}
             if values:
-                _add(families, "saccade", own, _gauges(values), _counters(values))
+                _add(families, "saccade", own, {**_gauges(values), **_gpu_gauges(values)}, _counters(values))
                 if "kv_events" in values:
                     _add(families, "saccade", own, {}, _event_counters(values["kv_events"]))
                 for tier, fields in values.get("embedding_tiers", {}).items():
@@ -50,6 +52,8 @@ class EngineCollector(Collector):
             _add(families, "saccade", {"replica": str(index)}, _state_gauges(view), _state_counters(view))
         for index, encoder in enumerate(self._encoders()):
             _add(families, "saccade", {"encoder": str(index)}, *_encoder_values(encoder))
+        if self._status is not None:
+            _add(families, "saccade", {}, *_status_values(self._status()))
         if replicas:
             text = "Requests that moved to another replica when theirs died"
             _add(families, "saccade", {}, {}, {"requests_moved": (text, stats.get("moved", 0))})
@@ -76,6 +80,7 @@ def _gauges(stats: Mapping[str, Any]) -> Values:
     return {
         "running": ("Requests being computed", stats["running"]),
         "waiting": ("Requests that wait", stats["waiting"]),
+        "engine_resident_bytes": ("Memory of the engine's process", stats.get("resident_bytes", 0)),
         "kv_blocks_used": ("KV blocks held by requests", kv["used"]),
         "kv_blocks_idle": ("KV blocks kept for reuse", kv["idle"]),
         "kv_blocks_total": ("KV blocks there are", kv["total"]),
@@ -84,6 +89,16 @@ def _gauges(stats: Mapping[str, Any]) -> Values:
         "encoder_cache_used_bytes": ("Embeddings kept", cache["slots_used"] * slot_bytes),
         "encoder_cache_total_bytes": ("Embeddings that fit", cache["slots_total"] * slot_bytes),
     }
+
+
+def _gpu_gauges(stats: Mapping[str, Any]) -> Values:
+    """Nothing on a CPU."""
+    memory = stats.get("gpu_memory", {})
+    texts = {
+        "used": "Memory of the engine's GPU in use, by all processes",
+        "total": "Memory of the engine's GPU",
+    }
+    return {f"gpu_memory_{name}_bytes": (texts[name], value) for name, value in memory.items()}
 
 
 def _counters(stats: Mapping[str, Any]) -> Values:
@@ -158,6 +173,12 @@ def _vllm_counters(stats: Mapping[str, Any]) -> Values:
         "num_preemptions": stats["preemptions"],
     }
     return {name: ("As in vLLM", value) for name, value in values.items()}
+
+
+def _status_values(status: EngineStatus) -> tuple[Values, Values]:
+    """With replicas: one of them is up, and the restarts of all."""
+    up = ("1 while the engine works, also while it drains", status.state in ("ready", "draining"))
+    return {"engine_up": up}, {"engine_restarts": ("Restarts of the engine", status.restarts)}
 
 
 def _state_gauges(view: ReplicaView) -> Values:

@@ -15,6 +15,7 @@ from saccade.errors import RequestError
 from saccade.processor.output import RequestOutputBuilder
 from saccade.server.accounts import Account, Charge
 from saccade.server.metrics import Finished, Metrics
+from saccade.server.request_record import RequestRecord
 from saccade.types import Bill, Logprobs, Prompt, Request, TokenEvent
 
 Outputs = Sequence[RequestOutputBuilder]
@@ -62,6 +63,7 @@ class Timing:
     arrived: float  # time.perf_counter()
     prepare_ms: float  # reading the body, fetching media, building the prompt
     fetch_ms: float
+    record: RequestRecord = field(default_factory=RequestRecord)
 
 
 class Generation:
@@ -93,6 +95,16 @@ class Generation:
         for stream in self._streams:
             stream.cancel()
         self._settle()
+        self._fill_record()
+
+    def _fill_record(self) -> None:
+        record = self._timing.record
+        record.has_outputs = True
+        record.prompt_tokens = self._prompt_tokens
+        record.image_tokens = sum(bill.image_tokens + bill.video_tokens for bill in self.bills)
+        record.cached_tokens = self.cached_tokens
+        record.completion_tokens = sum(stream.num_tokens for stream in self._streams)
+        record.usage = self.outputs[0].usage
 
     def charge(self, account: Account, reserved_tokens: int) -> None:
         """Charges a tenant for the prompts and, in advance, the outputs. ApiError if its limits refuse it."""
@@ -131,6 +143,7 @@ class Generation:
     async def submit(self, engine: SubmitsRequests, requests: Sequence[Request]) -> None:
         """All of them or none."""
         self._max_tokens = max(request.max_tokens for request in requests)
+        self._timing.record.submitted = time.perf_counter()
         try:
             self._streams = await engine.submit(requests)
         except EngineUnavailable:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from saccade import __version__
 from saccade.engine.encoders.encoder_set import EncoderView
-from saccade.engine.ipc.client import ReplicaView
+from saccade.engine.ipc.client import EngineStatus, ReplicaView
 from saccade.server.engine_metrics import EngineCollector
 from saccade.server.inter_token_latency import InterTokenLatency
 from saccade.server.recent_hour import RecentHour
@@ -56,6 +57,7 @@ class Metrics:
         bytes_in_flight: Callable[[], int] = lambda: 0,
         replicas: Callable[[], Sequence[ReplicaView]] = tuple,
         encoders: Callable[[], Sequence[EncoderView]] = tuple,
+        status: Callable[[], EngineStatus] | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
@@ -66,7 +68,10 @@ class Metrics:
         self.tenants = TenantMetrics(stats)
         self.recent_hour = RecentHour()
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
-        self.registry.register(EngineCollector(stats, replicas, encoders, model))
+        self.registry.register(EngineCollector(stats, replicas, encoders, model, status))
+        ProcessCollector(registry=self.registry)
+        build = Gauge("saccade:build_info", "1, with the version", ("version",), registry=self.registry)
+        build.labels(__version__).set(1)
         text = "Bytes of open requests, here and in the engine"
         Gauge("saccade:request_bytes", text, registry=self.registry).set_function(bytes_in_flight)
 

@@ -43,6 +43,7 @@ from saccade.server.api.models import capacity_line
 from saccade.server.app import create_app
 from saccade.server.config import Settings
 from saccade.server.http.listener import Listener
+from saccade.server.http.origins import is_loopback
 from saccade.server.http.parser import BoundedHttp
 from saccade.server.service import Engine, Service
 from saccade.server_options import ServerOptions
@@ -96,6 +97,7 @@ def serve(settings: Settings) -> int:
         timeout_s=server.media_fetch_timeout,
         allow_private_addresses=server.allow_private_media_addresses,
     )
+    _warn_if_open(server)
     with _listening(server) as sock:
         service = Service(options, server, processor, engine, Fetcher(fetch_policy), encoders.views)
         running = _Running(service, engine, encoders, sock)
@@ -115,6 +117,13 @@ def _encoder_launcher(server: ServerOptions) -> dict[str, Any]:
         return {}
     launch = ray_launcher(server.ray_address, server.ray_cpus, ENCODER)
     return {"launch": launch, "name": f"saccade-{secrets.token_hex(8)}"}
+
+
+def _warn_if_open(server: ServerOptions) -> None:
+    has_keys = bool(server.api_key) or server.api_keys is not None or server.tenant_header is not None
+    if not has_keys and not is_loopback(server.host):
+        advice = "set --api-key or --api-keys, or listen on 127.0.0.1"
+        logger.warning("whoever reaches %s:%d may use this server: %s", server.host, server.port, advice)
 
 
 @contextlib.contextmanager

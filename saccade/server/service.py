@@ -43,6 +43,7 @@ from saccade.server.request.chat import ChatRequest, ResponseOptions, renaming
 from saccade.server.request.fields import STRUCTURED, FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.request.media_uuids import UuidCache
+from saccade.server.tracing import traces_to
 from saccade.server_options import ServerOptions
 from saccade.structured.schema_validation import CHECKS
 from saccade.types import Bill, Prompt, Request, Tenant
@@ -99,11 +100,13 @@ class Service:
         self.engine = engine
         self.names = server.served_model_name or (_name_of(options.model),)
         self.tenants = Tenants(server)
+        self.traces = traces_to(server.otlp_traces_endpoint, self.names[0])
         self.metrics = Metrics(
             self.names[0],
             engine.stats,
             replicas=engine.replicas,
             encoders=encoders,
+            status=engine.status,
             bytes_in_flight=lambda: self.gate.total_bytes(),
         )
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
@@ -221,6 +224,8 @@ class Service:
         self._schema_pool.close()
         self._plan_pool.close()
         CHECKS.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
 
     async def warm(self) -> None:
         """Starts a template process before the first chat. Logs what is wrong with the template."""
@@ -241,6 +246,8 @@ class Service:
         start = time.perf_counter()
         fetched = await self._media.fetch(links, exchange.lease.add, caller.client)
         fetch_ms = (time.perf_counter() - start) * 1e3
+        caller.record.fetch_began = start
+        caller.record.fetch_ended = time.perf_counter() if fetched else 0.0
         # Not `self.salt`: a uuid gives access to bytes, so it is never shared between tenants.
         owner = salt_of(caller.tenant, request.response_options.cache_salt)
         messages = await self.in_thread(self._media.resolved, messages, links, fetched, owner)
@@ -263,7 +270,7 @@ class Service:
             prompt = await self.in_thread(build)
         self._media.remember(links, messages, owner)
         self._count_mistyped(links, prompt)
-        timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms)
+        timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms, caller.record)
         return self._with_bill(prompt), timing
 
     def salt(self, caller: Caller, response_options: ResponseOptions) -> bytes:
@@ -292,7 +299,7 @@ class Service:
             else:
                 self.check_ids(len(prompt), "prompt")
         built = [await self.in_thread(self._build_prompt, prompt, salt) for prompt in prompts]
-        timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, 0.0)
+        timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, 0.0, caller.record)
         return [self._with_bill(prompt) for prompt in built], timing
 
     def _build_prompt(self, prompt: str | Sequence[int], salt: bytes) -> Prompt:

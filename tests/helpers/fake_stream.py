@@ -13,6 +13,7 @@ from saccade.server.generation import BilledPrompt, Generation, Timing
 from saccade.server.http.request_context import Caller
 from saccade.server.http.response import ResponseWriter
 from saccade.server.metrics import Metrics
+from saccade.server.request_record import RequestRecord
 from saccade.types import Bill, TokenEvent
 
 
@@ -83,7 +84,7 @@ class Wire:
         self.sent.append(message)
 
     def writer(self) -> ResponseWriter:
-        scope = {"type": "http", "path": self.path, "caller": Caller("id-1", "", 0.0)}
+        scope = {"type": "http", "path": self.path, "caller": Caller("id-1", "", 0.0, RequestRecord())}
         return ResponseWriter(scope, self.receive, self.send)
 
     def body(self) -> bytes:

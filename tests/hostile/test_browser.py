@@ -255,7 +255,7 @@ def test_names_of_this_machine_are_taken(server: RunningServer, host: str) -> No
     assert httpx.get(f"{server.url}/v1/models", headers={"host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
+@pytest.mark.parametrize("path", ["/live", "/health", "/ready"])
 def test_probes_may_use_any_name(server: RunningServer, path: str) -> None:
     assert httpx.get(server.url + path, headers={"host": "pod-1.example"}).status_code == 200
 

@@ -98,8 +98,7 @@ class Bills:
 
     def logged(self) -> list[str]:
         """Whose requests the server has answered, by its own log: threads here may wake in another order."""
-        ids = [line.split()[0] for line in self._server.log if "POST /v1/bill" in line]
-        return [request_id.rpartition("-")[0] for request_id in ids]
+        return [request_id.rpartition("-")[0] for request_id in self._server.logged_ids("POST /v1/bill")]
 
     @property
     def num_open(self) -> int:

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "server_options": {"errors", "option_fields", "trusted_proxies"},
     "outputs": {"errors", "types"},
     "fair_pool": set(),
+    "logs": set(),
     "torch_utils": set(),
     "checkpoint": {"errors"},
     "costs": {"types", "checkpoint"},
@@ -61,12 +62,12 @@ ALLOWED: dict[str, set[str]] = {
     "runner.cuda": NOUNS | MODELS | KERNELS | {"checkpoint", "runner", "torch_utils"},
     "runner": NOUNS | MODELS | {"checkpoint", "structured", "runner.cuda", "runner.encoder", "runner.embedding_tiers"},
     "engine": NOUNS | {"checkpoint", "scheduler", "runner", "runner.encoder"},
-    "engine.ipc": NOUNS | {"checkpoint", "engine", "engine.encoders", "scheduler"},
-    "engine.encoders": NOUNS | {"engine", "engine.ipc", "runner", "runner.encoder"},
-    "engine.ray_cluster": NOUNS | {"engine.ipc", "engine.encoders", "runner.encoder"},
+    "engine.ipc": NOUNS | {"logs", "checkpoint", "engine", "engine.encoders", "scheduler"},
+    "engine.encoders": NOUNS | {"logs", "engine", "engine.ipc", "runner", "runner.encoder"},
+    "engine.ray_cluster": NOUNS | {"logs", "engine.ipc", "engine.encoders", "runner.encoder"},
     "engine.replicas": NOUNS | {"engine", "engine.ipc", "scheduler"},
     "llm": NOUNS | {"processor", "structured", "engine"},
-    "server.http": {"errors", "options", "server_options", "server"},
+    "server.http": {"errors", "types", "options", "server_options", "server"},
     "server.request": NOUNS | {"media", "structured", "processor", "plan", "server", "server.http"},
     "server.api": NOUNS | {"media", "processor", "plan", "server", "server.http", "server.request"},
     "server": NOUNS
@@ -79,7 +80,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"errors", "svg"},
     "cli": NOUNS
     | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench", "plan"}
-    | {"runner"},
+    | {"runner", "logs"},
     "__init__": {"errors", "llm", "outputs", "sampling_params"},
 }
 HEAVY = {"torch", "transformers", "safetensors"}
@@ -119,6 +120,7 @@ LAZY_ALLOWED = {
     "saccade/kernels/gemm/vit_qkv_rope.py",
     "saccade/models/cuda/gemms.py",  # Gluon, too
     "saccade/media/decode.py",  # simplejpeg, where a machine has it
+    "saccade/server/tracing.py",  # OpenTelemetry, where traces are sent
 }
 
 

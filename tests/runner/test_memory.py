@@ -16,7 +16,7 @@ from saccade.models.layers.decoder import Decoder
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner import device_memory
-from saccade.runner.device_memory import MemoryPlan, _free_bytes, dtype_of, plan_memory
+from saccade.runner.device_memory import GpuMemory, MemoryPlan, _free_bytes, dtype_of, plan_memory
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.memory import Encoders
@@ -350,3 +350,13 @@ def test_a_cpu_that_only_emulates_bfloat16_computes_in_float32(
     dtype, reason = device_memory.dtype_of("auto", "bfloat16", torch.device("cpu"))
     assert dtype == expected and ("natively" in reason) == is_native
     assert device_memory.dtype_of("bfloat16", "bfloat16", torch.device("cpu"))[0] == "bfloat16", "as asked"
+
+
+def test_how_full_a_gpu_is_is_asked_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(device_memory.time, "monotonic", lambda: 17.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (3, 8))
+    gpu = GpuMemory(torch.device("cuda:1"))
+    assert gpu.stats() == gpu.stats() == {"used": 5, "total": 8}
+    assert asked == [torch.device("cuda:1")]
+    assert GpuMemory(torch.device("cpu")).stats() == {}

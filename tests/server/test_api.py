@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -407,7 +408,7 @@ def test_unknown_routes_and_methods_are_errors_in_the_same_form(server: RunningS
     assert error_of(server.get("/v1/chat/completions"))["code"] == "method_not_allowed"
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/"])
+@pytest.mark.parametrize("path", ["/live", "/health", "/ready", "/version", "/metrics", "/v1/models", "/"])
 def test_reading_routes_answer_head_as_well(server: RunningServer, path: str) -> None:
     with server.client() as client:
         assert client.get(path).status_code == client.head(path).status_code == 200
@@ -436,6 +437,9 @@ def test_answers_carry_headers_that_keep_browsers_safe(server: RunningServer) ->
 def test_the_log_says_what_was_chosen_and_no_prompt(server: RunningServer) -> None:
     server.chat("a secret question")
     assert until(lambda: any("/v1/chat/completions 200" in line for line in server.log))
+    (line, *_) = [line for line in server.log if "/v1/chat/completions 200" in line]
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO \S+ POST ", line)
+    assert re.search(r" ms from 127\.0\.0\.1: \d+ prompt tokens \(\d+ of media.*\), \d+ answer tokens$", line)
     log = "".join(server.log)
     assert "KV cache" in log and "such requests fit" in log and "/v1/chat/completions" in log
     assert "secret" not in log

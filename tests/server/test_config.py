@@ -8,7 +8,7 @@ import pytest
 
 from saccade.errors import ConfigError
 from saccade.options import Options
-from saccade.server.config import load_settings
+from saccade.server.config import load_settings, log_unused
 from saccade.server_options import ServerOptions
 
 
@@ -70,8 +70,10 @@ def test_a_bad_environment_variable_is_named() -> None:
 
 
 def test_an_unknown_environment_variable_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
-    load_settings({}, {"SACCADE_SERVICE_HOST": "10.0.0.1"}, None)
-    assert "SACCADE_SERVICE_HOST" in caplog.text
+    environ = {"SACCADE_SERVICE_HOST": "10.0.0.1", "SACCADE_PORT": "8001"}
+    assert load_settings({}, environ, None).server.port == 8001
+    log_unused(environ)
+    assert "SACCADE_SERVICE_HOST" in caplog.text and "SACCADE_PORT" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_every_route_needs_a_right_key(small: RunningServer, method: str, path: 
         assert error_of(response)["code"] == "invalid_api_key"
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/", "/static/main.js"])
+@pytest.mark.parametrize("path", ["/live", "/health", "/ready", "/", "/static/main.js"])
 def test_health_and_the_page_need_no_key(small: RunningServer, path: str) -> None:
     assert httpx.get(small.url + path).status_code == 200
 

@@ -11,6 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from saccade import __version__
+from saccade.engine.ipc.client import EngineStatus
 from saccade.server.inter_token_latency import InterTokenLatency
 from saccade.server.metrics import Finished, Metrics
 from saccade.types import Bill, BillItem, Grid, Usage
@@ -229,3 +231,27 @@ def test_gaps_between_tokens_are_counted_as_prometheus_own_histogram_counts_them
             assert ours[key] == pytest.approx(value), key
     total = ours["vllm:inter_token_latency_seconds_count", (("model_name", "m"),)]
     assert total == 7
+
+
+# --- for operators ------------------------------------------------------------------------------------------------
+
+
+def test_the_build_the_engine_and_the_process_are_told() -> None:
+    status = EngineStatus("restarting", 0.0, 2, "it died", None)
+    stats = {**STATS, "resident_bytes": 5 << 20, "gpu_memory": {"used": 3, "total": 8}}
+    found = samples(Metrics("tiny", lambda: stats, status=lambda: status))
+    assert found[f"saccade:build_info{{version={__version__}}}"] == 1
+    assert (found["saccade:engine_up"], found["saccade:engine_restarts_total"]) == (0, 2)
+    assert found["saccade:engine_resident_bytes"] == 5 << 20
+    assert (found["saccade:gpu_memory_used_bytes"], found["saccade:gpu_memory_total_bytes"]) == (3, 8)
+    assert found["process_resident_memory_bytes"] > 1 << 20
+
+
+def test_without_a_gpu_its_memory_is_left_out() -> None:
+    assert not any("gpu_memory" in name for name in samples(Metrics("tiny", lambda: STATS)))
+
+
+def test_the_engines_memory_is_measured(server: RunningServer) -> None:
+    assert until(lambda: server.stats("saccade:engine_resident_bytes") > 10 << 20)
+    assert server.stats("saccade:engine_up") == 1 and server.stats("saccade:engine_restarts_total") == 0
+    assert server.get("/live").json() == {"status": "alive"}

@@ -6,7 +6,6 @@ connect to the address that the first message names.
 
 from __future__ import annotations
 
-import logging
 import socket
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from saccade.engine.encoders.socket_server import SocketServer
 from saccade.engine.ipc.loop import BEAT_SECONDS, WorkerLoop, place_on, run_process
 from saccade.engine.ipc.messages import Ready, Start, StepUpdate, Stop, config_of
 from saccade.engine.process_tuning import freeze
+from saccade.logs import set_up_worker
 from saccade.runner.build_encoder import build_encoder, plan_encoder
 from saccade.runner.replica_placement import device_label, place
 
@@ -70,8 +70,7 @@ class EncoderLoop(WorkerLoop):
 
 def build(start: Start) -> EncoderCore:
     index = start.replica.encoder
-    form = f"encoder {index}: %(message)s"
-    logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
+    set_up_worker(f"encoder {index}")
     config = config_of(start)
     options = place(start.options, start.replica).options
     plan = plan_encoder(options, config, start.largest)

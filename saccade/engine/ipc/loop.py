@@ -42,7 +42,7 @@ from saccade.engine.ipc.messages import (
     read_body,
     unpack_requests,
 )
-from saccade.engine.process_tuning import collect, trim
+from saccade.engine.process_tuning import collect, resident_bytes, trim
 from saccade.errors import ConfigError, RequestError
 from saccade.scheduler.cache_log import CacheLog
 from saccade.scheduler.kv_event_log import KVEventLog
@@ -181,7 +181,7 @@ class EngineLoop(WorkerLoop):
         now = time.monotonic()
         stats = None
         if now >= self._stats_due or any(event.finish_reason for event in events):
-            stats = core.stats()
+            stats = {**core.stats(), "resident_bytes": resident_bytes()}
             self._stats_due = now + BEAT_SECONDS
         cache = self._cache_log.take() if self._cache_log is not None else None
         kv_events = b""

@@ -82,6 +82,7 @@ class WorkerSupervisor:
         self._fatal: Fatal | None = None  # the current worker's last message
         self._backoff = FIRST_BACKOFF
         self._restarts = 0
+        self._stopped_at = 0.0  # of the last worker that stopped
         self._last_error: str | None = None
 
     async def wait_ready(self) -> Ready:
@@ -141,6 +142,9 @@ class WorkerSupervisor:
         self._place = ready.place
         if self._state in ("starting", "restarting"):
             self._state = "ready"
+            if self._restarts:
+                away = self._ready_at - self._stopped_at
+                logger.warning("%s is back after %.1f s (restart %d)", self._name, away, self._restarts)
         if self._started is not None and not self._started.done():
             self._started.set_result(ready)
 
@@ -172,6 +176,7 @@ class WorkerSupervisor:
         again = "is being started again; send the request again"
         self._lose_open(f"the engine stopped under the request and {again}")
         self._restarts += 1
+        self._stopped_at = time.monotonic()
         pause = self._backoff
         logger.error("%s stopped: %s; it is started again in %.1f s", self._name, reason, pause)
         await asyncio.sleep(self._backoff)

@@ -5,7 +5,6 @@ FD is an inherited socket; options and checkpoint arrive over it. Nothing else i
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,14 @@ from saccade.engine.encoders.socket_channel import SocketChannel
 from saccade.engine.ipc.loop import run_process
 from saccade.engine.ipc.messages import Start, config_of
 from saccade.engine.process_tuning import freeze
+from saccade.logs import set_up_worker
 
 
 def build(start: Start, connect: Callable[[str, int], Any] = SocketChannel) -> EngineCore:
     """`connect` opens the channel to an encoder worker."""
     files = (Path(start.path), config_of(start), start.image_processor)
     if not start.replica.is_alone:
-        _log_as(f"engine {start.replica.index}")
+        set_up_worker(f"engine {start.replica.index}")
     core = build_core(
         *files,
         start.options,
@@ -36,14 +36,8 @@ def build(start: Start, connect: Callable[[str, int], Any] = SocketChannel) -> E
     return core
 
 
-def _log_as(name: str) -> None:
-    """Warnings and errors only: reasons for automatic values reach the server in Ready, and it logs them."""
-    form = f"{name}: %(message)s"
-    logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
-
-
 def main() -> int:
-    _log_as("engine")
+    set_up_worker("engine")
     return run_process(int(sys.argv[1]), build)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import importlib
-import logging
 import socket
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+
+from saccade.logs import set_up_worker
 
 NAMESPACE = "saccade"  # in which Ray knows encoder workers by name
 TOKEN_BYTES = 32  # first on the connection: the port is open to the cluster's network
@@ -48,8 +49,7 @@ class WorkerActor:
     def serve(self) -> None:
         """Until the bridge stops the engine or is gone."""
         assert self._listener is not None, "listen() comes first"
-        form = "engine: %(message)s"
-        logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
+        set_up_worker("engine")
         with self._listener as listener:
             connection = self._accept(listener)
         self._worker.serve(connection)

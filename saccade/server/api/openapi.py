@@ -60,6 +60,7 @@ BODIES: dict[str, dict[str, Any]] = {  # of POST routes
     "/v1/messages/count_tokens": _COUNT_TOKENS,
 }
 _READ = {
+    "/live": "Whether the process lives",
     "/health": "Whether the engine lives",
     "/ready": "Whether a new request would be admitted",
     "/v1/models": "The names of the model",

@@ -26,7 +26,7 @@ from saccade.server.tenant_file import (
 from saccade.server.web_ui import STATIC
 from saccade.server_options import ServerOptions
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+_OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/"})
 _MAX_OTHERS = 4096  # tenants that only a proxy names
 _FORGOTTEN = 8  # of these the eighth that used least: no flood of names gives a tenant its limits back
 _UNNAMED = TenantSettings(is_operator=True)

@@ -20,7 +20,7 @@ logger = logging.getLogger("saccade.server")
 _OTHER_DESCRIPTORS = 256  # the engine, fetches, files, reserve connections
 _MIN_OTHER_DESCRIPTORS = 128
 _MAX_AUTOMATIC = 4096  # an idle connection costs memory too
-_NUM_RESERVE = 64  # connections beyond the limit that may only ask for health and readiness
+_NUM_RESERVE = 64  # connections beyond the limit for probes only
 _MIN_IDLE_SECONDS = 1.0  # a newer connection may be about to send its request
 _LOG_SECONDS = 10.0
 
@@ -45,7 +45,7 @@ class Connection(Protocol):
 
 class Admission(Enum):
     OPEN = auto()
-    PROBES_ONLY = auto()  # the limit is reached: only /health and /ready are answered
+    PROBES_ONLY = auto()  # the limit is reached: only probes are answered
     REFUSED = auto()
 
 

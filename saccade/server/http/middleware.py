@@ -6,19 +6,23 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from saccade.server.accounts import Account
 from saccade.server.errors import ApiError, is_anthropic
 from saccade.server.http.auth import Tenants, is_open, peer_of
 from saccade.server.http.origins import BrowserRules
 from saccade.server.http.parser import PEER
 from saccade.server.http.request_context import Caller
 from saccade.server.http.response import SEND_BODY
+from saccade.server.request_record import RequestRecord
+from saccade.server.tracing import Ended, Traces
+from saccade.types import OTHER_LABEL
 
 logger = logging.getLogger("saccade.server")
 
@@ -39,6 +43,7 @@ class RequestMiddleware:
     rules: BrowserRules
     on_refusal: Callable[[str], None]
     logs: bool
+    traces: Traces | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,6 +52,7 @@ class RequestMiddleware:
         start = time.perf_counter()
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id"))
+        record = RequestRecord(client=_address(scope))
         scope[SEND_BODY] = send
         status = 0
 
@@ -64,25 +70,54 @@ class RequestMiddleware:
                     headers_out.update(scope["caller"].account.headers())
             await send(message)
 
+        path = scope["path"]
         try:
-            path = scope["path"]
             account = self.tenants.find(path, scope["headers"], _connected(scope))
             self.rules.check(scope["method"], path, headers)
             client = account.name or peer_of(scope.get("client"))
-            scope["caller"] = Caller(request_id, account.name, start, client, account)
+            record.client = _name_of(account) or record.client
+            scope["caller"] = Caller(request_id, account.name, start, record, client, account)
             await self.app(scope, receive, send_with_headers)
         except ApiError as error:
+            record.error = str(error.code)
             self.on_refusal("unauthorized" if error.status == HTTPStatus.UNAUTHORIZED else str(error.code))
             await error.response(scope["path"], request_id)(scope, receive, send_with_headers)
         finally:
-            self._log(scope, request_id, status, start)
+            if path not in _POLLED and not is_open(path):
+                shown = path[:100].encode("unicode_escape").decode()
+                now = time.perf_counter()
+                ended = Ended(scope["method"], shown, status, request_id, start, now, record)
+                self._report(ended, headers)
 
-    def _log(self, scope: Scope, request_id: str, status: int, start: float) -> None:
-        if self.logs and scope["path"] not in _POLLED and not is_open(scope["path"]):
-            shown = scope["path"][:100].encode("unicode_escape").decode()
-            result = status or "left"  # the client disconnected before the response
-            ms = (time.perf_counter() - start) * 1e3
-            logger.info("%s %s %s %s %.0f ms", request_id, scope["method"], shown, result, ms)
+    def _report(self, ended: Ended, headers: Mapping[bytes, bytes]) -> None:
+        if self.logs:
+            _log(ended)
+        if self.traces is not None:
+            self.traces.report(ended, headers)
+
+
+def _log(ended: Ended) -> None:
+    ms = (ended.ended - ended.began) * 1e3
+    line = f"{ended.request_id} {ended.method} {ended.path} {ended.status or 'left'} {ms:.0f} ms"
+    fields = {
+        "request_id": ended.request_id,
+        "method": ended.method,
+        "path": ended.path,
+        "status": ended.status,  # 0: the client disconnected before the response
+        "ms": round(ms, 1),
+        **ended.record.fields(),
+    }
+    logger.info("%s%s", line, ended.record.text(), extra={"fields": fields})
+
+
+def _address(scope: Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else ""
+
+
+def _name_of(account: Account) -> str:
+    """Of a key its number: the account's own name is made from the key."""
+    label = account.settings.label
+    return account.name if label == OTHER_LABEL else label
 
 
 def _connected(scope: Scope) -> str:

@@ -16,7 +16,7 @@ from saccade.server.http.auth import is_open
 from saccade.server_options import ServerOptions
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_PROBES = ("/health", "/ready")  # allowed under any Host
+_PROBES = ("/live", "/health", "/ready")  # allowed under any Host
 _READ_METHODS = ("GET", "HEAD")
 
 
@@ -61,13 +61,13 @@ class BrowserRules:
 
 def _known_hosts(server: ServerOptions) -> frozenset[str] | None:
     """Allowed Host names. None allows any: without --allowed-hosts only loopback names are known."""
-    if "*" in server.allowed_hosts or not (server.allowed_hosts or _is_loopback(server.host)):
+    if "*" in server.allowed_hosts or not (server.allowed_hosts or is_loopback(server.host)):
         return None
     own = f"[{server.host}]" if ":" in server.host else server.host
     return frozenset(name.lower() for name in (*_LOCAL_NAMES, own, *server.allowed_hosts))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:  # listening on the host reports the error

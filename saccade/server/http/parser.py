@@ -3,7 +3,7 @@
     idle ─► headers ─► body, response ─► idle ... ─► closing: the response is flushed, input is discarded
       └ --header-timeout ┘   └ --write-timeout          └ aborted after a few seconds
 
-The minimum rate of a body is enforced in limits.py. Knows no routes but /health and /ready.
+The minimum rate of a body is enforced in limits.py. Knows no routes but the probes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PEER = "peer"
 """In a request's `state`: the address of the connection, whatever its headers say."""
 
 _MAX_PIPELINED = 8  # requests after the one that runs
-_PROBES = (b"/health", b"/ready")
+_PROBES = (b"/live", b"/health", b"/ready")
 _REQUEST_LINE = len(b"GET  HTTP/1.1\r\n\r\n")
 _CHUNK_FRAME = 16  # bytes of a chunk's length and line ends, without extensions
 _LINGER_SECONDS = 3.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -49,7 +50,9 @@ async def restarted(client: EngineClient) -> None:
 # --- the worker dies ----------------------------------------------------------------------------------------------
 
 
-def test_open_streams_fail_when_the_worker_is_killed_and_the_next_request_works() -> None:
+def test_open_streams_fail_when_the_worker_is_killed_and_the_next_request_works(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test(client: EngineClient) -> None:
         stream = await submit(client, endless())
         os.kill(pid_of(client), signal.SIGKILL)
@@ -59,6 +62,7 @@ def test_open_streams_fail_when_the_worker_is_killed_and_the_next_request_works(
         await restarted(client)
         assert len(await collect(await submit(client, make_request("next", 3)))) == 3
         assert client.status().last_error == "it was ended by signal 9"
+        assert re.search(r"the engine stopped: .*\n.*the engine is back after \d+\.\d s \(restart 1\)", caplog.text)
         assert client.bytes_in_flight == 0
 
     run(test)

@@ -1,0 +1,139 @@
+"""OpenTelemetry traces: a span for a request and one for each of its stages, made when it has ended.
+
+fetch ─► queue ─► prefill ─► decode        image_decode and encode lie in the queue and the prefill
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from saccade import __version__
+from saccade.errors import ConfigError
+from saccade.server.request_record import RequestRecord
+
+_PARENTS = (b"traceparent", b"tracestate")
+
+
+class Ended(NamedTuple):
+    """A request that has ended. Moments are values of time.perf_counter()."""
+
+    method: str
+    path: str
+    status: int  # 0: the client left before the response
+    request_id: str
+    began: float
+    ended: float
+    record: RequestRecord
+
+
+class Traces:
+    def __init__(self, endpoint: str | None, model: str, exporter: Any = None) -> None:
+        """`exporter` in place of one that sends to `endpoint`. ConfigError without the packages."""
+        try:
+            from opentelemetry.propagate import extract
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+            if exporter is None:
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+                exporter = OTLPSpanExporter(endpoint=endpoint)
+        except ImportError as error:
+            needed = f"--otlp-traces-endpoint needs OpenTelemetry, and {error.name} is not installed"
+            raise ConfigError(f"{needed}: pip install 'saccade[otel]'") from None
+        self._model = model
+        self._extract = extract
+        self._inside = set_span_in_context
+        self._server_kind = SpanKind.SERVER
+        self._error = Status(StatusCode.ERROR)
+        name = os.environ.get("OTEL_SERVICE_NAME", "saccade")
+        resource = Resource.create({"service.name": name, "service.version": __version__})
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("saccade", __version__)
+
+    def report(self, ended: Ended, headers: Mapping[bytes, bytes]) -> None:
+        """Below the span that `traceparent` names, if there is one. Sent later, by a thread."""
+        offset = time.time() - time.perf_counter()
+        parent = {name.decode(): headers[name].decode("latin-1") for name in _PARENTS if name in headers}
+        span = self._tracer.start_span(
+            f"{ended.method} {ended.path}",
+            context=self._extract(parent),
+            kind=self._server_kind,
+            attributes=_attributes(ended, self._model),
+            start_time=_ns(ended.began + offset),
+        )
+        if ended.status >= 500 or not ended.status:
+            span.set_status(self._error)
+        inside = self._inside(span)
+        for stage in stages(ended.record):
+            child = self._tracer.start_span(stage.name, inside, start_time=_ns(stage.began + offset))
+            child.end(_ns(stage.ended + offset))
+        span.end(_ns(ended.ended + offset))
+
+    def close(self) -> None:
+        """Sends what is left."""
+        self._provider.shutdown()
+
+
+def traces_to(endpoint: str | None, model: str) -> Traces | None:
+    return None if endpoint is None else Traces(endpoint, model)
+
+
+class Stage(NamedTuple):
+    name: str
+    began: float
+    ended: float
+
+
+def stages(record: RequestRecord) -> Iterator[Stage]:
+    """The engine's clock is not ours: what it measured is counted from the moment of submission.
+
+    Of decoding and encoding images only the duration is known. Both are shown as they mostly are: one after
+    the other, as much of them before the first step as was done ahead.
+    """
+    if record.fetch_ended:
+        yield Stage("fetch", record.fetch_began, record.fetch_ended)
+    usage = record.usage
+    if usage is None or not record.submitted:
+        return
+    offset = record.submitted - usage.arrived
+    scheduled = usage.finished if usage.first_scheduled is None else usage.first_scheduled
+    yield Stage("queue", record.submitted, scheduled + offset)
+    began = max(record.submitted, scheduled + offset - usage.ahead_ms / 1e3)
+    if usage.decode_ms:
+        yield Stage("image_decode", began, began + usage.decode_ms / 1e3)
+    if usage.encode_ms:
+        began += usage.decode_ms / 1e3
+        yield Stage("encode", began, began + usage.encode_ms / 1e3)
+    if usage.first_token is not None:
+        yield Stage("prefill", scheduled + offset, usage.first_token + offset)
+        yield Stage("decode", usage.first_token + offset, usage.finished + offset)
+
+
+def _attributes(ended: Ended, model: str) -> dict[str, str | int]:
+    record = ended.record
+    tokens = {
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.completion_tokens,
+        "saccade.image_tokens": record.image_tokens,
+        "saccade.cached_tokens": record.cached_tokens,
+    }
+    return {
+        "http.request.method": ended.method,
+        "url.path": ended.path,
+        "gen_ai.request.model": model,
+        "saccade.request_id": ended.request_id,
+        **({"http.response.status_code": ended.status} if ended.status else {}),
+        **({"error.type": record.error} if record.error else {}),
+        **(tokens if record.has_outputs else {}),
+    }
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
