@@ -8,15 +8,20 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
+import torch
 from tqdm import tqdm
 
 from saccade.engine.build import build_core
-from saccade.engine.core import EngineCore
-from saccade.errors import RequestError
+from saccade.engine.core import EngineCore, Profiles
+from saccade.engine.process_tuning import collect, trim
+from saccade.errors import RequestError, quoted
 from saccade.options import MediaPolicy, Options, SchedulerConfig, options
 from saccade.outputs import RequestOutput
+from saccade.processor.chat_tokenizer import ChatTokenizer
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line, sampling_defaults
 from saccade.processor.images import PrefetchMedia
@@ -61,13 +66,13 @@ class Engine:
     """Steps by hand: add requests, call `step` until none is unfinished."""
 
     def __init__(self, opts: Options, *, progress: bool = True) -> None:
-        checkpoint = open_checkpoint(
-            opts.model, weights=opts.load_format != "dummy", generation_config=opts.generation_config
-        )
+        checkpoint = open_checkpoint(opts.model, weights=opts.load_format != "dummy", options=opts)
+        opts = replace(opts, tokenizer=str(checkpoint.tokenizer_path))
         self.defaults = sampling_defaults(opts, checkpoint.generation)  # of requests without parameters
         logger.info("%s", defaults_line(self.defaults))
         self.processor = Processor(checkpoint, MediaPolicy.of(opts), _prefetching(weakref.ref(self)))
-        self._core: EngineCore | None = build_core(
+        self._build = partial(
+            build_core,
             checkpoint.path,
             checkpoint.config,
             checkpoint.image_processor,
@@ -75,12 +80,16 @@ class Engine:
             self.processor.largest_item(),
             progress=progress,
         )
+        self._core: EngineCore | None = self._build()
+        self.is_sleeping = False
         self._open: dict[str, _Open] = {}
         self._awaited: dict[str, tuple[_Open, RequestOutputBuilder]] = {}  # by the core's id of each output
         self._requests = RequestBuilder(self.processor.eos_token_ids, opts.seed)
 
     @property
     def core(self) -> EngineCore:
+        if self.is_sleeping:
+            raise RuntimeError("the engine sleeps, and its memory is given back; wake it up first")
         if self._core is None:
             raise RuntimeError("the engine was closed and its memory given back; make a new one")
         return self._core
@@ -140,6 +149,11 @@ class Engine:
                 self._open.clear()
                 self._awaited.clear()
             raise
+
+    @property
+    def profiler(self) -> Profiles:
+        assert self.core.profiler is not None
+        return self.core.profiler
 
     def launch_if_full(self) -> None:
         """Start on what was added if that fills a step. For callers that want whole outputs only."""
@@ -232,8 +246,26 @@ class Engine:
     def bill(self, prompt: Prompt) -> Bill:
         return self.processor.bill(prompt, self.limits.block_size, self.limits.slot_bytes)
 
+    def sleep(self) -> None:
+        """Free all memory of the device and the weights. RuntimeError while requests are open."""
+        if self.has_unfinished_requests():
+            raise RuntimeError(f"{len(self._open)} requests are open; let them finish or abort them first")
+        self.core.close()
+        self._core = None
+        self.is_sleeping = True
+        collect()
+        trim()
+        torch.cuda.empty_cache()  # nothing where there is no GPU
+
+    def wake_up(self) -> None:
+        """Build the engine again, from the checkpoint's files, with empty caches."""
+        if self.is_sleeping:
+            self.is_sleeping = False
+            self._core = self._build()
+
     def close(self) -> None:
         """End what is open and free all memory. Other calls then raise; this one may be repeated."""
+        self.is_sleeping = False
         core = self._core
         self._core = None
         self._open.clear()
@@ -310,6 +342,47 @@ class LLM:
         many: Sequence[Any] = [messages] if is_single else messages
         makers = [lambda m=m: self.engine.processor.from_chat(m, allow_paths=True, **how) for m in many]
         return self._run(makers, sampling_params, use_tqdm, priority, raise_errors=is_single)
+
+    def bill(self, prompt: PromptInput | Messages, **how: Any) -> Bill:
+        """What a prompt of `generate`, or messages of `chat` with its arguments, would cost. Runs nothing."""
+        processor = self.engine.processor
+        try:
+            if isinstance(prompt, (str, Mapping)):
+                return self.engine.bill(processor.from_prompt(prompt, **checked_call(how, ())))
+            how = checked_call(how, _CHAT_ARGUMENTS)
+            return self.engine.bill(processor.from_chat(prompt, allow_paths=True, **how))
+        finally:
+            self.engine.core.release_if_idle()  # its images may have been prefetched
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        checkpoint = self.engine.processor.checkpoint
+        tokenizer = self.engine.processor.tokenizer
+        return ChatTokenizer(tokenizer, checkpoint.chat_template, checkpoint.config.text.vocab_size)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV blocks. False while requests that were added by hand are open."""
+        return self.engine.core.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and caches back until `wake_up`; other calls raise meanwhile.
+
+        Levels 1 and 2 do the same here: the weights come back from the checkpoint's files.
+        """
+        if level not in (1, 2):
+            raise RequestError(f"level must be 1 or 2, not {quoted(level)}", param="level")
+        self.engine.sleep()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """All comes back at once, whatever `tags` names."""
+        self.engine.wake_up()
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Until `stop_profile`, torch's profiler watches. Needs LLM(profile_dir=...)."""
+        self.engine.profiler.start(profile_prefix)
+
+    def stop_profile(self) -> Path:
+        """Write the trace; its file is for chrome://tracing or ui.perfetto.dev."""
+        return self.engine.profiler.stop()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """For calls without `sampling_params`: generation_config.json's values, and ours for the rest."""

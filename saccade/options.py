@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.errors import UsageError
@@ -22,6 +22,19 @@ class Options:
     """Every setting of the engine. The command line is made from this class; None means automatic."""
 
     model: str | None = _option(None, "folder or hub id of a checkpoint; none: the built-in model")
+    revision: str | None = _option(None, "branch, tag or commit of a hub id; automatic: the newest")
+    download_dir: str | None = _option(None, "folder for downloads from the hub; automatic: the hub's cache")
+    tokenizer: str | None = _option(None, "folder or hub id of another tokenizer; automatic: MODEL's")
+    tokenizer_revision: str | None = _option(None, "its revision, or with none that of MODEL's tokenizer")
+    chat_template: str | None = _option(
+        None, "file with a Jinja chat template, or its text; automatic: the checkpoint's"
+    )
+    default_chat_template_kwargs: dict[str, Any] = _option(  # noqa: RUF009 (a dict becomes a default factory)
+        {}, 'what chat templates get where a request says nothing, as JSON such as {"enable_thinking": false}'
+    )
+    hf_overrides: dict[str, Any] = _option(  # noqa: RUF009
+        {}, "values in place of config.json's, as JSON; objects in it are merged"
+    )
     dtype: str = _option("auto", "float32, bfloat16 or float16; auto: the checkpoint's, if it is fast here")
     device: str = _option("auto", "cpu or cuda; auto: cuda when there is one")
     load_format: str = _option("auto", "auto, or dummy for random weights made from the config alone")
@@ -63,6 +76,9 @@ class Options:
         30.0, "days without a use after which an embedding in the folder or the store is removed"
     )
     enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal prompt prefixes")
+    disable_chunked_mm_input: bool = _option(
+        False, "end a prefill chunk before an image of which only a part fits, not inside it"
+    )
     limit_mm_per_prompt: dict[str, int] = _option(  # noqa: RUF009 (a dict becomes a default factory)
         {"image": 16, "video": 1}, "images and videos per prompt, such as image=4,video=1"
     )
@@ -119,6 +135,9 @@ class Options:
         "auto",
         "sampling defaults of requests that set none: auto for the checkpoint's generation_config.json, none "
         "for the engine's own, or a folder with another generation_config.json",
+    )
+    profile_dir: str | None = _option(
+        None, "folder for traces of torch's profiler, between start_profile and stop_profile; none: refused"
     )
     override_generation_config: dict[str, Any] = _option(  # noqa: RUF009 (a dict becomes a default factory)
         {}, 'single values of it, as JSON such as {"temperature": 0.5}; null removes the file\'s value'
@@ -222,6 +241,7 @@ class SchedulerConfig:
     encoder_cache_slots: int  # embedding slots that may be resident or in flight
     keep_idle_embeddings: bool = True  # False: an embedding is dropped as soon as no request holds it
     enable_prefix_caching: bool = True
+    disable_chunked_mm_input: bool = False  # see Options
     encode_layers_per_step: int | None = None  # see Options
     max_waiting: int | None = None
     slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
@@ -271,6 +291,7 @@ class MediaPolicy:
     video: VideoPolicy
     template_seconds: float  # of CPU time, for one chat
     max_model_len: int | None  # None: not known before the model is loaded
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # where a chat has none
 
     @classmethod
     def of(cls, options: Options) -> MediaPolicy:
@@ -285,4 +306,5 @@ class MediaPolicy:
             video=VideoPolicy.of(options),
             template_seconds=options.chat_template_timeout,
             max_model_len=options.max_model_len,
+            template_kwargs=options.default_chat_template_kwargs,
         )

@@ -134,6 +134,11 @@ def _gib(value: Any) -> dict[str, Any]:
     return {"kv_cache_gb": value / (1 << 30)}
 
 
+def _profile_dir(value: Any) -> dict[str, Any]:
+    folder = _mapping("profiler_config", value).get("torch_profiler_dir")
+    return {"profile_dir": str(folder)} if folder else {}
+
+
 def _no_media(value: Any) -> dict[str, Any]:
     return {"limit_mm_per_prompt": dict.fromkeys(_MEDIA, 0)} if value else {}
 
@@ -144,6 +149,7 @@ _RENAMED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "video_pruning_rate": lambda value: {"video_pruning": value},
     "language_model_only": _no_media,
     "kv_cache_memory_bytes": _gib,
+    "profiler_config": _profile_dir,
     "kv_offloading_size": lambda value: {"kv_offload_gb": float(value)},
     "data_parallel_size": lambda value: {"replicas": value},
     "shutdown_timeout": lambda value: {"drain_timeout": float(value)},
@@ -180,9 +186,24 @@ def _backend(value: Any) -> str:
     return _BACKENDS.get(name, name)
 
 
+def _text(value: Any) -> str | None:
+    """Also a Path."""
+    return None if value is None else str(value)
+
+
+def _overrides(value: Any) -> Mapping[str, Any]:
+    if callable(value):
+        raise UsageError("hf_overrides must be an object of names and values; a function is not supported")
+    return _mapping("hf_overrides", value)
+
+
 _SPELLINGS: Mapping[str, Callable[[Any], Any]] = {
     "dtype": _dtype,
-    "model": lambda value: None if value is None else str(value),
+    "model": _text,
+    "tokenizer": _text,
+    "download_dir": _text,
+    "chat_template": _text,
+    "hf_overrides": _overrides,
     "device": str,
     "max_model_len": lambda value: None if value in (-1, "auto") else value,
     "limit_mm_per_prompt": _limits,

@@ -50,13 +50,17 @@ _ENGINE: tuple[tuple[Fate, str, str], ...] = (
         "the same",
         "model dtype seed max_model_len max_num_batched_tokens max_num_seqs block_size "
         "gpu_memory_utilization enable_prefix_caching! limit_mm_per_prompt load_format generation_config "
-        "override_generation_config attention_backend device",
+        "override_generation_config attention_backend device revision "
+        "download_dir tokenizer tokenizer_revision hf_overrides chat_template "
+        "disable_chunked_mm_input!",
     ),
     ("renamed", "min_pixels, max_pixels, video_fps ...", "mm_processor_kwargs"),
     ("renamed", "video_fps and max_video_frames", "media_io_kwargs"),
     ("renamed", "video_pruning", "video_pruning_rate"),
     ("renamed", "limit_mm_per_prompt with 0 for each kind", "language_model_only!"),
     ("renamed", "kv_cache_gb", "kv_cache_memory_bytes"),
+    ("renamed", "profile_dir", "profiler_config"),
+    ("inert", "an engine can always sleep", "enable_sleep_mode!"),
     ("renamed", "kv_offload_gb", "kv_offloading_size"),
     ("inert", "a preempted request is computed again; --kv-offload-gb keeps its blocks", "swap_space"),
     ("inert", "no code of a checkpoint is ever run", "trust_remote_code! code_revision"),
@@ -149,7 +153,7 @@ _ENGINE: tuple[tuple[Fate, str, str], ...] = (
 
 _SERVER: tuple[tuple[Fate, str, str], ...] = (
     ("supported", "the same", "host port served_model_name+ api_key+ allowed_origins "
-     "allowed_local_media_path allowed_media_domains+ config"),
+     "allowed_local_media_path allowed_media_domains+ config default_chat_template_kwargs"),
     ("renamed", "replicas", "data_parallel_size"),
     ("renamed", "drain_timeout", "shutdown_timeout"),
     ("renamed", "no-access-log", "disable_uvicorn_access_log!"),

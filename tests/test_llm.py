@@ -414,3 +414,88 @@ def test_each_prompt_brings_its_priority_to_the_engine(llm: LLM, monkeypatch: py
 def test_priorities_for_other_than_each_prompt_are_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 prompts were given with 1 priorities"):
         llm.generate(["one", "two"], GREEDY, use_tqdm=False, priority=[1])
+
+
+# --- what vLLM's LLM has, too -------------------------------------------------------------------------------------
+
+
+def test_the_bill_is_known_without_running(llm: LLM) -> None:
+    steps = llm.stats()["steps"]
+    photo = make_photo(112, 84)
+    prompt = {"prompt": f"{IMAGE}What?", "multi_modal_data": {"image": photo}}
+    messages = [{"role": "user", "content": [{"type": "image", "image": photo}, {"type": "text", "text": "What?"}]}]
+    for bill in (llm.bill(prompt), llm.bill(messages)):
+        assert bill.image_tokens == 12 and bill.kv_blocks > 0
+    assert llm.bill(messages, mm_processor_kwargs={"max_pixels": 3136}).image_tokens < 12
+    assert llm.stats()["steps"] == steps
+    out = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+    assert out.bill.prompt_tokens == llm.bill(prompt).prompt_tokens == len(out.prompt_token_ids)
+
+
+def test_the_tokenizer_makes_prompts_for_generate(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    messages = [{"role": "user", "content": "Hello there"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert tokenizer.decode(ids) == text and tokenizer(text)["input_ids"] == tokenizer.encode(text) == ids
+    assert llm.chat(messages, GREEDY, use_tqdm=False)[0].prompt_token_ids == ids
+    assert tokenizer.convert_tokens_to_ids([tokenizer.eos_token]) == [tokenizer.eos_token_id]
+
+
+def test_a_reset_prefix_cache_computes_the_prompt_again(llm: LLM) -> None:
+    prompt = "the same words " * 20
+    ask(llm, prompt)
+    assert ask(llm, prompt).num_cached_tokens > 0
+    assert llm.reset_prefix_cache()
+    assert ask(llm, prompt).num_cached_tokens == 0
+    llm.engine.add_request("open", prompt, GREEDY)
+    assert not llm.reset_prefix_cache()
+    llm.engine.abort_request("open")
+
+
+def test_a_model_sleeps_and_wakes_up_as_it_was(tmp_path: Path) -> None:
+    llm = LLM(kv_cache_gb=0.05, use_tqdm=False, profile_dir=str(tmp_path / "traces"))
+    llm.start_profile("first")
+    before = ask(llm, "What is this?", params=SamplingParams(temperature=0, max_tokens=4))
+    assert llm.stop_profile().name.startswith("first-") and list((tmp_path / "traces").iterdir())
+    with pytest.raises(ConfigError, match="no profile is running"):
+        llm.stop_profile()
+    llm.sleep(level=1)
+    with pytest.raises(RuntimeError, match="the engine sleeps"):
+        ask(llm, "What is this?")
+    llm.wake_up(tags=["weights"])
+    llm.wake_up()
+    after = ask(llm, "What is this?", params=SamplingParams(temperature=0, max_tokens=4))
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        ask(llm, "What is this?")
+
+
+def test_calls_know_vllms_arguments(llm: LLM) -> None:
+    photo = make_photo(112, 84)
+    prompt = {"prompt": f"{IMAGE}What?", "multi_modal_data": {"image": photo}}
+    few = llm.generate(prompt, GREEDY, use_tqdm=False, mm_processor_kwargs={"max_pixels": 3136}, lora_request=None)[0]
+    assert few.bill.image_tokens < 12
+    for call in (llm.generate, llm.chat):
+        with pytest.raises(RequestError, match="lora_request=1 is not supported: adapters"):
+            call("x", GREEDY, lora_request=1)
+        with pytest.raises(RequestError, match="unknown argument use_tqmd"):
+            call("x", GREEDY, use_tqmd=False)
+    with pytest.raises(RequestError, match="level must be 1 or 2, not 0"):
+        llm.sleep(0)
+    with pytest.raises(ConfigError, match="give profile_dir"):
+        llm.start_profile()
+
+
+def test_default_template_arguments_hold_where_a_chat_has_none(qwen2_vl_folder: Path) -> None:
+    template = "{{ messages[0].content }} {{ tone }}"
+    defaults = {"tone": "calm"}
+    how = {"chat_template": template, "default_chat_template_kwargs": defaults, "kv_cache_gb": 0.05, "use_tqdm": False}
+    with LLM(model=str(qwen2_vl_folder), max_model_len=256, limit_mm_per_prompt={"image": 0, "video": 0}, **how) as llm:
+        messages = [{"role": "user", "content": "Hello"}]
+        assert llm.chat(messages, GREEDY, use_tqdm=False)[0].prompt == "Hello calm"
+        loud = llm.chat(messages, GREEDY, use_tqdm=False, chat_template_kwargs={"tone": "loud"})[0]
+        assert loud.prompt == "Hello loud"
+    with pytest.raises(ConfigError, match="default_chat_template_kwargs cannot set messages"):
+        LLM(default_chat_template_kwargs={"messages": []}, use_tqdm=False)

@@ -23,15 +23,15 @@ SERVER = {**ENGINE, **defaults_of(ServerOptions)}
 
 # Written down from vLLM 0.26 (EngineArgs, LLM, serve) and its last versions before, by group as there.
 VLLM_ENGINE = """
-model model_weights hf_config_path runner convert task skip_tokenizer_init enable_prompt_embeds tokenizer_mode
-trust_remote_code allowed_local_media_path allowed_media_domains served_model_name code_revision
- hf_token model_class_overrides dtype seed max_model_len quantization
+model model_weights tokenizer hf_config_path runner convert task skip_tokenizer_init enable_prompt_embeds tokenizer_mode
+trust_remote_code allowed_local_media_path allowed_media_domains served_model_name revision code_revision
+hf_token hf_overrides model_class_overrides tokenizer_revision dtype seed max_model_len quantization
 quantization_config allow_deprecated_quantization enforce_eager enable_return_routed_experts return_sampling_mask
 max_logprobs logprobs_mode use_fp64_gumbel enable_trace_replay disable_sliding_window disable_cascade_attn
-config_format pooler_config override_pooler_config generation_config override_generation_config
+config_format pooler_config override_pooler_config generation_config override_generation_config enable_sleep_mode
 enable_cumem_allocator model_impl logits_processors io_processor_plugin renderer_num_workers rope_scaling rope_theta
-max_seq_len_to_capture
-load_format safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
+max_seq_len_to_capture chat_template
+load_format download_dir safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
 model_loader_extra_config ignore_patterns use_tqdm_on_load pt_load_map_location max_parallel_loading_workers
 attention_backend attention_config mamba_config mamba_backend mamba_ssu_algorithm
 enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
@@ -65,7 +65,7 @@ show_hidden_metrics_for_version collect_detailed_traces per_request_spec_decode_
 kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
 enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats
 max_num_batched_tokens max_num_scheduled_tokens max_num_seqs long_prefill_token_threshold max_num_partial_prefills
-max_long_partial_prefills scheduling_policy enable_chunked_prefill scheduler_cls
+max_long_partial_prefills scheduling_policy enable_chunked_prefill disable_chunked_mm_input scheduler_cls
 scheduler_reserve_full_isl watermark prefill_schedule_interval disable_hybrid_kv_cache_manager async_scheduling
 stream_interval num_scheduler_steps multi_step_stream_outputs scheduler_delay_factor preemption_mode
 use_v2_block_manager disable_async_output_proc
@@ -73,7 +73,7 @@ cudagraph_capture_sizes cuda_graph_sizes max_cudagraph_capture_size compilation_
 performance_mode kernel_config ir_op_priority enable_flashinfer_autotune enable_bf16x3_router_gemm gdn_prefill_backend
 kda_prefill_backend
 speculative_config spec_method spec_model spec_tokens speculative_model num_speculative_tokens diffusion_config
-kv_transfer_config kv_events_config ec_transfer_config ec_manager_config additional_config
+kv_transfer_config kv_events_config ec_transfer_config ec_manager_config additional_config profiler_config
 weight_transfer_config disable_log_stats aggregate_engine_logging fail_on_environ_validation enable_log_requests
 disable_log_requests tokens_only device logits_processor_pattern
 """
@@ -83,7 +83,7 @@ allowed_methods allowed_headers api_key ssl_ca_certs enable_ssl_refresh ssl_cert
 enable_request_id_headers disable_fastapi_docs h11_max_incomplete_event_size h11_max_header_count enable_offline_docs
 enable_flash_late_interaction data_parallel_supervisor_port dp_supervisor_probe_interval_s
 dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold
-lora_modules prompt_adapters chat_template_content_format trust_request_chat_template
+lora_modules prompt_adapters chat_template_content_format trust_request_chat_template default_chat_template_kwargs
 response_role return_tokens_as_token_ids enable_auto_tool_choice exclude_tools_when_tool_choice_none
 tool_parser_plugin tool_server log_config_file max_log_len enable_prompt_tokens_details enable_per_request_metrics
 enable_server_load_tracking enable_force_include_usage enable_tokenizer_info_endpoint enable_log_outputs
@@ -159,6 +159,7 @@ def test_a_refused_argument_is_named_unless_it_asks_for_nothing(row: Keyword) ->
         ({"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0, "video": 0}}),
         ({"language_model_only": False}, {}),
         ({"kv_cache_memory_bytes": 1 << 31}, {"kv_cache_gb": 2.0}),
+        ({"profiler_config": {"profiler": "torch", "torch_profiler_dir": "d"}}, {"profile_dir": "d"}),
         ({"kv_offloading_size": 4}, {"kv_offload_gb": 4.0}),
         ({"data_parallel_size": 2}, {"replicas": 2}),
         ({"shutdown_timeout": 5}, {"drain_timeout": 5.0}),

@@ -12,6 +12,7 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.engine.core import EngineCore
 from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.engine.process_tuning import freeze, switch_threads_often
+from saccade.engine.profiler import Profiler
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.build import EncoderLinks, build_runner
 from saccade.runner.build_encoder import plan_encoder
@@ -67,17 +68,19 @@ def build_core(
     runner = build_runner(*files, options, plan, largest, progress=progress, links=links)
     if largest and runner.is_async:
         runner.warm_up(largest)
-    limits, more = _bounded(plan.scheduler, runner, options, largest)
+    limits, about_steps = _bounded(plan.scheduler, runner, options, largest)
     limits, about_offload = _offloading(limits, runner)
     tiers = runner.open_tiers(largest) if largest else ()
     notes = [note for note in (runner.eager_reason, runner.grammars.problem, *tiers) if note]
     for note in notes:
         logger.info("%s", note)
-    reasons = (*placement.reasons, *plan.reasons, *more, *about_offload, *notes)
+    reasons = (*placement.reasons, *plan.reasons, *about_steps, *about_offload, *notes)
     device = device_label(runner.kv.k.device)
+    more: dict[str, Any] = {"grammars": runner.grammars, "device": device}
+    more["profiler"] = Profiler(options.profile_dir)
     if not runner.is_async:
-        return EngineCore(limits, runner, reasons=reasons, grammars=runner.grammars, device=device)
-    core = AsyncEngineCore(limits, runner, reasons=reasons, grammars=runner.grammars, device=device)
+        return EngineCore(limits, runner, reasons=reasons, **more)
+    core = AsyncEngineCore(limits, runner, reasons=reasons, **more)
     freeze()
     switch_threads_often()
     return core

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from saccade.engine.step_stats import StepTrace
@@ -51,6 +52,14 @@ class OpenGrammars(Protocol):
     def end(self, request_id: str) -> None: ...
 
 
+class Profiles(Protocol):
+    """One profile at a time; ConfigError where it cannot begin or end."""
+
+    def start(self, prefix: str | None = None) -> None: ...
+
+    def stop(self) -> Path: ...
+
+
 class EngineCore:
     """A scheduler and a runner in lockstep. `limits` is what requests are admitted under."""
 
@@ -62,6 +71,7 @@ class EngineCore:
         reasons: Sequence[str] = (),
         grammars: OpenGrammars | None = None,
         device: str = "cpu",
+        profiler: Profiles | None = None,
     ) -> None:
         self.limits = limits
         self.device = device  # in words
@@ -69,6 +79,7 @@ class EngineCore:
         self.scheduler = Scheduler(limits)
         self.runner = runner
         self.clock = clock
+        self.profiler = profiler
         self._grammars = grammars  # None: no request has one
         self._step_seconds = 0.0  # of the latest step
         self._trace = StepTrace()
@@ -155,6 +166,13 @@ class EngineCore:
         """A request has gone, or was prefetched and does not come. If it was alone, drop decoded images."""
         if not self.has_unfinished():
             self.runner.release()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV blocks. False, and nothing is done, while requests are open."""
+        if self.has_unfinished():
+            return False
+        self.scheduler.reset_prefix_cache()
+        return True
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()

@@ -11,7 +11,7 @@ from typing import Any
 
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
-from saccade.processor.checkpoint_files import Checkpoint, open_checkpoint
+from saccade.processor.checkpoint_files import Checkpoint, open_checkpoint, overridden
 
 _CARDS = Path(__file__).with_name("model_cards.json")
 _SUFFIX = r"(-(instruct|thinking|chat|hf|ov|base|\d{4}))*"  # of published names that share a size
@@ -39,11 +39,12 @@ def read_card(name: str, changes: Mapping[str, Any] | None = None) -> Checkpoint
     family = _cards()["families"][card["family"]]
     return Checkpoint(
         path=Path(name),
-        config=model_config(_merged(_merged(family["config"], card["config"]), changes or {})),
+        config=model_config(overridden(overridden(family["config"], card["config"]), changes or {})),
         image_processor=family["image_processor"],
         video_processor=family.get("video_processor", {}),
         processor=family.get("processor", {}),
         tokenizer_config={},
+        tokenizer_path=Path(name),
         chat_template=None,
         generation={},
         fingerprint=b"",
@@ -58,11 +59,6 @@ def _card_named(name: str) -> str | None:
         if re.fullmatch(pattern, name, re.IGNORECASE):
             return card
     return None
-
-
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    inner = {name: {**base.get(name, {}), **changes[name]} for name in _PARTS if name in changes}
-    return {**base, **changes, **inner}
 
 
 @cache

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from saccade.checkpoint import files
 from saccade.checkpoint.config import ModelConfig, check_values, model_config
@@ -16,6 +17,7 @@ from saccade.checkpoint.hf_processor import refusal
 from saccade.checkpoint.schema import IMAGES, PROCESSOR, Table
 from saccade.errors import ConfigError
 from saccade.media.hashing import digest_of
+from saccade.options import Options
 from saccade.processor.families import FAMILIES, built_in_template, is_known
 
 logger = logging.getLogger("saccade.processor")
@@ -32,6 +34,14 @@ _MEDIA_FILES: Mapping[str, Table] = {
 }
 
 
+class Hub(NamedTuple):
+    """How a model is downloaded."""
+
+    revision: str | None
+    folder: str | None  # None: the hub's own cache
+    is_local: bool  # nothing is downloaded
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     path: Path
@@ -40,27 +50,37 @@ class Checkpoint:
     video_processor: Mapping[str, Any]  # video_preprocessor_config.json; may be empty
     processor: Mapping[str, Any]  # processor_config.json: patch_size, vision_feature_select_strategy ...
     tokenizer_config: Mapping[str, Any]
+    tokenizer_path: Path  # where the tokenizer's files are
     chat_template: str | None
     generation: Mapping[str, Any]  # generation_config.json
     fingerprint: bytes  # 32 bytes that change with any setting or weight file
 
 
 def open_checkpoint(
-    model: str | None, *, weights: bool = True, generation_config: str = "auto", is_local: bool = False
+    model: str | None,
+    *,
+    weights: bool = True,
+    is_local: bool = False,
+    options: Options = Options(),  # noqa: B008 (immutable)
 ) -> Checkpoint:
     """Open a folder, a hub id, or with None the model inside the package.
 
-    `weights=False` needs no weight files: dummy weights, counting. `generation_config` may name a folder
-    whose generation_config.json replaces the checkpoint's. `is_local`: nothing is downloaded.
+    `weights=False` needs no weight files: dummy weights, counting. `options` may put others in place of the
+    checkpoint's tokenizer, chat template, generation config and values. `is_local`: nothing is downloaded.
     """
-    path = BUILTIN if model is None else _locate(model, weights, is_local=is_local)
+    hub = Hub(options.revision, options.download_dir, is_local)
+    path = BUILTIN if model is None else _locate(model, weights, hub)
     _check_complete(path, weights)
     if away := files.links_out(path):
         logger.warning("%s has links that lead out of it: %s", path, ", ".join(away))
-    raw = files.read_json(path / "config.json")
-    tokenizer_config = files.read_optional(path / "tokenizer_config.json")
-    generation = _generation(path, generation_config)
+    raw = overridden(files.read_json(path / "config.json"), options.hf_overrides)
+    tokenizer_path = _tokenizer_path(model, path, options, hub)
+    tokenizer_config = files.read_optional(tokenizer_path / "tokenizer_config.json")
+    generation = _generation(path, options.generation_config)
     config = _config(raw, generation)
+    if not is_known(config) and (options.hf_overrides or tokenizer_path != path):
+        reason = "Transformers reads the files of this family itself"
+        raise ConfigError(f"hf_overrides and tokenizer cannot be used: {reason}; change a copy of {path}")
     settings = {name: files.read_optional(path / name) for name in _MEDIA_FILES}
     if is_known(config):  # for the fallback, Transformers reads and checks these files
         for name, table in _MEDIA_FILES.items():
@@ -75,13 +95,56 @@ def open_checkpoint(
         video_processor=video or nested_video or {},
         processor=processor,
         tokenizer_config=tokenizer_config,
-        chat_template=_chat_template(path, tokenizer_config) or built_in_template(config),
+        tokenizer_path=tokenizer_path,
+        chat_template=_given_template(options.chat_template)
+        or _chat_template(tokenizer_path, tokenizer_config)
+        or _chat_template(path, {})
+        or built_in_template(config),
         generation=generation,
-        fingerprint=digest_of(*_identifying(path)),
+        fingerprint=digest_of(*_identifying(path), *_identifying_overrides(options.hf_overrides)),
     )
 
 
-def _locate(model: str, weights: bool, *, is_local: bool) -> Path:
+def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects are merged, everything else is replaced."""
+    merged = dict(config)
+    for name, value in changes.items():
+        old = merged.get(name)
+        is_nested = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[name] = overridden(dict(old), value) if is_nested and old else value
+    return merged
+
+
+def _tokenizer_path(model: str | None, path: Path, options: Options, hub: Hub) -> Path:
+    """The folder of the tokenizer: the checkpoint's own, unless the options name another or a revision."""
+    if options.tokenizer is None and (options.tokenizer_revision is None or model is None):
+        return path
+    named = options.tokenizer or model
+    return _locate(str(named), False, hub._replace(revision=options.tokenizer_revision))
+
+
+def _given_template(given: str | None) -> str | None:
+    """The option: a template's text has braces or several lines, a file's name has not."""
+    if given is None:
+        return None
+    if not given.strip():
+        raise ConfigError("chat_template is empty; give a file or a template's text")
+    is_text = "{" in given or "\n" in given
+    text = given if is_text else files.read_text(_template_file(given), files.TEMPLATE_BYTES)
+    if len(text) > files.TEMPLATE_BYTES:
+        length = f"{len(text)} characters; at most {files.TEMPLATE_BYTES} are read"
+        raise ConfigError(f"chat_template has {length}")
+    return text
+
+
+def _template_file(name: str) -> Path:
+    file = Path(name).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"chat_template names {name!r}, which is no file; give a file or a template's text")
+    return file
+
+
+def _locate(model: str, weights: bool, hub: Hub) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -90,22 +153,29 @@ def _locate(model: str, weights: bool, *, is_local: bool) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         message = f"there is no folder {model}; give a checkpoint folder or a hub id such as owner/name"
         raise ConfigError(message)
-    return _download(model, weights, is_local=is_local)
+    return _download(model, weights, hub)
 
 
-def _download(model: str, weights: bool, *, is_local: bool) -> Path:
+def _download(model: str, weights: bool, hub: Hub) -> Path:
     import huggingface_hub  # takes half a second: only where a model is downloaded
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = _SMALL_FILES + (_WEIGHT_FILES if weights else [])
     try:
-        found = huggingface_hub.snapshot_download(model, allow_patterns=patterns, local_files_only=is_local)
+        found = huggingface_hub.snapshot_download(
+            model,
+            allow_patterns=patterns,
+            revision=hub.revision,
+            cache_dir=hub.folder,
+            local_files_only=hub.is_local,
+        )
         return Path(found)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        if is_local:
+        if hub.is_local:
             message = f"{model} is neither a folder here nor in the hub's local cache; download its config"
             raise ConfigError(message) from None
-        reason = f"{model} is neither a folder here nor could it be had from the hub ({type(error).__name__})"
+        what = f"{model} at {hub.revision}" if hub.revision else model
+        reason = f"{what} is neither a folder here nor could it be had from the hub ({type(error).__name__})"
         remedy = "check the name, the network and, for a gated model, HF_TOKEN"
         raise ConfigError(f"{reason}; {remedy}") from None
 
@@ -179,6 +249,11 @@ def _identifying(path: Path) -> Iterator[bytes]:
         yield os.fsencode(file.name)
         yield file.stat().st_size.to_bytes(8, "little")
         yield _safetensors_header(file)
+
+
+def _identifying_overrides(overrides: Mapping[str, Any]) -> Iterator[bytes]:
+    if overrides:
+        yield json.dumps(overrides, sort_keys=True, default=str).encode()
 
 
 def _safetensors_header(file: Path) -> bytes:

@@ -56,7 +56,7 @@ class Processor:
         self.family = self.images.family
         self.videos = videos_for(checkpoint, self.policy)  # None for a model that takes none
         self.tokenizer = Tokenizer(
-            checkpoint.path,
+            checkpoint.tokenizer_path,
             protect=self.family.placeholder_ids,
             written=built_in_template(checkpoint.config) or "",
             markup=self.family.markup if isinstance(self.family, HasMarkup) else (),
@@ -68,6 +68,7 @@ class Processor:
         chars = min(max(chars, MAX_CHARS), _MAX_CHARS)
         self._templates = TemplatePool(checkpoint.chat_template, self.policy.template_seconds, chars)
         self._form: Form | None = None
+        self._check_template_kwargs()
         if checkpoint.chat_template is not None:
             self.tokenizer.encode_template("")  # builds the alias tokenizer before the first chat needs it
 
@@ -187,7 +188,15 @@ class Processor:
         if taken:
             message = f"chat_template_kwargs cannot set {', '.join(taken)}"
             raise RequestError(message, param=f"chat_template_kwargs.{taken[0]}")
-        return {**named, **cleaned(given or {}, self.tokenizer.shield)}
+        defaults = self.policy.template_kwargs
+        return {**named, **defaults, **cleaned(given or {}, self.tokenizer.shield)}
+
+    def _check_template_kwargs(self) -> None:
+        """Those of the operator, at start."""
+        try:
+            self._template_kwargs(self.policy.template_kwargs)
+        except RequestError as error:
+            raise ConfigError(f"default_{error.message}") from None
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse token ids outside the vocabulary."""

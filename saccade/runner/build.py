@@ -97,7 +97,8 @@ def build_runner(
     pack_where_faster(model, plan.dtype, plan.device)  # after the encoder's tiers, which hash the weights
     # Beside a GPU, PyTorch only copies kilobytes on the host. Split over cores that decode they take 10 ms.
     on_close = OneTorchThread().end if plan.device.type == "cuda" else None
-    held = (model, kv, encoder, Grammars(path, config.text.vocab_size), forward, embeddings)
+    grammars = Grammars(Path(options.tokenizer or path), config.text.vocab_size)
+    held = (model, kv, encoder, grammars, forward, embeddings)
     return Runner(*held, memory.report(), on_close, eager_reason, host)
 
 

@@ -39,6 +39,7 @@ _AS_ASKED = (  # options that the scheduler takes as they are
     "max_num_seqs",
     "block_size",
     "enable_prefix_caching",
+    "disable_chunked_mm_input",
     "encode_layers_per_step",
     "max_waiting",
 )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+from saccade.options import SchedulerConfig
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.fair_queue import EMBEDDING_COST
 from saccade.scheduler.latency_model import EncoderLoad
@@ -95,7 +96,16 @@ class EncoderScheduler:
     themselves. Anything else (blocks it waits for, its own earlier spans) may depend on later requests.
     """
 
-    def __init__(self, cache: EncoderCache, encoder_budget: int, num_workers: int = 0) -> None:
+    def __init__(
+        self,
+        cache: EncoderCache,
+        encoder_budget: int,
+        num_workers: int = 0,
+        *,
+        keeps_spans_whole: bool = False,
+    ) -> None:
+        """`keeps_spans_whole`: a window ends before a span of which only a part fits."""
+        self._keeps_spans_whole = keeps_spans_whole
         self.encode: list[MediaItem] = []  # given to the encoder in this step
         self.is_sliced = False
         self._cache = cache
@@ -106,6 +116,11 @@ class EncoderScheduler:
         self._in_flight: dict[Key, _InFlight] = {}
         self._encode_queue = _FifoTurn()
         self._space_queue = _FifoTurn()  # even pinning what is resident would keep space away
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, cache: EncoderCache) -> EncoderScheduler:
+        whole = config.disable_chunked_mm_input
+        return cls(cache, config.encoder_budget, config.num_encoders, keeps_spans_whole=whole)
 
     @property
     def has_workers(self) -> bool:
@@ -148,6 +163,8 @@ class EncoderScheduler:
             span = seq.spans[index]
             if span.start >= end:
                 break
+            if self._keeps_spans_whole and start < span.start and end < span.start + span.length:
+                return WindowLimit(span.start, tuple(entered))
             if span.pinned_until <= start or index in seq.held:
                 continue
             if span.key not in seen:

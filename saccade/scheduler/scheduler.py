@@ -54,7 +54,7 @@ class Scheduler:
         self._block_size = config.block_size
         self._kv_cache = BlockPool.of(config)
         self._encoder_cache = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
-        self._encoder = EncoderScheduler(self._encoder_cache, config.encoder_budget, config.num_encoders)
+        self._encoder = EncoderScheduler.of(config, self._encoder_cache)
         self.policy = make_policy(config)
         self._begun = 0.0  # when the latest step was planned
         self._state_cache = StateCache(config.state_rows, config.block_size)
@@ -108,6 +108,10 @@ class Scheduler:
         self._encoder_cache.reset(untold=[key for plan in plans for key in plan.evicted])
         self._encoder.reset()
         return events
+
+    def reset_prefix_cache(self) -> None:
+        self._kv_cache.reset()
+        self._state_cache.reset()
 
     def has_unfinished(self) -> bool:
         return bool(self._open)

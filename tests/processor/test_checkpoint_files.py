@@ -13,6 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from benchmarks import checkpoints
 from saccade.errors import ConfigError
+from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 
@@ -151,7 +152,8 @@ def test_a_model_type_that_nobody_knows_is_refused_by_name(folder: Path) -> None
 def test_a_hub_id_is_downloaded_without_weights_when_none_are_wanted(folder: Path, monkeypatch: Any) -> None:
     asked = []
 
-    def download(name: str, allow_patterns: list[str], local_files_only: bool) -> str:
+    def download(name: str, allow_patterns: list[str], local_files_only: bool, **where: Any) -> str:
+        assert where == {"revision": None, "cache_dir": None}
         asked.append((name, "*.safetensors" in allow_patterns, local_files_only))
         return str(folder)
 
@@ -163,9 +165,65 @@ def test_a_hub_id_is_downloaded_without_weights_when_none_are_wanted(folder: Pat
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: Any) -> None:
-    def download(name: str, allow_patterns: list[str], local_files_only: bool) -> str:
+    def download(name: str, **how: Any) -> str:
         raise LocalEntryNotFoundError("a long story\nover several lines")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     message = refusal("owner/name")
     assert "owner/name" in message and "HF_TOKEN" in message and "\n" not in message
+
+
+def test_a_revision_a_folder_for_downloads_and_another_tokenizer_reach_the_hub(folder: Path, monkeypatch: Any) -> None:
+    asked = []
+
+    def download(name: str, revision: str, cache_dir: str, **how: Any) -> str:
+        asked.append((name, revision, cache_dir))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    options = Options(revision="v1", download_dir="cache", tokenizer="owner/words", tokenizer_revision="v2")
+    open_checkpoint("owner/name", options=options)
+    open_checkpoint("owner/name", options=Options(tokenizer_revision="v2"))
+    assert asked == [
+        ("owner/name", "v1", "cache"),
+        ("owner/words", "v2", "cache"),
+        ("owner/name", None, None),
+        ("owner/name", "v2", None),
+    ]
+
+
+def test_another_tokenizer_brings_its_files_and_its_template(folder: Path, qwen2_vl_folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("words")
+    edit(folder / "tokenizer_config.json", eos_token="<|endoftext|>")
+    opened = open_checkpoint(str(qwen2_vl_folder), options=Options(tokenizer=str(folder)))
+    assert opened.path == qwen2_vl_folder and opened.tokenizer_path == folder
+    assert opened.chat_template == "words" and opened.tokenizer_config["eos_token"] == "<|endoftext|>"
+    (folder / "chat_template.jinja").unlink()
+    own = open_checkpoint(str(qwen2_vl_folder)).chat_template
+    assert open_checkpoint(str(qwen2_vl_folder), options=Options(tokenizer=str(folder))).chat_template == own
+
+
+def test_a_chat_template_is_a_file_or_a_text(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("from a file")
+    assert open_checkpoint(str(folder), options=Options(chat_template=str(file))).chat_template == "from a file"
+    assert open_checkpoint(str(folder), options=Options(chat_template="{{ x }}")).chat_template == "{{ x }}"
+    assert "is no file" in refusal(folder, options=Options(chat_template="nowhere.jinja"))
+    assert "empty" in refusal(folder, options=Options(chat_template=" "))
+    assert "characters; at most" in refusal(folder, options=Options(chat_template="{" * (1 << 21)))
+
+
+def test_overrides_replace_values_of_the_config_and_change_the_identity(folder: Path) -> None:
+    plain = open_checkpoint(str(folder))
+    changes = {"vision_config": {"depth": 1}, "rope_theta": 5e5}
+    changed = open_checkpoint(str(folder), options=Options(hf_overrides=changes))
+    assert plain.config.vision is not None and changed.config.vision is not None
+    assert changed.config.vision.num_layers == 1 != plain.config.vision.num_layers
+    assert changed.config.vision.hidden_size == plain.config.vision.hidden_size
+    assert changed.fingerprint != plain.fingerprint
+    assert "hidden_size" in refusal(folder, options=Options(hf_overrides={"hidden_size": "wide", "text_config": None}))
+
+
+def test_overrides_of_a_family_that_transformers_reads_are_refused(folder: Path) -> None:
+    edit(folder / "config.json", model_type="nobody_knows")
+    assert "Transformers reads the files" in refusal(folder, options=Options(hf_overrides={"a": 1}))

@@ -139,14 +139,14 @@ def test_a_length_that_nobody_asked_for_is_cut_to_the_context(folder: Path) -> N
 
 
 def test_the_file_of_another_folder_takes_its_place(qwen2_vl_folder: Path, folder: Path, tmp_path: Path) -> None:
-    opened = open_checkpoint(str(qwen2_vl_folder), generation_config=str(folder))
+    opened = open_checkpoint(str(qwen2_vl_folder), options=Options(generation_config=str(folder)))
     assert opened.generation == OWN and opened.config.eos_token_ids == {1}
     with pytest.raises(ConfigError, match=r"auto, none or a folder .* not '.*nowhere'; change --generation-config"):
-        open_checkpoint(str(qwen2_vl_folder), generation_config=str(tmp_path / "nowhere"))
+        open_checkpoint(str(qwen2_vl_folder), options=Options(generation_config=str(tmp_path / "nowhere")))
 
 
 def test_none_keeps_the_end_tokens(folder: Path) -> None:
-    assert open_checkpoint(str(folder), generation_config="none").config.eos_token_ids == {1}
+    assert open_checkpoint(str(folder), options=Options(generation_config="none")).config.eos_token_ids == {1}
 
 
 # --- over HTTP ----------------------------------------------------------------------------------------------------

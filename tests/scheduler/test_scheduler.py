@@ -75,6 +75,26 @@ def test_a_window_may_end_inside_a_image() -> None:
     assert encoder_stats(rig)["slots_pinned"] == 0
 
 
+def test_a_window_may_be_told_to_end_before_a_image_that_fits_in_part() -> None:
+    rig = Rig(max_num_batched_tokens=8, encoder_budget=16, disable_chunked_mm_input=True)
+    rig.add("r", 4, CAT, 2, FakeImage("long", 12), 1, max_tokens=1)
+    rig.drain()
+    windows = [rig.windows(plan)["r"] for plan in rig.plans]
+    assert windows == [(0, 4), (4, 12), (12, 14), (14, 22), (22, 27)]  # what no step can hold is cut all the same
+
+
+def test_a_reset_prefix_cache_finds_nothing_again() -> None:
+    rig = Rig()
+    for name in ("first", "again", "after"):
+        rig.add(name, 16, max_tokens=1)
+        rig.drain()
+        if name == "again":
+            assert rig.scheduler.stats()["prefix_cache"]["hits"] == 12
+            rig.scheduler.reset_prefix_cache()
+    assert rig.scheduler.stats()["prefix_cache"]["hits"] == 12
+    rig.scheduler.check()
+
+
 def test_an_embedding_is_pinned_until_its_span_is_computed_and_idle_afterwards() -> None:
     rig = Rig(max_num_batched_tokens=6)
     rig.add("r", 4, CAT, 8)
