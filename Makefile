@@ -1,4 +1,4 @@
-# Everything a newcomer needs: `make serve` and `make test`. `make setup` is run by both and does nothing when up to date.
+# Everything a newcomer needs: `make serve` and `make test`. Each installs what it needs, once; `make setup` installs all.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,14 +14,13 @@ FAST := tests/project/test_borders.py tests/project/test_vocabulary.py tests/sch
 	tests/server/api tests/server/request tests/server/test_config.py tests/server/test_generation.py tests/server/test_metrics.py \
 	tests/test_costs.py tests/test_fair_pool.py tests/test_sampling_params.py
 
-.PHONY: setup test test-fast lint types tests ray-tests browser valkey serve bench evaluate clean
+.PHONY: setup setup-serving test test-fast lint types tests ray-tests browser valkey serve bench evaluate clean
 
-setup: $(VENV)/.ready
+setup:
+	@PYTHON=$(PYTHON) tools/setup.sh everything
 
-$(VENV)/.ready: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	touch $@
+setup-serving:
+	@PYTHON=$(PYTHON) tools/setup.sh serving
 
 test: setup lint
 	+$(MAKE) --no-print-directory -j2 types tests  # types beside the first tests
@@ -51,7 +50,7 @@ tests: setup browser valkey
 ray-tests: setup
 	$(BIN)/python -m pytest -n 0 -m ray tests/engine/ray_cluster tests/server/test_ray.py tests/server/test_ray_encoders.py
 
-serve: setup
+serve: setup-serving
 	$(BIN)/saccade serve $(MODEL) --port $(PORT)
 
 bench: setup

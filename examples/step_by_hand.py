@@ -1,16 +1,19 @@
 """Drive the engine step by step: stream two requests at once and watch the caches fill.
 
-python examples/step_by_hand.py MODEL PICTURE
+python examples/step_by_hand.py [--model MODEL] [PICTURE]
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+from pathlib import Path
 
 from saccade import LLM, SamplingParams
 
+SHAPES = Path(__file__).with_name("shapes.png")
 
-def main(model: str, picture: str) -> None:
+
+def main(model: str | None, picture: Path) -> None:
     llm = LLM(model=model)
     engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=12)
     messages = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "What?"}]}]
@@ -26,4 +29,8 @@ def main(model: str, picture: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", help="folder or hub id; nothing: the built-in model")
+    parser.add_argument("picture", nargs="?", type=Path, default=SHAPES, help="nothing: examples/shapes.png")
+    args = parser.parse_args()
+    main(args.model, args.picture)

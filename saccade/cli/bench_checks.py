@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from saccade.bench.trace import TraceRequest, read_trace
 from saccade.bench.video import check_av
 from saccade.cli.bench_arguments import MAX_IMAGES, NAMES
+from saccade.cli.writable import check_writable
 from saccade.errors import ConfigError
 
 _WORKLOAD = "image"  # where none is named
@@ -20,7 +20,7 @@ def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
         raise ConfigError(f"--plot {args.plot} is not an .svg file, and no other is drawn")
     for flag in ("json", "csv", "plot"):
         if path := getattr(args, flag):
-            _check_writable(f"--{flag}", path)
+            check_writable(f"--{flag}", path)
     if args.trace and args.workload:
         raise ConfigError(f"--trace says what requests hold: leave out the workload {args.workload!r}")
     if args.offline is not None:
@@ -49,14 +49,3 @@ def _refuse_server_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--offline names the model: say --offline {args.model}, without --model")
     if args.processes:
         raise ConfigError("--offline has no processes of clients: leave out --processes")
-
-
-def _check_writable(flag: str, path: Path) -> None:
-    """By opening it: permissions alone do not tell. What was not there before is not there after."""
-    is_new = not path.exists()
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror or error}") from None
-    if is_new:
-        path.unlink()

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from saccade.errors import RequestError
 from saccade.llm import Engine
-from saccade.options import Options
+from saccade.media.load import load_image
+from saccade.options import MediaPolicy, Options
 from saccade.outputs import RequestOutput
 from saccade.sampling_params import SamplingParams
 from saccade.types import Bill
 
-_HELP = "Type a question; /image FILE adds a picture to the next one, /new starts over, /quit leaves."
+with contextlib.suppress(ImportError):  # not in every build of Python
+    import readline  # noqa: F401  # arrow keys and a history for `input`
+
+_HELP = (
+    "Type a question; /image FILE adds a picture to the next one, /new starts over, /quit leaves; "
+    "Ctrl-C ends an answer early."
+)
 
 
 def converse(
@@ -26,11 +35,14 @@ def converse(
     given: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
         given["temperature"] = temperature
-    SamplingParams(**given)  # reports a mistake before the model is loaded
+    SamplingParams(**given)  # reports a mistake before the model is loaded, as the next line does
+    policy = MediaPolicy.of(opts)
+    for image in images:
+        load_image(Path(image), policy)
     engine = Engine(opts, progress=sys.stderr.isatty())
     try:
         params = SamplingParams(**{"temperature": 0.0, **engine.defaults, **given})
-        conversation = Conversation(engine, params, list(images))
+        conversation = Conversation(engine, params, list(images), policy)
         if question is not None:
             conversation.ask(question)
         else:
@@ -47,19 +59,26 @@ def _loop(conversation: Conversation) -> None:
             line = input("> ").strip()
         except EOFError:
             return
+        except KeyboardInterrupt:  # drops what was typed
+            print("\n/quit leaves", file=sys.stderr)
+            continue
         if line in ("/quit", "/exit"):
             return
-        if line == "/new":
-            conversation.clear()
-        elif line.startswith("/image "):
-            conversation.images.append(line.removeprefix("/image ").strip())
-        elif line.startswith("/"):
-            print(_HELP, file=sys.stderr)
-        elif line:
-            try:
-                conversation.ask(line)
-            except RequestError as error:  # ends one question, not the conversation
-                print(f"saccade: {error}", file=sys.stderr)
+        try:
+            _handle(conversation, line)
+        except RequestError as error:  # ends one question, not the conversation
+            print(f"saccade: {error}", file=sys.stderr)
+
+
+def _handle(conversation: Conversation, line: str) -> None:
+    if line == "/new":
+        conversation.clear()
+    elif line.startswith("/image "):
+        conversation.add_image(line.removeprefix("/image ").strip())
+    elif line.startswith("/"):
+        print(_HELP, file=sys.stderr)
+    elif line:
+        conversation.ask(line)
 
 
 @dataclass
@@ -69,17 +88,28 @@ class Conversation:
     engine: Engine
     params: SamplingParams
     images: list[str]
+    policy: MediaPolicy
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def clear(self) -> None:
         self.messages = []
         self.images = []
 
+    def add_image(self, path: str) -> None:
+        """RequestError if it cannot be read; other images stay."""
+        load_image(Path(path), self.policy)
+        self.images.append(path)
+
     def ask(self, question: str) -> None:
+        """Images are kept for the next question when this one is not answered."""
         images = [{"type": "image", "image": path} for path in self.images]
-        self.images = []
         message = {"role": "user", "content": [*images, {"type": "text", "text": question}]}
-        out = self._stream([*self.messages, message])
+        try:
+            out = self._stream([*self.messages, message])
+        except KeyboardInterrupt:
+            print("\n[ended early; the question is not part of the conversation]", file=sys.stderr)
+            return
+        self.images = []
         self.messages += [message, {"role": "assistant", "content": out.outputs[0].text}]
         assert out.bill is not None
         print(bill_line(out.bill, len(out.outputs[0].token_ids)), file=sys.stderr)

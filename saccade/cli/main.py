@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from saccade import __version__, logs
 from saccade.cli import bench_arguments, plan_arguments
 from saccade.cli.vllm_flags import add_vllm_flags, given_vllm_flags, spelled
+from saccade.cli.writable import check_writable
 from saccade.errors import ConfigError, RequestError, UsageError
 from saccade.option_fields import defaults_of
 from saccade.options import Options, options
@@ -108,7 +109,7 @@ def _add_count(commands: Any) -> None:
     )
     add = command.add_argument
     add("files", nargs="+", metavar="FILE", help="pictures and videos")
-    add("--model", help="folder or hub id whose rules apply; without it the rules of Qwen2-VL")
+    add("--model", help="folder, hub id or saccade-builtin, whose rules apply; nothing: those of Qwen2-VL")
     add("--min-pixels", type=int, help="smaller pictures are enlarged to this")
     add("--max-pixels", type=int, help="larger pictures are reduced to this, frames of videos too")
     add("--video-pruning", type=float, default=0.0, help="share of static video tokens to drop")
@@ -124,6 +125,9 @@ def _count(args: argparse.Namespace) -> int:
 
     options = Options(**given_options(args, Options))  # checks the values
     rows, errors = count_files(args.files, options, together=args.together)
+    if args.model is None and not args.json:
+        rules = "counted by the rules of Qwen2-VL; --model names another, saccade-builtin the built-in one"
+        print(f"saccade: {rules}", file=sys.stderr)
     print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if args.json else table(rows))
     for error in errors:
         print(f"saccade: {error}", file=sys.stderr)
@@ -166,7 +170,7 @@ def _add_chat(commands: Any) -> None:
         help="ask a model about pictures in the terminal",
         usage='saccade chat [MODEL] [--image FILE]... ["question"] [options]',
         description="Answer one question, or hold a conversation when no question is given.",
-        epilog='Example: saccade chat --image shapes.png "How many circles are there?"',
+        epilog='Example: saccade chat --image examples/shapes.png "How many circles are there?"',
     )
     add = command.add_argument
     add("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model")
@@ -195,7 +199,11 @@ def _chat(args: argparse.Namespace) -> int:
 
 def _names_model(word: str) -> bool:
     """Whether a single argument is a folder or a hub id, and not a question."""
-    return Path(word).is_dir() or re.fullmatch(r"[./~]*[\w.-]+(/[\w.-]+)+/?", word) is not None
+    return (
+        word == "saccade-builtin"
+        or Path(word).is_dir()
+        or re.fullmatch(r"[./~]*[\w.-]+(/[\w.-]+)+/?", word) is not None
+    )
 
 
 # --- serve --------------------------------------------------------------------------------------------------
@@ -361,13 +369,21 @@ def _add_target(command: argparse.ArgumentParser) -> None:
 def _eval(args: argparse.Namespace) -> int:
     from saccade.evaluation.commands import Output, evaluate
 
+    _check_results(args, "json")
     return evaluate(_target(args), Output(args.json, tuple(args.markdown), args.show_wrong))
 
 
 def _tune(args: argparse.Namespace) -> int:
     from saccade.evaluation.commands import Output, tune
 
+    _check_results(args, "json", "plot")
     return tune(_target(args), args.sizes, Output(args.json, tuple(args.markdown), plot=args.plot))
+
+
+def _check_results(args: argparse.Namespace, *flags: str) -> None:
+    for flag in flags:
+        if path := getattr(args, flag):
+            check_writable(f"--{flag}", Path(path))
 
 
 def _target(args: argparse.Namespace) -> Target:

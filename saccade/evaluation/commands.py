@@ -57,6 +57,8 @@ class Target:
         if self.url is not None:
             yield self.url
             return
+        if sys.stderr.isatty():
+            print(f"starting a server for {self.options.model or 'the built-in model'} ...", file=sys.stderr)
         with serving(self.options, show_log=self.show_log) as url:
             yield url
 
@@ -100,6 +102,7 @@ class _Progress:
 
 
 def evaluate(target: Target, output: Output) -> int:
+    """The exit status: 1 if a goal is missed."""
     questions = target.load()
     for file in output.markdown:
         check_markers(file, "saccade eval")
@@ -120,7 +123,10 @@ def evaluate(target: Target, output: Output) -> int:
     text = _findings(answered, questions, output.show_wrong)
     print(f"{text}\n{summary}")
     _write_eval(output, answered, questions, summary)
-    return 0
+    missed = [score.skill for score in scores(answered, questions) if score.is_missed]
+    if missed:
+        print(f"saccade: goals missed: {', '.join(missed)}", file=sys.stderr)
+    return 1 if missed else 0
 
 
 async def _ask(target: Target, url: str, questions: QuestionSet, progress: _Progress) -> list[Answered]:

@@ -30,10 +30,12 @@ class Score:
         return self.right / self.total
 
     @property
+    def is_missed(self) -> bool:
+        return self.goal is not None and self.accuracy < self.goal
+
+    @property
     def verdict(self) -> str:
-        if self.goal is None:
-            return ""
-        return f"{self.goal:.0%} {'met' if self.accuracy >= self.goal else 'missed'}"
+        return "" if self.goal is None else f"{self.goal:.0%} {'missed' if self.is_missed else 'met'}"
 
 
 def scores(answered: Sequence[Answered], questions: QuestionSet) -> list[Score]:

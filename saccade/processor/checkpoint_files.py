@@ -23,6 +23,7 @@ from saccade.processor.families import FAMILIES, built_in_template, is_known
 logger = logging.getLogger("saccade.processor")
 
 BUILTIN = Path(__file__).parent.parent / "builtin"
+BUILTIN_NAME = "saccade-builtin"
 """A small trained model that comes with the package."""
 
 _SMALL_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
@@ -63,7 +64,7 @@ def open_checkpoint(
     is_local: bool = False,
     options: Options = Options(),  # noqa: B008 (immutable)
 ) -> Checkpoint:
-    """Open a folder, a hub id, or with None the model inside the package.
+    """Open a folder, a hub id, or with None or its name the model inside the package.
 
     `weights=False` needs no weight files: dummy weights, counting. `options` may put others in place of the
     checkpoint's tokenizer, chat template, generation config and values. `is_local`: nothing is downloaded.
@@ -148,6 +149,8 @@ def _locate(model: str, weights: bool, hub: Hub) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if model == BUILTIN_NAME:
+        return BUILTIN
     if folder.exists():
         raise ConfigError(f"{model} is a file; give the folder that holds config.json and the weights")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:

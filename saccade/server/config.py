@@ -156,7 +156,8 @@ def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"the config file {file} cannot be read: {error}") from None
+        reason = " ".join(str(error).split())  # YAML's messages have lines and a drawing
+        raise UsageError(f"the config file {file} cannot be read: {reason}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

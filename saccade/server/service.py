@@ -24,6 +24,7 @@ from saccade.fair_pool import FairPool, QueueFull
 from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig
+from saccade.processor.checkpoint_files import BUILTIN_NAME
 from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
@@ -391,7 +392,7 @@ def _reserved_tokens(lengths: Sequence[int], params: SamplingParams, account: Ac
 def _name_of(model: str | None) -> str:
     """A hub id as it is; of a folder only its name, because clients need not know its path."""
     if model is None:
-        return "saccade-builtin"
+        return BUILTIN_NAME
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return model

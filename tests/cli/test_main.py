@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from saccade.cli import main as cli
+from saccade.cli.chat import Conversation, Engine
 from tests.helpers.images import make_photo
 from tests.helpers.videos import film
 
@@ -154,16 +156,56 @@ def test_chat_without_a_model_asks_the_built_in_one(images: list[str], capfd: py
         assert "320x240" in capfd.readouterr().err
 
 
-def test_a_conversation_goes_on_after_a_bad_image(
+def test_a_conversation_goes_on_after_a_bad_image_and_ctrl_c(
     qwen2_vl_folder: Path, images: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = iter(["/image /nowhere.png", "What?", f"/image {images[1]}", "And this?", "And now?", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    lines = iter(
+        [f"/image {images[1]}", "/image /nowhere.png", "ctrl-c", "And this?", "And now?", "ctrl-c here", "/quit"]
+    )
+
+    def typed(_: str) -> str:
+        if (line := next(lines)) == "ctrl-c":
+            raise KeyboardInterrupt
+        return line
+
+    def ask(conversation: Conversation, question: str) -> None:
+        if question == "ctrl-c here":
+            monkeypatch.setattr(Engine, "step", interrupted)
+        usual(conversation, question)
+
+    def interrupted(_: Engine) -> NoReturn:
+        raise KeyboardInterrupt
+
+    usual = Conversation.ask
+    monkeypatch.setattr(Conversation, "ask", ask)
+    monkeypatch.setattr("builtins.input", typed)
     assert cli.main(["chat", str(qwen2_vl_folder), "--max-tokens", "3", "--kv-cache-gb", "0.1"]) == 0
     err = capfd.readouterr().err
-    assert "/nowhere.png" in err
+    assert "saccade: the picture file '/nowhere.png' cannot be read" in err
     assert err.count("99 tokens") == 2  # the second question still carries the picture
-    assert "0 from the prefix cache" in err
+    assert "0 from the prefix cache" in err and "[ended early" in err
+
+
+def test_chat_looks_for_the_picture_before_it_loads_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("saccade.cli.chat.Engine")
+    assert cli.main(["chat", "--image", "/nowhere.png", "What is this?"]) == 1
+    assert "/nowhere.png" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_is_found_out_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["eval", "--json", "/nowhere/x.json"], ["tune", "--plot", "/nowhere/x.svg"]):
+        assert cli.main([*args, "--url", "http://127.0.0.1:9"]) == 1
+        assert capsys.readouterr().err == f"saccade: {args[1]} {args[2]} cannot be written: No such file or directory\n"
+
+
+def test_count_says_whose_rules_it_used(images: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", images[1]]) == 0
+    assert "rules of Qwen2-VL" in capsys.readouterr().err
+    assert cli.main(["count", "--model", "saccade-builtin", images[1]]) == 0
+    printed = capsys.readouterr()
+    assert " 300 " in printed.out and not printed.err
 
 
 @pytest.mark.parametrize(

@@ -231,9 +231,11 @@ def test_pictures_are_sent_as_they_are_before_the_text_and_greedily(folder: Path
 def test_goals_are_met_or_missed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "set.json").write_text('{"goals": {"color": 0.9, "count": 0.9}}')
     with fake_api(lambda body: "3") as api:
-        run(folder, api.url)
-    _, color, count, *_ = capsys.readouterr().out.splitlines()
+        assert run(folder, api.url) == 1
+    printed = capsys.readouterr()
+    _, color, count, *_ = printed.out.splitlines()
     assert color.endswith("90% missed") and count.endswith("90% met")
+    assert printed.err.endswith("saccade: goals missed: color\n")
 
 
 def test_a_refused_question_counts_as_wrong_and_the_others_go_on(
