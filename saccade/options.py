@@ -108,6 +108,10 @@ class Options:
     )
     max_video_bytes: int = _option(256 << 20, "compressed size of one video")
     max_video_seconds: float = _option(3600.0, "length of one video")
+    max_document_bytes: int = _option(64 << 20, "size of one PDF")
+    max_document_pages: int = _option(1000, "pages of one PDF; requests choose some, each counts as an image")
+    document_dpi: int = _option(144, "resolution at which pages of a PDF are rendered")
+    max_page_pixels: int = _option(4_000_000, "pages that would be larger are rendered at this many pixels")
     max_step_ms: float | None = _option(
         None,
         "how long a step may take on a CPU: prefill is chunked, images are encoded in slices, text goes "
@@ -153,7 +157,13 @@ class Options:
         return self.max_step_ms / 1e3 if self.max_step_ms is not None and device == "cpu" else None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", *_PIXEL_LIMITS):
+        for name in (
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "block_size",
+            *_PIXEL_LIMITS,
+            *_DOCUMENT_LIMITS,
+        ):
             _positive(name, getattr(self, name))
         for name in _OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
@@ -208,6 +218,7 @@ def _check_embedding_store(options: Options) -> None:
 _STORE_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 _MAX_TEMPLATE_SECONDS = 600
 _PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels", "max_video_bytes")
+_DOCUMENT_LIMITS = ("max_document_bytes", "max_document_pages", "document_dpi", "max_page_pixels")
 _OPTIONAL_COUNTS = (
     "max_model_len",
     "encoder_budget",
@@ -278,6 +289,16 @@ class VideoPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class DocumentPolicy:
+    """Resolved limits for one PDF."""
+
+    max_bytes: int
+    max_pages: int
+    dpi: int
+    max_page_pixels: int
+
+
+@dataclass(frozen=True, slots=True)
 class MediaPolicy:
     """Resolved limits the processor works under."""
 
@@ -289,6 +310,7 @@ class MediaPolicy:
     max_request_pixels: int
     scaled_jpeg: bool  # see `Options`
     video: VideoPolicy
+    document: DocumentPolicy
     template_seconds: float  # of CPU time, for one chat
     max_model_len: int | None  # None: not known before the model is loaded
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # where a chat has none
@@ -304,6 +326,7 @@ class MediaPolicy:
             max_request_pixels=options.max_request_pixels,
             scaled_jpeg=options.scaled_jpeg,
             video=VideoPolicy.of(options),
+            document=DocumentPolicy(*(getattr(options, name) for name in _DOCUMENT_LIMITS)),
             template_seconds=options.chat_template_timeout,
             max_model_len=options.max_model_len,
             template_kwargs=options.default_chat_template_kwargs,

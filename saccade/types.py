@@ -59,7 +59,7 @@ class Grid(NamedTuple):
 class Header:
     """What an image's header says, read without decoding a pixel."""
 
-    format: str  # jpeg, png, webp, gif, bmp, tiff, or rgb for pixels that arrived decoded
+    format: str  # jpeg, png, webp, gif, bmp, tiff; pdf for a page; rgb for pixels that arrived decoded
     size: Size  # as a viewer shows it: after the EXIF orientation is applied
     orientation: int  # EXIF orientation 1-8; 1 when absent or broken
     frames: int  # 1 for a still image
@@ -111,6 +111,7 @@ class MediaItem:
     stamps: tuple[int, ...] = ()  # its frames' times, in the unit of the file's own stream
     stills: tuple[Still, ...] = ()  # its frames, one after the other in `data`
     reduction: int = 1  # a JPEG is decoded at 1/2, 1/4 or 1/8 of its size
+    page: int | None = None  # of a PDF, from 0; it is rendered at the header's size
 
     @property
     def num_frames(self) -> int:

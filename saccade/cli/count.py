@@ -1,13 +1,15 @@
-"""`saccade count`: the bill of image and video files, from their headers. Loads no weights."""
+"""`saccade count`: the bill of images, videos and PDFs, from their headers. Loads no weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from saccade import costs
 from saccade.errors import RequestError
+from saccade.media.documents import Document, is_pdf, load_document
 from saccade.media.load import load_image
 from saccade.media.video_probe import is_video_file
 from saccade.media.video_sources import Video
@@ -15,9 +17,9 @@ from saccade.options import MediaPolicy, Options
 from saccade.processor import families
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.base import Family
-from saccade.processor.images import Limits, limits_among
+from saccade.processor.images import Limits, limits_among, page_size
 from saccade.processor.video import Videos, video_bill_item
-from saccade.types import VideoRun
+from saccade.types import Size, VideoRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +41,39 @@ def count_files(
     """The bill of each file, and an error for each that has none. `together`: all files are in one prompt."""
     family, slot_bytes = _family(options.model)
     limits = Limits(*family.policy(options.min_pixels, options.max_pixels))
+    policy = MediaPolicy.of(options)
+    documents, errors = _documents(files, policy)
     if together:
-        limits = limits_among(family, limits, len(files))
-    counts = []
-    errors = []
+        num_images = sum(len(documents[file].pages) if file in documents else 1 for file in files)
+        limits = limits_among(family, limits, num_images)
+    prices = _Prices(family, limits, slot_bytes)
+    counts: list[Count] = []
     for file in files:
         try:
-            if _is_video(file):
-                counts.append(_count_video(file, options))
-            else:
-                counts.append(_count_image(file, family, limits, slot_bytes))
+            if file in documents:
+                counts += _count_pages(file, documents[file], prices, policy)
+            elif file not in errors:
+                counts.append(_count_video(file, options) if _is_video(file) else _count_image(file, prices))
         except RequestError as error:
-            errors.append(RequestError(f"{file}: {error.message}", code=error.code))
-    return counts, errors
+            errors[file] = error
+    named = [RequestError(f"{file}: {error.message}", code=error.code) for file, error in errors.items()]
+    return counts, named
+
+
+def _documents(
+    files: Sequence[str], policy: MediaPolicy
+) -> tuple[dict[str, Document], dict[str, RequestError]]:
+    """The PDFs among the files, and what is wrong with some."""
+    documents = {}
+    errors = {}
+    for file in files:
+        if not is_pdf(_start(file)):
+            continue
+        try:
+            documents[file] = load_document(Path(file), policy)
+        except RequestError as error:
+            errors[file] = error
+    return documents, errors
 
 
 def _family(model: str | None) -> tuple[Family, int]:
@@ -64,28 +86,48 @@ def _family(model: str | None) -> tuple[Family, int]:
     return family, costs.embedding_bytes_per_slot(config.text, config.dtype)
 
 
-def _count_image(file: str, family: Family, limits: Limits, slot_bytes: int) -> Count:
-    options = Options()
-    size = load_image(Path(file), MediaPolicy.of(options)).header.size
-    geometry = family.geometry(size, limits.min_pixels, limits.max_pixels)
-    return Count(
-        file=file,
-        width=size.width,
-        height=size.height,
-        resized_width=geometry.resized.width,
-        resized_height=geometry.resized.height,
-        tokens=geometry.tokens,
-        kv_blocks=costs.blocks_for(geometry.tokens, options.block_size),
-        encoder_cache_bytes=geometry.slots * slot_bytes if family.expand(geometry).is_cross_attended else 0,
-    )
+class _Prices(NamedTuple):
+    """What an image of a size costs."""
+
+    family: Family
+    limits: Limits
+    slot_bytes: int
+
+    def count(self, file: str, size: Size) -> Count:
+        geometry = self.family.geometry(size, self.limits.min_pixels, self.limits.max_pixels)
+        is_kept = self.family.expand(geometry).is_cross_attended
+        return Count(
+            file=file,
+            width=size.width,
+            height=size.height,
+            resized_width=geometry.resized.width,
+            resized_height=geometry.resized.height,
+            tokens=geometry.tokens,
+            kv_blocks=costs.blocks_for(geometry.tokens, Options().block_size),
+            encoder_cache_bytes=geometry.slots * self.slot_bytes if is_kept else 0,
+        )
+
+
+def _count_image(file: str, prices: _Prices) -> Count:
+    return prices.count(file, load_image(Path(file), MediaPolicy.of(Options())).header.size)
+
+
+def _count_pages(file: str, document: Document, prices: _Prices, policy: MediaPolicy) -> list[Count]:
+    """Of each page, named as browsers do. The size is that of the rendered page."""
+    sizes = [page_size(page, prices.family, policy, prices.limits) for page in document.pages]
+    return [prices.count(f"{file}#page={number}", size) for number, size in enumerate(sizes, 1)]
+
+
+def _start(file: str) -> bytes:
+    try:
+        with open(file, "rb") as stream:
+            return stream.read(1024)
+    except (OSError, ValueError):
+        return b""  # reading it as an image reports the error
 
 
 def _is_video(file: str) -> bool:
-    try:
-        with open(file, "rb") as stream:
-            return is_video_file(stream.read(64))
-    except (OSError, ValueError):
-        return False  # reading it as an image reports the error
+    return is_video_file(_start(file))
 
 
 def _count_video(file: str, options: Options) -> Count:

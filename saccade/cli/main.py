@@ -103,12 +103,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 def _add_count(commands: Any) -> None:
     command = commands.add_parser(
         "count",
-        help="what pictures and videos cost: tokens and KV blocks, from their headers alone",
-        description="Print the bill of each picture and video. Loads no weights and decodes no picture.",
+        help="what pictures, videos and PDFs cost: tokens and KV blocks, from their headers alone",
+        description="Print the bill of each picture, video and page. Loads no weights and decodes nothing.",
         epilog="Example: saccade count --model Qwen/Qwen2-VL-2B-Instruct --max-pixels 1003520 *.jpg",
     )
     add = command.add_argument
-    add("files", nargs="+", metavar="FILE", help="pictures and videos")
+    add("files", nargs="+", metavar="FILE", help="pictures, videos and PDFs")
     add("--model", help="folder, hub id or saccade-builtin, whose rules apply; nothing: those of Qwen2-VL")
     add("--min-pixels", type=int, help="smaller pictures are enlarged to this")
     add("--max-pixels", type=int, help="larger pictures are reduced to this, frames of videos too")

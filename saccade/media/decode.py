@@ -18,6 +18,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from saccade.errors import RequestError
+from saccade.media.pdf import PDFS
 from saccade.media.rgb import to_rgb, upright
 from saccade.media.video_reader import VideoReaders
 from saccade.types import MediaItem, Size
@@ -79,6 +80,9 @@ def decode(item: MediaItem, new: NewPixels = _new_pixels) -> Pixels:  # [height,
     width, height = item.header.size
     if item.header.format == "rgb":
         return np.frombuffer(item.data, np.uint8).reshape(height, width, 3)
+    if item.page is not None:
+        rendered = PDFS.render(item.data, item.page, item.header.size)
+        return np.frombuffer(rendered, np.uint8).reshape(height, width, 3)
     with refuse_faults(item):
         decoded = _decode_jpeg(item, new)
         pixels = _decode_file(item) if decoded is None else decoded

@@ -33,7 +33,7 @@ _ENCODINGS = frozenset({"identity", "gzip", "x-gzip", "deflate"})
 _AUTO_ZLIB = 47  # wbits with which zlib detects gzip and deflate
 _CHUNK_BYTES = 256 << 10  # decompressed at once: highly compressed zeros would block the event loop otherwise
 
-_IMAGE = re.compile(r"^((?:the )?)picture")  # start of error messages, adapted for videos
+_IMAGE = re.compile(r"^((?:the )?)picture")  # start of error messages, adapted for other media
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port to addresses, best first."""
@@ -83,12 +83,12 @@ class Fetcher:
         self._resolve = resolve or self._system_resolve
         self._ssl_context = ssl_context or create_default_context()
 
-    def for_videos(self, max_bytes: int) -> Fetcher:
-        """The same policy and slots, with another size limit."""
+    def for_kind(self, what: str, accept: str, max_bytes: int) -> Fetcher:
+        """The same policy and slots for other media than images, with another size limit."""
         other = copy(self)
         other._policy = replace(self._policy, max_bytes=max_bytes)
-        other._headers = [(name, "video/*" if name == "Accept" else value) for name, value in self._headers]
-        other._what = "video"
+        other._headers = [(name, accept if name == "Accept" else value) for name, value in self._headers]
+        other._what = what
         return other
 
     async def fetch(

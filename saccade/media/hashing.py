@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade.errors import RequestError
+from saccade.media.documents import PdfPage
 from saccade.media.load import Loaded
-from saccade.types import RECORD_BYTES, Header, Key, Span
+from saccade.types import RECORD_BYTES, Header, Key, Size, Span
 
 _KEY_WORDS = 4  # a 32-byte key as 64-bit words
 _RECORD_WORDS = RECORD_BYTES // 8
@@ -96,6 +97,11 @@ class RecentKeys:
         with self._lock:
             self._insert(lookup, data, key)
         return key
+
+    def of_page(self, page: PdfPage, size: Size, policy_tag: bytes, salt: bytes) -> Key:
+        """Of a page rendered at this size. The PDF is hashed once for all its pages."""
+        shape = struct.pack("<QQQ", page.index, *size)
+        return digest_of(b"pdf", shape, policy_tag, self._fingerprint, salt, page.digest)
 
     def _insert(self, lookup: _LookupKey, data: bytes, key: Key) -> None:
         if len(data) > len(self._ring):

@@ -83,11 +83,12 @@ def _sniff(data: bytes) -> str:
     for name, starts in _MAGIC.items():
         if data.startswith(starts):
             return name
-    message = f"the picture is {_guess(data)}; the formats that can be read are {FORMATS}"
+    message = f"the picture is {guess_format(data)}; the formats that can be read are {FORMATS}"
     raise RequestError(message, code="unsupported_image_media_type")
 
 
-def _guess(data: bytes) -> str:
+def guess_format(data: bytes) -> str:
+    """What bytes that cannot be read seem to be, for errors."""
     if data[4:8] == b"ftyp":
         names = [name for name, brands in _BRANDS.items() if data[8:12] in brands]
         return names[0] if names else "MP4 or a relative of it"

@@ -10,6 +10,7 @@ from typing import Any
 
 from saccade.costs import blocks_for
 from saccade.errors import RequestError, quoted
+from saccade.media.documents import PdfPage
 from saccade.media.hashing import RecentKeys
 from saccade.media.load import load_image
 from saccade.options import MediaPolicy
@@ -117,17 +118,29 @@ class Images:
 
     def item(self, image: ImageInput, limits: Limits, salt: bytes = b"") -> MediaItem:
         limits = limits.lowered(LOW_DETAIL_PIXELS) if image.detail == "low" else limits
+        if isinstance(image.source, PdfPage):
+            return self._page(image.source, image.param, limits, salt)
         loaded = load_image(image.source, self.policy, param=image.param, allow_paths=image.allow_path)
-        try:
-            geometry = self.family.geometry(loaded.header.size, limits.min_pixels, limits.max_pixels)
-        except RequestError as error:
-            raise RequestError(error.message, code=error.code, param=image.param) from None
+        geometry = self._geometry(loaded.header.size, limits, image.param)
         reduction = jpeg_reduction(loaded.header, geometry.resized) if self.policy.scaled_jpeg else 1
         tag = self._tag(limits.min_pixels, limits.max_pixels)
         if reduction > 1:
             tag += b" scaled_jpeg %d" % reduction
         key = self._keys.of(loaded, tag, salt)
         return MediaItem(key, "image", loaded.data, loaded.header, geometry, reduction=reduction)
+
+    def _page(self, page: PdfPage, param: str, limits: Limits, salt: bytes) -> MediaItem:
+        """A page of a PDF is rendered no larger than the model can see."""
+        size = page_size(page, self.family, self.policy, limits)
+        geometry = self._geometry(size, limits, param)
+        key = self._keys.of_page(page, size, self._tag(limits.min_pixels, limits.max_pixels), salt)
+        return MediaItem(key, "image", page.data, Header("pdf", size, 1, 1, "RGB"), geometry, page=page.index)
+
+    def _geometry(self, size: Size, limits: Limits, param: str) -> Geometry:
+        try:
+            return self.family.geometry(size, limits.min_pixels, limits.max_pixels)
+        except RequestError as error:
+            raise RequestError(error.message, code=error.code, param=param) from None
 
     def request_limits(self, given: Any) -> Limits:
         """Limits from a request's mm_processor_kwargs, which may only lower the deployment's."""
@@ -148,6 +161,12 @@ def limits_among(family: Family, limits: Limits, images: int) -> Limits:
     if not isinstance(family, ManyImagesPolicy):
         return limits
     return limits.lowered(family.max_pixels_for(images, limits.max_pixels))
+
+
+def page_size(page: PdfPage, family: Family, policy: MediaPolicy, limits: Limits) -> Size:
+    """Of the page in pixels, before the model's own resizing."""
+    highest = policy.max_image_pixels
+    return page.size(policy.document, highest if family.is_fixed_size else min(highest, limits.max_pixels))
 
 
 def jpeg_reduction(header: Header, resized: Size) -> int:

@@ -17,6 +17,7 @@ from saccade.media.hashing import identity, salt_of
 from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint_files import Checkpoint
+from saccade.processor.documents import open_documents
 from saccade.processor.families import built_in_template
 from saccade.processor.families.base import HasMarkup, LengthBound, cross_attended
 from saccade.processor.images import ImageInput, Images, PrefetchMedia, bill_item, reads_text_only
@@ -146,6 +147,7 @@ class Processor:
     ) -> Rendered:
         """First half of `from_chat`: run the template, in a process of its own. It may be slow."""
         clean = self.tokenizer.shield
+        messages = self.open_documents(messages, allow_paths=allow_paths)
         extra = self._template_kwargs(chat_template_kwargs)
         chat = read_messages(messages, self.form(), clean, allow_paths=allow_paths)
         if chat.images and not self.takes_images:
@@ -163,6 +165,10 @@ class Processor:
             said = " ".join(self.tokenizer.unshield(error.message).split())
             raise RequestError(said[:_SHOWN_CHARS], code=error.code, param=error.param) from None
         return Rendered(text, chat.images, chat.videos)
+
+    def open_documents(self, messages: Any, *, allow_paths: bool = False) -> Any:
+        """The messages with the pages of their documents. `render` does this too, if it was not done."""
+        return open_documents(messages, self.policy, takes_images=self.takes_images, allow_paths=allow_paths)
 
     def from_rendered(
         self, rendered: Rendered, *, mm_processor_kwargs: Mapping[str, Any] | None = None, salt: bytes = b""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
 from saccade.media.video_sources import Video
+from saccade.processor.documents import OpenDocument
 from saccade.processor.images import ImageInput
 from saccade.processor.template_pool import TemplateEnded, TemplatePool
 from saccade.processor.tools import calls_for_template
@@ -98,7 +99,14 @@ def _parts(content: Any, where: str, chat: Chat, allow_paths: bool) -> str | lis
         return content or ""
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
-    return [_part(part, f"{where}.content[{i}]", chat, allow_paths) for i, part in enumerate(content)]
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content):
+        if isinstance(part, OpenDocument):
+            chat.images.extend(part.images)
+            parts += part.parts
+        else:
+            parts.append(_part(part, f"{where}.content[{index}]", chat, allow_paths))
+    return parts
 
 
 def _part(part: Any, where: str, chat: Chat, allow_paths: bool) -> dict[str, Any]:
@@ -118,7 +126,8 @@ def _part(part: Any, where: str, chat: Chat, allow_paths: bool) -> dict[str, Any
     if kind in ("video_url", "video"):
         chat.videos.append(_video(part, kind, f"{where}.{kind}", allow_paths and kind == "video"))
         return {"type": "video"}
-    message = f"the part type {quoted(kind)} is unknown; use text, image_url, image, video_url or video"
+    known = "text, image_url, image, video_url, video or file"
+    message = f"the part type {quoted(kind)} is unknown; use {known}"
     raise RequestError(message, param=f"{where}.type")
 
 

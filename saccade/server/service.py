@@ -54,6 +54,8 @@ logger = logging.getLogger("saccade.server")
 DEFAULT_MAX_WAITING = 256
 _THREADS = 4
 _SCHEMA_THREADS = 2  # each waits for one process that checks schemas
+_DOCUMENT_THREADS = 2  # each waits for one process that reads PDFs
+_MAX_DOCUMENTS = 16  # requests with documents of one client in the queue
 _MAX_PLANS = 4  # of one client in the queue
 _RETRY_AFTER_START = 5.0
 _USUAL_REQUESTS = 16  # without max_tokens, so many take a minute's tokens until they end
@@ -129,6 +131,7 @@ class Service:
         self._media = MediaResolver(fetcher, uuids, processor.policy, self.metrics)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
         self._schema_pool = FairPool(_SCHEMA_THREADS, "saccade-schema", server.max_schema_checks)
+        self._document_pool = FairPool(_DOCUMENT_THREADS, "saccade-document", _MAX_DOCUMENTS)
         self._plan_pool = FairPool(1, "saccade-plan", _MAX_PLANS)
         self._template_pool = ThreadPoolExecutor(_TEMPLATE_THREADS, thread_name_prefix="saccade-template")
         self._requests = RequestBuilder(processor.eos_token_ids, options.seed)
@@ -223,6 +226,7 @@ class Service:
         for pool in (self._pool, self._template_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         self._schema_pool.close()
+        self._document_pool.close()
         self._plan_pool.close()
         CHECKS.close()
         if self.traces is not None:
@@ -252,6 +256,8 @@ class Service:
         # Not `self.salt`: a uuid gives access to bytes, so it is never shared between tenants.
         owner = salt_of(caller.tenant, request.response_options.cache_salt)
         messages = await self.in_thread(self._media.resolved, messages, links, fetched, owner)
+        if any(link.kind == "file" for link in links):
+            messages = await self._open_documents(messages, caller)
         # Its own pool: templates are rendered in other processes, and slow ones occupy a thread for long.
         render = partial(
             self.processor.render,
@@ -273,6 +279,17 @@ class Service:
         self._count_mistyped(links, prompt)
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms, caller.record)
         return self._with_bill(prompt), timing
+
+    async def _open_documents(self, messages: Messages, caller: Caller) -> Messages:
+        """In a pool of its own: a PDF may take seconds to read, and clients take turns."""
+        work = partial(self.processor.open_documents, messages)
+        try:
+            opened: Messages = await asyncio.wrap_future(self._document_pool.submit(caller.client, work))
+        except QueueFull as full:
+            self.metrics.refused("overloaded")
+            waiting = f"{full.count} of your requests wait for their documents to be read"
+            raise overloaded(429, f"{waiting} and {_MAX_DOCUMENTS} may; try again soon") from None
+        return opened
 
     def salt(self, caller: Caller, response_options: ResponseOptions) -> bytes:
         """The salt of a request's content keys: other salts find nothing of it in the caches."""

@@ -21,7 +21,8 @@ _CHARS_PER_CONTAINER = 16  # for long contexts: brackets inside of strings are c
 _MIN_BYTES = 16 << 20  # are parsed in about the time of a step
 _BYTES_PER_CHAR = 6  # \u00e9
 
-_MEDIA_START = re.compile(rb'"data(?::|"\s*:\s*")', re.IGNORECASE)  # a data URL, or Anthropic's field `data`
+# A data URL, Anthropic's field `data`, or OpenAI's `file_data`.
+_MEDIA_START = re.compile(rb'"(?:data:|(?:file_)?data"\s*:\s*")', re.IGNORECASE)
 _OVERLAP = 32  # bytes of a chunk in which a match may begin and not end
 
 _MEDIA_LISTS = ("messages", "input", "system")
@@ -121,7 +122,7 @@ def _num_chars(value: Any, media: set[int], enough: int) -> int:
 
 
 def _media(body: Mapping[str, Any]) -> Iterator[str]:
-    """Strings of content parts that are read as images or videos. A template never prints these."""
+    """Strings of content parts that are read as images, videos or PDFs. A template never prints these."""
     for name in _MEDIA_LISTS:
         entries = body.get(name)
         for entry in entries if isinstance(entries, list) else ():
@@ -140,10 +141,19 @@ def _media_of_parts(parts: Any) -> Iterator[str]:
 
 
 def _media_of_part(part: Any) -> Iterator[str]:
+    yield from _file_data(part)
     for name in _MEDIA_FIELDS if isinstance(part, dict) else ():
         given = part.get(name)
         url = given.get("url") if isinstance(given, dict) else given
         if isinstance(url, str) and url[:5].lower() == "data:":
             yield url
         if name == "source" and isinstance(given, dict) and isinstance(given.get("data"), str):
-            yield given["data"]
+            yield from [given["data"]] if given.get("type") != "text" else []
+
+
+def _file_data(part: Any) -> Iterator[str]:
+    """Of a chat's file part, or of the Responses API's input_file."""
+    file = part.get("file", part) if isinstance(part, dict) else None
+    data = file.get("file_data") if isinstance(file, dict) else None
+    if isinstance(data, str) and part.get("type") in ("file", "input_file"):
+        yield data

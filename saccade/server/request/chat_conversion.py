@@ -88,3 +88,8 @@ class ChatBuilder:
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self.messages[-1].setdefault("tool_calls", []).append(call)
         self.source_paths.messages[-1].tool_calls.append(path)
+
+
+def document_options(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Our own fields of a document part, which have the same names in each API."""
+    return {name: part[name] for name in ("pages", "text_layer", "detail") if part.get(name) is not None}

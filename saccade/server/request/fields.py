@@ -70,16 +70,22 @@ _COMMON: Mapping[str, Schema] = {
     "response_format": _OBJ,
     **STRUCTURED,
 }
+_DOCUMENT: Mapping[str, Schema] = {"pages": _STR, "text_layer": _BOOL}  # which pages, and their text
 _PART: Schema = {
     "type": "object",
     "properties": {
-        "type": {"type": "string", "enum": ["text", "image_url", "video_url"]},
+        "type": {"type": "string", "enum": ["text", "image_url", "video_url", "file"]},
         "text": _STR,
         "image_url": {
             "type": ["object", "null"],
             "properties": {"url": _STR, "detail": {"enum": ["auto", "low", "high", "original"]}},
         },
         "video_url": {"type": ["object", "null"], "properties": {"url": _STR}},
+        "file": {
+            "type": ["object", "null"],
+            "properties": {"file_data": _STR, "file_url": _STR, "filename": _STR},
+        },
+        **_DOCUMENT,
         "uuid": _STR,
     },
     "required": ["type"],
@@ -141,10 +147,16 @@ CHAT_EXTRAS: Mapping[str, Schema] = {
 _INPUT_PART: Schema = {
     "type": "object",
     "properties": {
-        "type": {"type": "string", "enum": ["input_text", "input_image", "output_text", "refusal"]},
+        "type": {
+            "type": "string",
+            "enum": ["input_text", "input_image", "input_file", "output_text", "refusal"],
+        },
         "text": _STR,
         "image_url": _STR,
+        "file_data": _STR,
+        "file_url": _STR,
         "detail": {"enum": ["auto", "low", "high", "original"]},
+        **_DOCUMENT,
     },
     "required": ["type"],
 }
@@ -178,12 +190,12 @@ RESPONSES: Mapping[str, Schema] = {
 _BLOCK: Schema = {
     "type": "object",
     "properties": {
-        "type": {"type": "string", "enum": ["text", "image", "tool_use", "tool_result"]},
+        "type": {"type": "string", "enum": ["text", "image", "document", "tool_use", "tool_result"]},
         "text": _STR,
         "source": {
             "type": "object",
             "properties": {
-                "type": {"type": "string", "enum": ["base64", "url"]},
+                "type": {"type": "string", "enum": ["base64", "url", "text"]},
                 "media_type": _STR,
                 "data": _STR,
                 "url": _STR,
@@ -192,6 +204,7 @@ _BLOCK: Schema = {
         "id": _STR,
         "name": _STR,
         "input": _OBJ,
+        **_DOCUMENT,
         "tool_use_id": _STR,
         "content": {"type": ["string", "array"]},
     },

@@ -1,4 +1,4 @@
-"""Images and videos of a chat before its prompt is built: counted, fetched or cached. Decodes nothing.
+"""Media of a chat before its prompt is built: counted, fetched or cached. Decodes nothing.
 
 messages ─► links (counted, refused early) ─► bytes (fetched or cached) ─► messages for the processor
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
+from saccade.media.documents import decode_document
 from saccade.media.fetch import Fetcher, OnBytes
 from saccade.media.load import decode_data_url
 from saccade.options import MediaPolicy
@@ -21,19 +22,21 @@ from saccade.server.metrics import Metrics
 from saccade.server.request.media_uuids import MAX_UUID_CHARS, UuidCache
 
 Messages = Sequence[Mapping[str, Any]]
-Fetched = Mapping[tuple[str, bool], bytes]  # by URL and whether it is a video, which has its own limits
+Fetched = Mapping[tuple[str, str], bytes]  # by URL and kind, as each kind has its own limits
 
+_SCHEME_CHARS = 12
+_KINDS = {"image_url": "picture", "video_url": "video", "file": "document"}  # part types, and in words
 _DATA_FORMAT = re.compile(r"data:image/([a-z]{2,8})[;,]", re.IGNORECASE)
 
 
 class Link(NamedTuple):
-    """An image or video part of a message, as the client wrote it."""
+    """An image, video or file part of a message, as the client wrote it."""
 
     message: int
     part: int
     url: str | None  # None: only a uuid is given
     uuid: str | None
-    kind: str = "image_url"  # or "video_url"
+    kind: str = "image_url"  # or "video_url" or "file"
 
     @property
     def param(self) -> str:
@@ -45,7 +48,11 @@ class Link(NamedTuple):
 
     @property
     def is_data(self) -> bool:
-        return self.url is not None and self.url[:5].lower() == "data:"
+        """A URL with the bytes in it; for a file also bare base64."""
+        if self.url is None:
+            return False
+        is_link = ":" in self.url[:_SCHEME_CHARS] and self.url[:5].lower() != "data:"
+        return not is_link if self.kind == "file" else self.url[:5].lower() == "data:"
 
     @property
     def claimed_format(self) -> str | None:
@@ -62,7 +69,7 @@ class ChatLimits(NamedTuple):
 
 
 def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
-    """Images and videos of a chat. RequestError if there are too many. The processor checks their form."""
+    """The media of a chat. RequestError if there are too many. The processor checks their form."""
     links: list[Link] = []
     num_parts = len(messages)
     for index, message in enumerate(messages):
@@ -77,7 +84,7 @@ def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
             if link is not None:
                 links.append(link)
     num_videos = sum(link.is_video for link in links)
-    num_images = len(links) - num_videos
+    num_images = len(links) - num_videos  # a document has at least one, and the processor counts its pages
     if num_images and limits.max_images is None:
         raise reads_text_only(num_images, "messages")
     _check_count("image", num_images, limits.max_images)
@@ -87,10 +94,13 @@ def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
 
 def _link(part: Any, message: int, position: int) -> Link | None:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in ("image_url", "video_url"):
+    if kind not in _KINDS:
         return None
     source = part.get(kind)
-    url = source.get("url") if isinstance(source, Mapping) else source
+    if kind == "file" and isinstance(source, Mapping):
+        url = source.get("file_data") or source.get("file_url")
+    else:
+        url = source.get("url") if isinstance(source, Mapping) else source
     uuid = part.get("uuid")
     link = Link(message, position, url if isinstance(url, str) and url else None, uuid, kind)
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID_CHARS):
@@ -109,8 +119,11 @@ class MediaResolver:
     """Replaces URLs and uuids by bytes."""
 
     def __init__(self, fetcher: Fetcher, uuids: UuidCache, policy: MediaPolicy, metrics: Metrics) -> None:
-        self._fetcher = fetcher
-        self._videos = fetcher.for_videos(policy.video.max_bytes)
+        self._fetchers = {
+            "image_url": fetcher,
+            "video_url": fetcher.for_kind("video", "video/*", policy.video.max_bytes),
+            "file": fetcher.for_kind("document", "application/pdf", policy.document.max_bytes),
+        }
         self._uuids = uuids
         self._policy = policy
         self._metrics = metrics
@@ -118,14 +131,14 @@ class MediaResolver:
     async def fetch(self, links: Sequence[Link], on_bytes: OnBytes, client: str) -> Fetched:
         """The bytes of every URL that is not a data URL. The first failure cancels the other fetches."""
         how = {"on_bytes": on_bytes, "client": client, "request": object()}
-        tasks: dict[tuple[str, bool], asyncio.Task[bytes]] = {}
+        tasks: dict[tuple[str, str], asyncio.Task[bytes]] = {}
         try:
             async with asyncio.TaskGroup() as group:
                 for link in links:
-                    if link.url is None or link.is_data or (link.url, link.is_video) in tasks:
+                    if link.url is None or link.is_data or (link.url, link.kind) in tasks:
                         continue
                     task = group.create_task(self._fetch(link.url, link, how))
-                    tasks[link.url, link.is_video] = task
+                    tasks[link.url, link.kind] = task
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return {key: task.result() for key, task in tasks.items()}
@@ -134,8 +147,7 @@ class MediaResolver:
         start = time.perf_counter()
         size = None
         try:
-            fetcher = self._videos if link.is_video else self._fetcher
-            data = await fetcher.fetch(url, param=link.param, **how)
+            data = await self._fetchers[link.kind].fetch(url, param=link.param, **how)
             size = len(data)
             return data
         finally:
@@ -150,9 +162,7 @@ class MediaResolver:
             if data is None or not isinstance(message["content"], list):
                 continue
             parts = list(message["content"])
-            source = parts[link.part].get(link.kind)
-            detail = source.get("detail") if isinstance(source, Mapping) else None
-            parts[link.part] = {**parts[link.part], link.kind: {"url": data, "detail": detail}}
+            parts[link.part] = {**parts[link.part], link.kind: _with_bytes(parts[link.part], link.kind, data)}
             resolved[link.message] = {**message, "content": parts}
         return resolved
 
@@ -160,7 +170,8 @@ class MediaResolver:
         """Stores media with a uuid, after the prompt was built: only valid ones are stored."""
         for link in links:
             if link.uuid is not None and link.url is not None:
-                data = messages[link.message]["content"][link.part][link.kind]["url"]
+                source = messages[link.message]["content"][link.part][link.kind]
+                data = source.get("file_data" if link.kind == "file" else "url")
                 if isinstance(data, bytes):  # a list of frames stays a string
                     self._uuids.put(owner, link.uuid, data)
 
@@ -169,22 +180,37 @@ class MediaResolver:
         if link.url is None:
             return self._cached(link, owner) if link.uuid is not None else None
         if not link.is_data:
-            return fetched[link.url, link.is_video]
+            return fetched[link.url, link.kind]
         if link.uuid is None or (link.is_video and "," in link.url.partition(",")[2]):
             return None
         policy = self._policy
+        if link.kind == "file":
+            return _named(link, lambda url: decode_document(url, policy))
         if link.is_video:
             policy = replace(policy, max_image_bytes=policy.video.max_bytes)
-        try:
-            return decode_data_url(link.url, policy)
-        except RequestError as error:
-            raise RequestError(error.message, code=error.code, param=link.param) from None
+        return _named(link, lambda url: decode_data_url(url, policy))
 
     def _cached(self, link: Link, owner: bytes) -> bytes:
         assert link.uuid is not None
         data = self._uuids.get(owner, link.uuid)
         if data is None:
-            kind = "video" if link.is_video else "picture"
+            kind = _KINDS[link.kind]
             message = f"no {kind} is kept under the uuid {quoted(link.uuid)}; send it again with its data"
             raise RequestError(message, code="image_file_not_found", param=link.param)
         return data
+
+
+def _with_bytes(part: Mapping[str, Any], kind: str, data: bytes) -> dict[str, Any]:
+    """What stands under a part's kind, with the bytes in place of the URL."""
+    if kind == "file":
+        return {"file_data": data}
+    source = part.get(kind)
+    return {"url": data, "detail": source.get("detail") if isinstance(source, Mapping) else None}
+
+
+def _named(link: Link, decode: Callable[[str], bytes]) -> bytes:
+    """Errors name the part."""
+    try:
+        return decode(link.url or "")
+    except RequestError as error:
+        raise RequestError(error.message, code=error.code, param=link.param) from None

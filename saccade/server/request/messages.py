@@ -8,11 +8,16 @@ from typing import Any, NamedTuple
 from saccade.errors import RequestError, quoted
 from saccade.server.request import fields
 from saccade.server.request.chat import ChatRequest, read_chat
-from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths
+from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, document_options
 from saccade.server.request.fields import FieldReader
 
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
-_ENDINGS = ((".image_url", ".source"), (".function.parameters", ".input_schema"), (".function", ""))
+_ENDINGS = (
+    (".image_url", ".source"),
+    (".file", ".source"),
+    (".function.parameters", ".input_schema"),
+    (".function", ""),
+)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -153,12 +158,26 @@ def _part(block: Any, path: str) -> dict[str, Any]:
         return {"type": "text", "text": block.get("text")}
     if kind == "image":
         return {"type": "image_url", "image_url": {"url": _url(block.get("source"), f"{path}.source")}}
-    allowed = "text and image, tool_use in an assistant's message, tool_result in a user's"
+    if kind == "document":
+        return _document(block, path)
+    allowed = "text, image and document, tool_use in an assistant's message, tool_result in a user's"
     message = f"a block of the type {quoted(kind)} cannot stand here; use {allowed}"
     raise RequestError(message, param=f"{path}.type")
 
 
-def _url(source: Any, path: str) -> str:
+def _document(block: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A PDF, or text. The title and the context precede it."""
+    source = block.get("source")
+    heading = "\n".join(text for text in (block.get("title"), block.get("context")) if isinstance(text, str))
+    if isinstance(source, Mapping) and source.get("type") == "text":
+        if not isinstance(source.get("data"), str):
+            raise RequestError("a text document needs a string under data", param=f"{path}.source")
+        return {"type": "text", "text": f"{heading}\n\n{source['data']}" if heading else source["data"]}
+    file = {"file_data": _url(source, f"{path}.source", "document")}
+    return {**document_options(block), "type": "file", "file": file, "heading": heading}
+
+
+def _url(source: Any, path: str, what: str = "image") -> str:
     """The media type of base64 data is dropped: the format is read from the bytes."""
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "base64" and isinstance(source.get("data"), str):
@@ -166,7 +185,10 @@ def _url(source: Any, path: str) -> str:
     if kind == "url" and isinstance(source.get("url"), str):
         return str(source["url"])
     if kind == "file":
-        message = "this server keeps no files; send the picture as base64 or url"
+        message = f"this server keeps no files for messages; send the {what} as base64 or url"
         raise RequestError(message, code="unsupported", param=path)
-    message = "an image's source must be {'type': 'base64', 'data': ...} or {'type': 'url', 'url': ...}"
-    raise RequestError(message, code="invalid_image_url", param=path)
+    message = (
+        f"the {what}'s source must be {{'type': 'base64', 'data': ...}} or {{'type': 'url', 'url': ...}}"
+    )
+    code = "invalid_image_url" if what == "image" else "invalid_document"
+    raise RequestError(message, code=code, param=path)

@@ -10,13 +10,13 @@ import msgspec
 from saccade.errors import RequestError
 from saccade.server.request import fields
 from saccade.server.request.chat import ChatRequest, read_chat
-from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths
+from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, document_options
 from saccade.server.request.fields import FieldReader
 
 _STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 _ROLES = ("user", "assistant", "system", "developer")
-_ENDINGS = ((".function", ""),)
+_ENDINGS = ((".function", ""), (".file", ""))
 _ECHOED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -149,12 +149,25 @@ def _part(part: Any, path: str) -> dict[str, Any]:
         return {"type": "text", "text": part.get("text")}
     if kind == "refusal":
         return {"type": "text", "text": part.get("refusal")}
+    if kind == "input_file":
+        return _file(part, path)
     if kind != "input_image":
-        raise _invalid(f"{path} must be an input_text, an input_image or an output_text", path)
+        raise _invalid(f"{path} must be an input_text, input_image, input_file or output_text", path)
     if part.get("file_id") is not None:
         message = "file_id names a file, and this server keeps none; send the picture as image_url"
         raise RequestError(message, code="unsupported", param=f"{path}.file_id")
     return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
+
+
+def _file(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    if part.get("file_id") is not None:
+        message = "file_id names a file, and this server keeps none for responses; send file_data"
+        raise RequestError(message, code="unsupported", param=f"{path}.file_id")
+    source = part.get("file_data") or part.get("file_url")
+    if not isinstance(source, str):
+        raise _invalid("an input_file needs a string under file_data or file_url", path)
+    name = "file_data" if part.get("file_data") else "file_url"
+    return {**document_options(part), "type": "file", "file": {name: source}}
 
 
 def _invalid(message: str, path: str) -> RequestError:

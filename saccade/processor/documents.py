@@ -1,0 +1,112 @@
+"""Documents in messages: each part becomes an `OpenDocument` with its pages, before a template sees it.
+
+{"type": "file", "file": {"file_data": "data:..."}, "pages": "1-3", "text_layer": true}    of clients
+{"type": "document", "document": path or bytes, "pages": ...}                              of Python callers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from saccade.errors import RequestError, quoted
+from saccade.media.documents import Document, load_document
+from saccade.options import MediaPolicy
+from saccade.processor.images import ImageInput, reads_text_only
+
+KINDS = ("file", "document")
+
+
+class OpenDocument(NamedTuple):
+    """Stands in a part's place until the messages are read."""
+
+    document: Document
+    param: str
+    detail: str
+    heading: str  # text before the pages
+
+    @property
+    def images(self) -> list[ImageInput]:
+        return [ImageInput(page, self.param, self.detail) for page in self.document.pages]
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """What the template gets: each page an image, followed by its text if that was asked for."""
+        parts: list[dict[str, Any]] = [{"type": "text", "text": self.heading}] if self.heading else []
+        for index in range(len(self.document.pages)):
+            parts.append({"type": "image"})
+            if self.document.texts:
+                parts.append({"type": "text", "text": self.document.texts[index]})
+        return parts
+
+
+def open_documents(messages: Any, policy: MediaPolicy, *, takes_images: bool, allow_paths: bool) -> Any:
+    """The messages with an `OpenDocument` for each document. May take seconds, in other processes.
+
+    What is no list of messages is left to `read_messages`.
+    """
+    if not isinstance(messages, (list, tuple)):
+        return messages
+    opener = _Opener(policy, takes_images, allow_paths)
+    return [opener.message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+class _Opener(NamedTuple):
+    policy: MediaPolicy
+    takes_images: bool
+    allow_paths: bool
+
+    def message(self, message: Any, where: str) -> Any:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, (list, tuple)) or not any(map(_is_document, content)):
+            return message
+        parts = [
+            self.opened(part, f"{where}.content[{index}]") if _is_document(part) else part
+            for index, part in enumerate(content)
+        ]
+        return {**message, "content": parts}
+
+    def opened(self, part: Mapping[str, Any], where: str) -> OpenDocument:
+        param = f"{where}.{part['type']}"
+        if not self.takes_images:
+            raise reads_text_only(1, param)
+        text_layer = _field(part, where, "text_layer", False, "true or false")
+        heading = _field(part, where, "heading", "", "a string")
+        try:
+            document = load_document(
+                _source(part, self.allow_paths),
+                self.policy,
+                pages=part.get("pages"),
+                text_layer=text_layer,
+                allow_paths=self.allow_paths and part["type"] == "document",
+                max_images=self.policy.limits.get("image", 0),
+            )
+        except RequestError as error:
+            raise RequestError(error.message, code=error.code, param=param) from None
+        return OpenDocument(document, param, part.get("detail") or "auto", heading)
+
+
+def _is_document(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in KINDS
+
+
+def _field(part: Mapping[str, Any], where: str, name: str, default: Any, expected: str) -> Any:
+    value = default if part.get(name) is None else part[name]
+    if not isinstance(value, type(default)):
+        message = f"{name} must be {expected}, not {quoted(value)}"
+        raise RequestError(message, param=f"{where}.{name}")
+    return value
+
+
+def _source(part: Mapping[str, Any], allow_paths: bool) -> Any:
+    if part["type"] == "document" and allow_paths:
+        return part.get("document")
+    file = part.get("file")
+    if isinstance(file, Mapping) and file.get("file_id") is not None:
+        message = "file_id names a file, and this server keeps none for chats; send file_data"
+        raise RequestError(message, code="unsupported")
+    source = file.get("file_data") if isinstance(file, Mapping) else None
+    if not isinstance(source, (str, bytes)):
+        message = "a file part needs an object with the PDF under file_data, as a data: URL"
+        raise RequestError(message, code="invalid_document")
+    return source
