@@ -93,7 +93,7 @@ class _Prices(NamedTuple):
     limits: Limits
     slot_bytes: int
 
-    def count(self, file: str, size: Size) -> Count:
+    def of(self, file: str, size: Size) -> Count:
         geometry = self.family.geometry(size, self.limits.min_pixels, self.limits.max_pixels)
         is_kept = self.family.expand(geometry).is_cross_attended
         return Count(
@@ -109,13 +109,13 @@ class _Prices(NamedTuple):
 
 
 def _count_image(file: str, prices: _Prices) -> Count:
-    return prices.count(file, load_image(Path(file), MediaPolicy.of(Options())).header.size)
+    return prices.of(file, load_image(Path(file), MediaPolicy.of(Options())).header.size)
 
 
 def _count_pages(file: str, document: Document, prices: _Prices, policy: MediaPolicy) -> list[Count]:
     """Of each page, named as browsers do. The size is that of the rendered page."""
     sizes = [page_size(page, prices.family, policy, prices.limits) for page in document.pages]
-    return [prices.count(f"{file}#page={number}", size) for number, size in enumerate(sizes, 1)]
+    return [prices.of(f"{file}#page={number}", size) for number, size in enumerate(sizes, 1)]
 
 
 def _start(file: str) -> bytes:
