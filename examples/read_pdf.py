@@ -1,11 +1,11 @@
-"""Ask about pages of a PDF: what they cost, before and after. A picture is first made a PDF of one page.
+"""Ask about pages of a PDF, and see what each costs. Without a file, a PDF of two pictures is made first.
 
-python examples/read_pdf.py MODEL FILE [PAGES]
+python examples/read_pdf.py [--model MODEL] [--pages 1-3,7] [FILE]
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -13,15 +13,13 @@ from PIL import Image
 
 from saccade import LLM, SamplingParams
 
+SHAPES = Path(__file__).with_name("shapes.png")
 
-def main(model: str, file: str, pages: str = "1") -> None:
-    with tempfile.TemporaryDirectory() as folder, LLM(model=model) as llm:
-        path = Path(file)
-        if path.suffix != ".pdf":
-            path = Path(folder) / "page.pdf"
-            Image.open(file).convert("RGB").save(path)
-        part = {"type": "document", "document": path, "pages": pages, "text_layer": True}
-        messages = [{"role": "user", "content": [part, {"type": "text", "text": "Describe this in one sentence."}]}]
+
+def main(model: str | None, file: Path, pages: str | None) -> None:
+    part = {"type": "document", "document": file, "pages": pages, "text_layer": True}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "How many circles are there?"}]}]
+    with LLM(model=model) as llm:
         out = llm.chat(messages, SamplingParams(temperature=0, max_tokens=48))[0]
     print(out.outputs[0].text)
     for item in out.bill.items:
@@ -29,4 +27,14 @@ def main(model: str, file: str, pages: str = "1") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", help="folder or hub id; nothing: the built-in model")
+    parser.add_argument("--pages", help='such as "1-3,7"; nothing: all')
+    parser.add_argument("file", nargs="?", type=Path, help="a PDF; nothing: examples/shapes.png on two pages")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.file is None:
+            args.file = Path(folder) / "shapes.pdf"
+            shapes = Image.open(SHAPES).convert("RGB")
+            shapes.save(args.file, save_all=True, append_images=[shapes.rotate(90)])
+        main(args.model, args.file, args.pages)

@@ -112,9 +112,8 @@ class Service:
             status=engine.status,
             bytes_in_flight=lambda: self.gate.total_bytes(),
         )
-        max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
         self.gate = AdmissionGate(
-            (options.max_num_seqs + max_waiting) * server.replica_range[1],
+            _max_open(options) * server.replica_range[1],
             server.max_inflight_mb << 20,
             # One body of the maximum size must always fit.
             max(int((server.max_inflight_mb << 20) * server.max_client_share), server.max_body_mb << 20),
@@ -414,6 +413,12 @@ def _name_of(model: str | None) -> str:
     if not folder.is_dir():
         return model
     return folder.resolve().name or "model"
+
+
+def _max_open(options: Options) -> int:
+    """Requests that one engine runs or lets wait."""
+    waiting = DEFAULT_MAX_WAITING if options.max_waiting is None else options.max_waiting
+    return options.max_num_seqs + waiting
 
 
 def _itemised(bill: Bill) -> str:
