@@ -62,6 +62,16 @@ class ServerOptions:
     served_model_name: tuple[str, ...] = _option(
         (), "model names clients may use, the first is shown; automatic: MODEL, or the name of its folder"
     )
+    reasoning_parser: str = _option(
+        "auto",
+        "how the model marks its thinking, which answers give apart from their text: think, qwen3, glm45, "
+        "deepseek_v3, deepseek_r1, mistral, gemma4; auto: by the chat template; none: thinking is text",
+    )
+    tool_call_parser: str = _option(
+        "auto",
+        "how the model writes tool calls: hermes, qwen3_coder, mistral, llama3_json, pythonic, deepseek_v3, "
+        "deepseek_v32, glm45, gemma4, functiongemma ...; auto: by the chat template; none: calls are text",
+    )
     api_key: tuple[str, ...] = _option((), "bearer token that clients must send; may be repeated; none: open")
     api_keys: str | None = _option(
         None,

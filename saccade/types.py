@@ -189,6 +189,16 @@ class Prompt:
         return len(self.token_ids)
 
 
+class Thinking(NamedTuple):
+    """How an output may think before it answers: structured output begins after it."""
+
+    open: str  # marker before the thinking
+    close: str  # marker after it
+    is_open: bool  # the prompt ends with the opening marker; otherwise the model may write it
+    open_id: int | None = None  # the marker's token, where it is one
+    close_id: int | None = None
+
+
 class Tenant(NamedTuple):
     """A customer of the engine. When there is too little for all, each gets service by its weight."""
 
@@ -217,6 +227,7 @@ class Request:
     seed: int  # of its sampling noise; set for every request, so a resumed one repeats itself
     tenant: Tenant = NO_TENANT
     priority: int = 0  # among the requests of its tenant: lower values go first
+    thinking: Thinking | None = None  # before structured output; None: that begins at once
 
     @property
     def family(self) -> str:

@@ -17,8 +17,9 @@ class Detokenizer:
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._stream = tokenizer.stream(skip_special_tokens)
+        self._stream = tokenizer.stream(skip_special_tokens, shown_ids)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self.text = ""

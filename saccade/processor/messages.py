@@ -39,6 +39,8 @@ def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, all
         where = f"messages[{index}]"
         _check_role(message, where)
         rest = {k: v for k, v in message.items() if k != "content"}
+        if isinstance(rest.get("reasoning"), str):  # the newer name, which few templates know
+            rest.setdefault("reasoning_content", rest["reasoning"])
         if rest.get("tool_calls"):
             rest["tool_calls"] = calls_for_template(rest["tool_calls"], f"{where}.tool_calls")
         parts = _parts(message.get("content"), where, chat, allow_paths)

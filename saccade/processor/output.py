@@ -17,7 +17,9 @@ class RequestOutputBuilder:
         index: int,
         tokenizer: Tokenizer,
         params: SamplingParams,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown_ids` are control tokens that stay in the text, because a parser looks for them."""
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
@@ -29,12 +31,14 @@ class RequestOutputBuilder:
         self._must_detokenize = bool(params.stop_strings)
         self._num_shown = 0  # tokens without the stop token, which is counted but not shown
         self._num_detokenized = 0  # tokens of these that the detokenizer has taken
+        self._tokenizer = tokenizer
         self._decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         self._detokenizer = Detokenizer(
             tokenizer,
             params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            shown_ids=shown_ids,
         )
 
     @property
@@ -95,6 +99,14 @@ class RequestOutputBuilder:
             text += self._detokenizer.push(self.token_ids[index], may_stop=index + 1 >= self._min_tokens)
         self._num_detokenized = self._num_shown
         return text
+
+    def tokens_through(self, marker: str, start: int) -> int:
+        """How many tokens end with the first `marker`, which is complete after `start`."""
+        for end in range(start + 1, len(self.token_ids) + 1):
+            recent = self.token_ids[max(0, end - len(marker)) : end]  # no token is shorter than a byte
+            if marker in self._tokenizer.decode(recent, skip_special_tokens=False):
+                return end
+        return len(self.token_ids)
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(

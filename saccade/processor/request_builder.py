@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from saccade.sampling_params import SamplingParams
-from saccade.types import NO_TENANT, Prompt, Request, Tenant
+from saccade.types import NO_TENANT, Prompt, Request, Tenant, Thinking
 
 
 class RequestBuilder:
@@ -23,6 +23,7 @@ class RequestBuilder:
         first: int = 0,
         tenant: Tenant = NO_TENANT,
         priority: int = 0,
+        thinking: Thinking | None = None,
     ) -> list[Request]:
         """`first`: number of the first output, where a request has several prompts."""
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
@@ -37,6 +38,7 @@ class RequestBuilder:
                 seed=(seed + index) % 2**63,
                 tenant=tenant,
                 priority=priority,
+                thinking=thinking if params.structured is not None else None,
             )
             for index in range(params.n)
         ]

@@ -65,8 +65,10 @@ class Tokenizer:
             return self._inner.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
-        return DecodeStream(self, skip_special_tokens)
+    def stream(
+        self, skip_special_tokens: bool = True, shown_ids: frozenset[int] = frozenset()
+    ) -> DecodeStream:
+        return DecodeStream(self, skip_special_tokens, shown_ids)
 
     def token(self, token_id: int) -> str | None:
         return self._inner.id_to_token(token_id)
@@ -192,17 +194,26 @@ class _AliasTokenizer:
 
 
 class DecodeStream:
-    """Incremental decoding: text is returned when it is final. All of it equals one decode of all ids."""
+    """Incremental decoding: text is returned when it is final. All of it equals one decode of all ids.
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    `shown_ids` are special tokens that are not skipped.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skips = skip_special_tokens
+        self._shown_ids = shown_ids
         self._window: list[int] = []  # the last returned token, then those not yet returned
         self._shown = ""  # text of the window that was returned
         self._is_all_out = True
 
     def push(self, token_id: int) -> str:
-        if self._skips and self._tokenizer.is_special(token_id):
+        if self._skips and self._tokenizer.is_special(token_id) and token_id not in self._shown_ids:
             return ""
         piece = self._tokenizer.piece(token_id)
         if piece == "":
@@ -233,7 +244,8 @@ class DecodeStream:
         return self._emit(self._decode())
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, self._skips)
+        # What is skipped never enters the window.
+        return self._tokenizer.decode(self._window, False)
 
     def _emit(self, text: str) -> str:
         new = text[len(self._shown) :]

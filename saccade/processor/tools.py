@@ -1,14 +1,10 @@
-"""Tools: checks of `tools` and `tool_choice`, and the Hermes tool call parser.
-
-The model writes <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once or more, with text around.
-"""
+"""Tools of a request: checks of `tools` and `tool_choice`. How models write calls is in `dialects`."""
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +12,7 @@ from saccade.errors import RequestError, quoted
 from saccade.structured.schema_validation import check_schema
 
 MAX_TOOLS = 128
-_OPEN = "<tool_call>"
-_CLOSE = "</tool_call>"
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 Tool = Mapping[str, Any]
 
@@ -29,7 +22,7 @@ class ToolPlan:
     """What `tools` and `tool_choice` mean for one request."""
 
     for_template: Sequence[Tool] | None  # in the chat template
-    calls: bool  # the output is parsed for calls, by a `ToolParser`
+    calls: bool  # the output is searched for calls
     structured: str | None = None  # for SamplingParams: a schema of one call without tags
 
 
@@ -130,147 +123,3 @@ def _call_for_template(call: Any, where: str) -> Any:
         message = "the arguments of a tool call must be JSON as text"
         raise RequestError(message, param=f"{where}.function.arguments") from None
     return {**call, "function": {**function, "arguments": parsed}}
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text that is not part of a call."""
-
-    text: str
-
-    def delta(self) -> dict[str, Any]:
-        """As it stands in an OpenAI chunk."""
-        return {"content": self.text}
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    index: int
-    id: str
-    name: str
-
-    def delta(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": ""}
-        call = {"index": self.index, "id": self.id, "type": "function", "function": function}
-        return {"tool_calls": [call]}
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A call's arguments as JSON text, appended to what came before for this index."""
-
-    index: int
-    arguments: str
-
-    def delta(self) -> dict[str, Any]:
-        return {"tool_calls": [{"index": self.index, "function": {"arguments": self.arguments}}]}
-
-
-ToolDelta = Content | CallStart | CallArguments
-
-
-class ToolParser:
-    """Streaming parser: output text in; content and calls out.
-
-    A call is returned when it is complete; an invalid one comes back as content. White space around calls is
-    dropped. `is_bare` is for an output that is one call without tags.
-    """
-
-    def __init__(self, *, is_bare: bool = False) -> None:
-        self.num_calls = 0
-        self._is_bare = is_bare
-        self._text = ""  # pending: the beginning of a tag, or an incomplete call
-        self._space = ""  # pending white space, returned only if text follows
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the finish reason is tool_calls."""
-        return self.num_calls > 0
-
-    def push(self, text: str) -> list[ToolDelta]:
-        self._text += text
-        return [] if self._is_bare else list(self._advance())
-
-    def finish(self) -> list[ToolDelta]:
-        """The output has ended. A call that lacks only its closing tag counts."""
-        rest = self._text
-        self._text = ""
-        deltas: list[ToolDelta] = []
-        if self._is_bare or rest.startswith(_OPEN):
-            deltas = list(self._call(rest.removeprefix(_OPEN)))
-        if not deltas:
-            deltas = list(self._content(rest))
-        if self._space and not self.has_calls:
-            deltas.append(Content(self._space))
-        self._space = ""
-        return deltas
-
-    def _advance(self) -> Iterator[ToolDelta]:
-        while True:
-            if self._text.startswith(_OPEN):
-                end = _end_of_call(self._text)
-                if end is None:
-                    return
-                whole = self._text[:end]
-                self._text = self._text[end:]
-                yield from list(self._call(whole[len(_OPEN) : -len(_CLOSE)])) or self._content(whole)
-                continue
-            start = _start_of_tag(self._text)
-            before = self._text[:start]
-            self._text = self._text[start:]
-            yield from self._content(before)
-            if not self._text.startswith(_OPEN):
-                return
-
-    def _call(self, body: str) -> Iterator[ToolDelta]:
-        found = _parsed(body)
-        if found is None:
-            return
-        name, arguments = found
-        index = self.num_calls
-        self._space = ""
-        self.num_calls += 1
-        yield CallStart(index, f"call_{secrets.token_hex(12)}", name)
-        yield CallArguments(index, arguments)
-
-    def _content(self, text: str) -> Iterator[ToolDelta]:
-        text = self._space + text
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
-            yield Content(shown)
-
-
-def _start_of_tag(text: str) -> int:
-    """Index of an opening tag, or of a prefix of one at the end; the text's length if there is neither."""
-    start = text.find(_OPEN)
-    if start >= 0:
-        return start
-    for length in range(min(len(_OPEN) - 1, len(text)), 0, -1):
-        if _OPEN.startswith(text[-length:]):
-            return len(text) - length
-    return len(text)
-
-
-def _end_of_call(text: str) -> int | None:
-    """End of the first closing tag outside a JSON string; None if there is none yet."""
-    at = text.find(_CLOSE)
-    while at >= 0:
-        if '"' not in _STRINGS.sub("", text[:at]):
-            return at + len(_CLOSE)
-        at = text.find(_CLOSE, at + 1)
-    return None
-
-
-def _parsed(body: str) -> tuple[str, str] | None:
-    """Name and arguments of a call; None if it is not one."""
-    try:
-        call = json.loads(body)
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-            return None
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, dict):
-            return None
-        return call["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        return None

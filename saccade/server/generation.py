@@ -5,20 +5,31 @@ A `Generation` has `n` outputs for each prompt of the request. Knows no HTTP and
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from saccade.engine.ipc.client import EngineUnavailable, RequestStream
 from saccade.errors import RequestError
+from saccade.processor.dialects.parser import PLAIN, OutputFormat
+from saccade.processor.dialects.reader import Problem
 from saccade.processor.output import RequestOutputBuilder
 from saccade.server.accounts import Account, Charge
 from saccade.server.metrics import Finished, Metrics
 from saccade.server.request_record import RequestRecord
 from saccade.types import Bill, Logprobs, Prompt, Request, TokenEvent
 
+logger = logging.getLogger("saccade.server")
+
 Outputs = Sequence[RequestOutputBuilder]
+_PROBLEMS: Mapping[Problem, str] = {
+    "syntax": "the model wrote one that cannot be read",
+    "incomplete": "the output ended inside of it",
+    "unknown_tool": "the model named a tool that the request does not offer",
+    "schema": "its arguments do not follow the schema of the tool",
+}
 KEEP_ALIVE_SECONDS = 5.0
 """A stream sends something after this time: the prefill of large images may outlast a proxy's timeout."""
 
@@ -70,8 +81,14 @@ class Generation:
     """A context manager: leaving it cancels the requests that still run."""
 
     def __init__(
-        self, prompts: Sequence[BilledPrompt], outputs: Outputs, timing: Timing, metrics: Metrics
+        self,
+        prompts: Sequence[BilledPrompt],
+        outputs: Outputs,
+        timing: Timing,
+        metrics: Metrics,
+        output_format: OutputFormat = PLAIN,
     ) -> None:
+        self.output_format = output_format
         # Not the prompts themselves: they hold images, which the engine has by now.
         self.bills = [billed.bill for billed in prompts]
         self.prompt_ids = [billed.prompt.token_ids for billed in prompts]
@@ -85,6 +102,7 @@ class Generation:
         self._metrics = metrics
         self._streams: list[RequestStream] = []
         self._has_media = any(bill.items for bill in self.bills)
+        self._reasoning_tokens = [0] * len(outputs)
         self._last: list[float | None] = [None] * len(outputs)  # time of the last token of each output
         self._first: float | None = None
 
@@ -224,6 +242,24 @@ class Generation:
                 decode_seconds=now - (self._first or now),
             )
         )
+
+    def count_reasoning(self, index: int, new: int, is_thinking: bool) -> None:
+        """The last `new` tokens of an output were thinking, or its end if it `is_thinking` no more."""
+        output = self.outputs[index]
+        total = len(output.token_ids)
+        thinking = self.output_format.thinking
+        if not is_thinking and thinking is not None:
+            total = output.tokens_through(thinking.close, total - new)
+        self._reasoning_tokens[index] = total
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(self._reasoning_tokens)
+
+    def report_call(self, problem: Problem) -> None:
+        """A tool call of an output is not as it should be."""
+        self._metrics.tool_call_problem(problem)
+        logger.warning("a tool call: %s", _PROBLEMS[problem])
 
     @property
     def cached_tokens(self) -> int:

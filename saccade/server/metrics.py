@@ -113,6 +113,9 @@ class Metrics:
     def media_refused(self, code: str) -> None:
         self._saccade.media_refused.labels(code).inc()
 
+    def tool_call_problem(self, reason: str) -> None:
+        self._saccade.tool_call_problems.labels(reason).inc()
+
     def media_mistyped(self, count: int) -> None:
         """Images of another format than their data URL says."""
         self._saccade.media_mistyped.inc(count)
@@ -138,6 +141,8 @@ class _SaccadeMetrics:
         self.refused = counter("admission_rejected", "Requests turned away before any work", "reason")
         self.media_refused = counter("media_rejected", "Pictures that were refused", "code")
         self.media_mistyped = counter("media_mistyped", "Pictures of another format than their data URL says")
+        text = "Tool calls that cannot be read, end early, name no offered tool or do not follow its schema"
+        self.tool_call_problems = counter("tool_call_problems", text, "reason")
         self.tokens = counter("tokens", "Tokens by kind", "kind")
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _SLOW, media)
         self.e2e = histogram("e2e_latency_seconds", "Arrival to last token", _SLOW, media)

@@ -25,6 +25,8 @@ from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig
 from saccade.processor.checkpoint_files import BUILTIN_NAME
+from saccade.processor.dialects.parser import PLAIN, OutputFormat, OutputFormats
+from saccade.processor.dialects.registry import thinking_dialect, tool_dialect
 from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
@@ -124,10 +126,10 @@ class Service:
         self.connections = Connections(maximum, server.max_client_share, on_refusal=self.metrics.refused)
         self.defaults = sampling_defaults(options, processor.checkpoint.generation)
         self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults)
+        self._formats = _output_formats(server, processor)
         self.created = int(time.time())
         self._fetcher = fetcher
-        uuids = UuidCache(server.uuid_cache_mb << 20)
-        self._media = MediaResolver(fetcher, uuids, processor.policy, self.metrics)
+        self._media = _media_resolver(server, processor, fetcher, self.metrics)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
         self._schema_pool = FairPool(_SCHEMA_THREADS, "saccade-schema", server.max_schema_checks)
         self._document_pool = FairPool(_DOCUMENT_THREADS, "saccade-document", _MAX_DOCUMENTS)
@@ -337,20 +339,29 @@ class Service:
         self.check_model(response_options.model)
         exchange.lease.enter(response_options.params.n)
         billed, timing = await self.prepare_chat(request, exchange)
-        with self.generation([billed], response_options, timing) as generation:
+        output_format = self._formats.after(billed.prompt.text or "")
+        shown = output_format.shown_markers(finds_calls=request.tools.calls)
+        with self.generation([billed], response_options, timing, output_format, shown) as generation:
             await self.start(generation, [billed], response_options, exchange.caller)
             del billed  # the engine has the images now and counts their bytes
             exchange.lease.release()
             yield generation
 
     def generation(
-        self, prompts: Sequence[BilledPrompt], response_options: ResponseOptions, timing: Timing
+        self,
+        prompts: Sequence[BilledPrompt],
+        response_options: ResponseOptions,
+        timing: Timing,
+        output_format: OutputFormat = PLAIN,
+        shown_markers: Sequence[str] = (),
     ) -> Generation:
         params = response_options.params
         self.processor.check_params(params)
         count = len(prompts) * params.n
-        outputs = [RequestOutputBuilder(index, self.processor.tokenizer, params) for index in range(count)]
-        return Generation(prompts, outputs, timing, self.metrics)
+        tokenizer = self.processor.tokenizer
+        shown_ids = frozenset(i for marker in shown_markers if (i := tokenizer.token_id(marker)) is not None)
+        outputs = [RequestOutputBuilder(index, tokenizer, params, shown_ids) for index in range(count)]
+        return Generation(prompts, outputs, timing, self.metrics, output_format)
 
     async def start(
         self,
@@ -378,6 +389,7 @@ class Service:
                 first=len(requests),
                 tenant=tenant,
                 priority=response_options.priority,
+                thinking=generation.output_format.thinking,
             )
         await generation.submit(self.engine, requests)
 
@@ -403,6 +415,19 @@ def _reserved_tokens(lengths: Sequence[int], params: SamplingParams, account: Ac
     if limit is not None and params.max_tokens is None:
         return min(reserved, max(1, limit // _USUAL_REQUESTS))
     return reserved
+
+
+def _media_resolver(
+    server: ServerOptions, processor: Processor, fetcher: Fetcher, metrics: Metrics
+) -> MediaResolver:
+    return MediaResolver(fetcher, UuidCache(server.uuid_cache_mb << 20), processor.policy, metrics)
+
+
+def _output_formats(server: ServerOptions, processor: Processor) -> OutputFormats:
+    template = processor.checkpoint.chat_template
+    calls = tool_dialect(server.tool_call_parser, template)
+    thinking = thinking_dialect(server.reasoning_parser, template)
+    return OutputFormats(calls, thinking, processor.tokenizer.token_id)
 
 
 def _name_of(model: str | None) -> str:

@@ -28,7 +28,8 @@ from saccade.checkpoint.tokenizer_json import read_tokenizer
 from saccade.errors import RequestError
 from saccade.fair_pool import FairPool
 from saccade.structured.schema import compiled, is_available, unavailable
-from saccade.types import Request
+from saccade.structured.thinking import ThinkingGate
+from saccade.types import Request, Thinking
 
 if is_available():
     from llguidance import LLMatcher, LLTokenizer
@@ -119,7 +120,8 @@ class Grammars:
         request_id = request.request_id
         owner = request.family
         budget = self._budgets.setdefault(owner, Budget())
-        grammar = Grammar(request.eos_token_ids, budget, partial(self._hand_over, request_id, owner))
+        hand_over = partial(self._hand_over, request_id, owner)
+        grammar = Grammar(request.eos_token_ids, budget, hand_over, request.thinking)
         self._open[request_id] = grammar
         self._wait_for(request_id)
         template = self._template(_Key(request.prompt.salt, schema, request.params.n), owner)
@@ -206,8 +208,16 @@ class Grammar:
     `advance` is fast and runs in the step. `begin` and `make_mask` may be slow and run in other threads.
     """
 
-    def __init__(self, end_ids: frozenset[int], budget: Budget, hand_over: Callable[[Grammar], None]) -> None:
+    def __init__(
+        self,
+        end_ids: frozenset[int],
+        budget: Budget,
+        hand_over: Callable[[Grammar], None],
+        thinking: Thinking | None = None,
+    ) -> None:
         self._ends = end_ids
+        self._thinking = thinking
+        self._gate: ThinkingGate | None = None  # where the output may think first
         self._budget = budget
         self._hand_over = hand_over  # has `make_mask` called in a thread
         self._matcher: LLMatcher | None = None
@@ -217,9 +227,20 @@ class Grammar:
         self.error: RequestError | None = None
 
     def allowed(self) -> Bits | None:  # [words]
-        """The tokens allowed next, including EOS where the output may end. None after an error."""
+        """The tokens allowed next, including EOS where the output may end.
+
+        None after an error, and while the output thinks: then all are allowed.
+        """
         self._is_made.wait()
-        return self._bits
+        if self._gate is None or self._bits is None:
+            return self._bits
+        if self._gate.is_open:
+            return None
+        if (opener := self._gate.opener) is None:
+            return self._bits
+        bits = self._bits.copy()
+        _set(bits, np.array([opener], np.int64))
+        return bits
 
     def must_end(self, bits: Bits) -> bool:
         """Whether only EOS tokens are allowed."""
@@ -233,8 +254,11 @@ class Grammar:
             return
         if self._matcher is None or self.error:
             return
+        tokens = self._gate.take(token) if self._gate else [token]
+        if not tokens:
+            return
         with self._budget.step.spending():
-            self._matcher.consume_token(token)
+            self._matcher.consume_tokens(tokens)
         self._budget.step.earn()
         self._budget.masks.earn()
         if self._matcher.is_error():
@@ -254,6 +278,8 @@ class Grammar:
         self._end_ids = np.array(sorted(end for end in self._ends if end < vocabulary), np.int64)
         with self._budget.masks.spending():
             self._matcher = template.matcher.deep_copy()
+        if self._thinking is not None:
+            self._gate = ThinkingGate(self._thinking, template.tokenizer)
         self.make_mask()
 
     def make_mask(self) -> None:

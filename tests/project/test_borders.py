@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "media": {"errors", "types", "options"},
     "structured": {"errors", "types", "checkpoint", "fair_pool"},
     "processor.families": {"errors", "types", "costs", "checkpoint"},
+    "processor.dialects": {"errors", "types"},
     "processor": NOUNS | {"checkpoint", "media", "structured", "processor.families"},
     "scheduler": {"errors", "types", "options"},
     "kernels": set(),
@@ -69,10 +70,11 @@ ALLOWED: dict[str, set[str]] = {
     "llm": NOUNS | {"processor", "structured", "engine"},
     "server.http": {"errors", "types", "options", "server_options", "server"},
     "server.request": NOUNS | {"media", "structured", "processor", "plan", "server", "server.http"},
-    "server.api": NOUNS | {"media", "processor", "plan", "server", "server.http", "server.request"},
+    "server.api": NOUNS
+    | {"media", "processor", "processor.dialects", "plan", "server", "server.http", "server.request"},
     "server": NOUNS
     | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc", "engine.encoders"}
-    | {"engine.replicas", "engine.ray_cluster"}
+    | {"engine.replicas", "engine.ray_cluster", "processor.dialects"}
     | {"server.http", "server.request", "server.api"},
     "svg": set(),
     "evaluation": {"errors", "types", "options", "costs", "svg"},

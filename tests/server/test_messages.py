@@ -238,7 +238,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": ANY}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "all"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    ({"thinking": {"type": "often"}}, "thinking.type"),
     ({"container": "c"}, "container"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"pattern": "("}}}}, "output_config.format"),
 ]

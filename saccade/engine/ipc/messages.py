@@ -20,7 +20,7 @@ from saccade.errors import RequestError
 from saccade.options import Options, SchedulerConfig
 from saccade.sampling_params import SamplingParams
 from saccade.scheduler.cache_log import CacheChanges
-from saccade.types import Geometry, MediaItem, Prompt, Replica, Request, Span, Tenant, TokenEvent
+from saccade.types import Geometry, MediaItem, Prompt, Replica, Request, Span, Tenant, Thinking, TokenEvent
 
 HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 30
@@ -61,6 +61,7 @@ class RequestBody(msgspec.Struct, frozen=True, array_like=True):
     eos_token_ids: frozenset[int]
     tenant: Tenant
     priority: int
+    thinking: Thinking | None
 
 
 def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
@@ -68,8 +69,9 @@ def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
     alike: dict[Hashable, list[Request]] = {}
     for request in requests:
         same = (id(request.prompt), id(request.params))
-        shared = (*same, request.max_tokens, request.eos_token_ids, request.tenant, request.priority)
-        alike.setdefault(shared, []).append(request)
+        limits = (request.max_tokens, request.eos_token_ids)
+        whose = (request.tenant, request.priority)
+        alike.setdefault((*same, *limits, *whose, request.thinking), []).append(request)
     bodies = []
     for group in alike.values():
         first = group[0]
@@ -77,7 +79,8 @@ def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
         prompt = _pack_prompt(first.prompt)
         params = replace(first.params, stop=None)
         limits = (first.max_tokens, first.eos_token_ids)
-        bodies.append(RequestBody(ids, prompt, params, *limits, first.tenant, first.priority))
+        whose = (first.tenant, first.priority)
+        bodies.append(RequestBody(ids, prompt, params, *limits, *whose, first.thinking))
     return bodies
 
 
@@ -86,7 +89,7 @@ def unpack_requests(bodies: Iterable[RequestBody]) -> list[Request]:
     for body in bodies:
         prompt = _unpack_prompt(body.prompt)
         shared = (prompt, body.params, body.max_tokens, body.eos_token_ids)
-        whose = (body.tenant, body.priority)
+        whose = (body.tenant, body.priority, body.thinking)
         requests += [Request(request_id, *shared, seed, *whose) for request_id, seed in body.ids]
     return requests
 

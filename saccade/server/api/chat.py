@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from saccade.processor.tools import CallStart, Content, ToolDelta
+from saccade.processor.dialects.events import CallStart, Content, Reasoning
 from saccade.server.api.chunks import DONE, Envelope, TextEvent
 from saccade.server.api.events import Event, EventShape, send_events
 from saccade.server.api.logprobs import chat_logprobs
-from saccade.server.api.tool_calls import CallFinder
+from saccade.server.api.parsed_output import OutputPart, ParsedOutput
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
 from saccade.server.request.chat import ChatRequest, read_chat
@@ -30,7 +30,7 @@ class ChatEvents(EventShape):
         options = chat.response_options
         self._options = options
         self._tokenizer = service.processor.tokenizer
-        self._outputs = [_ChatOutput(chat, index) for index in range(len(generation.outputs))]
+        self._outputs = [_ChatOutput(chat, generation, index) for index in range(len(generation.outputs))]
         response_id = f"chatcmpl-{options.request_id or request_id}"
         self._envelope = Envelope(response_id, service.names[0], options, generation)
         self._texts: dict[int, TextEvent] = {}  # by output
@@ -39,7 +39,7 @@ class ChatEvents(EventShape):
 
     def take(self, delta: Delta) -> Iterator[Event]:
         output = self._outputs[delta.index]
-        if self.is_plain and output.is_open and delta.text and delta.finish_reason is None:
+        if self.is_plain and output.is_passive and delta.text and delta.finish_reason is None:
             yield self._text_event(delta.index)(delta.text)
             return
         if not output.is_open:
@@ -80,34 +80,41 @@ class ChatEvents(EventShape):
 
 
 class _ChatOutput:
-    """One output so far: its text, its tool calls and its tokens."""
+    """One output so far: its thinking, text, tool calls and tokens."""
 
-    def __init__(self, request: ChatRequest, index: int) -> None:
+    def __init__(self, request: ChatRequest, generation: Generation, index: int) -> None:
         self.is_open = False
-        self._finder = CallFinder(request)
+        self._parsed = ParsedOutput(request, generation, index)
+        self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._total = Delta(index)
 
+    @property
+    def is_passive(self) -> bool:
+        return self.is_open and self._parsed.is_passive
+
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """The `delta` objects of the chunks that this delta becomes."""
         self._total.add(delta)
-        found = self._finder.take(delta)
+        found = self._parsed.take(delta)
         for part in found:
             self._keep(part)
         return [part.delta() for part in found]
 
-    def _keep(self, part: ToolDelta) -> None:
-        if isinstance(part, Content):
+    def _keep(self, part: OutputPart) -> None:
+        if isinstance(part, Reasoning):
+            self._reasoning.append(part.text)
+        elif isinstance(part, Content):
             self._content.append(part.text)
         elif isinstance(part, CallStart):
             function = {"name": part.name, "arguments": ""}
             self._calls.append({"id": part.id, "type": "function", "function": function})
         else:
-            self._calls[part.index]["function"]["arguments"] += part.arguments
+            self._calls[part.index]["function"]["arguments"] += part.text
 
     def finish_reason(self, reason: str | None) -> str | None:
-        return self._finder.finish_reason(reason)
+        return self._parsed.finish_reason(reason)
 
     def total(self) -> Delta:
         """All deltas as one."""
@@ -117,6 +124,10 @@ class _ChatOutput:
     def message(self) -> dict[str, Any]:
         text = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._reasoning or self._calls:
+            message["content"] = text or None
+        if self._reasoning:
+            message |= Reasoning("".join(self._reasoning)).delta()
         if self._calls:
-            message |= {"content": text or None, "tool_calls": self._calls}
+            message["tool_calls"] = self._calls
         return message

@@ -93,6 +93,7 @@ def usage_of(generation: Generation) -> dict[str, Any]:
             "image_tokens": sum(bill.image_tokens for bill in bills),
             "video_tokens": sum(bill.video_tokens for bill in bills),
         },
+        "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
     }
 
 

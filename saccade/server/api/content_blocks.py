@@ -1,6 +1,6 @@
-"""An output as a sequence of blocks, each a text or a tool call with a start and an end. Knows no JSON shape.
+"""An output as a sequence of blocks with a start and an end: thinking, texts and tool calls.
 
-The Responses and the Messages API stream blocks; the chunks of a chat completion have none.
+The Responses and the Messages API stream blocks; chunks of a chat completion have none. Knows no JSON shape.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from saccade.processor.tools import CallStart, Content, ToolDelta
-from saccade.server.api.tool_calls import CallFinder
-from saccade.server.generation import Delta
+from saccade.processor.dialects.events import CallArguments, CallStart, Reasoning
+from saccade.server.api.parsed_output import OutputPart, ParsedOutput
+from saccade.server.generation import Delta, Generation
 from saccade.server.request.chat import ChatRequest
 
 
 @dataclass(slots=True)
 class Block:
     index: int
-    call: CallStart | None  # None: a text
+    call: CallStart | None  # None: a text or thinking
+    is_reasoning: bool = False
     text: str = ""  # so far; for a call its arguments as JSON
     has_filters: bool = False  # the output reached its maximum length in this block
 
@@ -32,38 +33,41 @@ class BlockEvent(NamedTuple):
 class BlockOutput:
     """Collects the deltas of one output. A complete output has at least one block: clients read the first."""
 
-    def __init__(self, request: ChatRequest) -> None:
-        self._calls = CallFinder(request)
+    def __init__(self, request: ChatRequest, generation: Generation) -> None:
+        self._parsed = ParsedOutput(request, generation)
         self._is_open = False
         self.blocks: list[Block] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
     def take(self, delta: Delta) -> Iterator[BlockEvent]:
-        for part in self._calls.take(delta):
+        for part in self._parsed.take(delta):
             yield from self._add(part)
         if delta.finish_reason:
-            self.finish_reason = self._calls.finish_reason(delta.finish_reason)
+            self.finish_reason = self._parsed.finish_reason(delta.finish_reason)
             self.stop_reason = delta.stop_reason
             if not self.blocks:
                 yield self._open(None)
             self.blocks[-1].has_filters = self.finish_reason == "length"
             yield from self._close()
 
-    def _add(self, part: ToolDelta) -> Iterator[BlockEvent]:
+    def _add(self, part: OutputPart) -> Iterator[BlockEvent]:
         if isinstance(part, CallStart):
             yield from self._close()
             yield self._open(part)
             return
-        if isinstance(part, Content) and not (self._is_open and self.blocks[-1].call is None):
+        if not isinstance(part, CallArguments) and not self._continues(isinstance(part, Reasoning)):
             yield from self._close()
-            yield self._open(None)
-        text = part.text if isinstance(part, Content) else part.arguments
-        self.blocks[-1].text += text
-        yield BlockEvent("add", self.blocks[-1], text)
+            yield self._open(None, is_reasoning=isinstance(part, Reasoning))
+        self.blocks[-1].text += part.text
+        yield BlockEvent("add", self.blocks[-1], part.text)
 
-    def _open(self, call: CallStart | None) -> BlockEvent:
-        self.blocks.append(Block(len(self.blocks), call))
+    def _continues(self, is_reasoning: bool) -> bool:
+        """Whether the last block is open and of this kind."""
+        return self._is_open and self.blocks[-1].call is None and self.blocks[-1].is_reasoning == is_reasoning
+
+    def _open(self, call: CallStart | None, *, is_reasoning: bool = False) -> BlockEvent:
+        self.blocks.append(Block(len(self.blocks), call, is_reasoning))
         self._is_open = True
         return BlockEvent("open", self.blocks[-1])
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from saccade.processor.dialects.arguments import parsed_object
 from saccade.server.api.chunks import usage_of
 from saccade.server.api.content_blocks import Block, BlockEvent, BlockOutput
 from saccade.server.api.events import Event, EventShape, send_events
@@ -30,7 +30,7 @@ async def create_message(service: Service, exchange: Exchange) -> None:
 
 class MessageEvents(EventShape):
     def __init__(self, model: str, chat: ChatRequest, request_id: str, generation: Generation) -> None:
-        self._output = BlockOutput(chat)
+        self._output = BlockOutput(chat, generation)
         self._generation = generation
         self._request_id = request_id
         message_id = f"msg_{chat.response_options.request_id or request_id}"
@@ -76,14 +76,20 @@ class MessageEvents(EventShape):
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """A block so far. The arguments of a call are empty until they are complete JSON."""
+    """A block so far. Arguments that are no JSON are given as Anthropic advises to send them back."""
+    if block.is_reasoning:
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.call is None:
         return {"type": "text", "text": block.text}
-    arguments = json.loads(block.text) if block.text else {}
+    arguments = parsed_object(block.text)
+    if arguments is None:
+        arguments = {"INVALID_JSON": block.text}
     return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": arguments}
 
 
 def _delta(event: BlockEvent) -> dict[str, Any]:
+    if event.block.is_reasoning:
+        return {"type": "thinking_delta", "thinking": event.text}
     if event.block.call is None:
         return {"type": "text_delta", "text": event.text}
     return {"type": "input_json_delta", "partial_json": event.text}

@@ -39,7 +39,7 @@ class ResponseEvents(EventShape):
     def __init__(
         self, model: str, chat: ChatRequest, echo: Mapping[str, Any], request_id: str, generation: Generation
     ) -> None:
-        self._output = BlockOutput(chat)
+        self._output = BlockOutput(chat, generation)
         self._generation = generation
         self._sequence_numbers = itertools.count()
         self._id = chat.response_options.request_id or request_id
@@ -71,11 +71,14 @@ class ResponseEvents(EventShape):
         if block.call is not None:
             call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
             return {**common, "type": "function_call", **call}
-        content = [] if status == "in_progress" else [_part(block.text)]
+        content = [] if status == "in_progress" else [_part(block, block.text)]
+        if block.is_reasoning:
+            return {**common, "type": "reasoning", "summary": [], "content": content}
         return {**common, "type": "message", "role": "assistant", "content": content}
 
     def _item_id(self, block: Block) -> str:
-        return f"{'msg' if block.call is None else 'fc'}_{self._id}_{block.index}"
+        kind = "rs" if block.is_reasoning else "msg" if block.call is None else "fc"
+        return f"{kind}_{self._id}_{block.index}"
 
     # --- the stream -----------------------------------------------------------------------------------------
 
@@ -107,13 +110,15 @@ class ResponseEvents(EventShape):
 
     def _text_events(self, event: BlockEvent) -> Iterator[Event]:
         block = event.block
+        name = "reasoning_text" if block.is_reasoning else "output_text"
+        logprobs: dict[str, Any] = {} if block.is_reasoning else {"logprobs": []}
         if event.kind == "open":
-            yield self._part_event("content_part.added", block, part=_part(""))
+            yield self._part_event("content_part.added", block, part=_part(block, ""))
         elif event.kind == "add":
-            yield self._part_event("output_text.delta", block, delta=event.text, logprobs=[])
+            yield self._part_event(f"{name}.delta", block, delta=event.text, **logprobs)
         else:
-            yield self._part_event("output_text.done", block, text=block.text, logprobs=[])
-            yield self._part_event("content_part.done", block, part=_part(block.text))
+            yield self._part_event(f"{name}.done", block, text=block.text, **logprobs)
+            yield self._part_event("content_part.done", block, part=_part(block, block.text))
 
     def _call_events(self, event: BlockEvent, name: str) -> Iterator[Event]:
         where = {"item_id": self._item_id(event.block), "output_index": event.block.index}
@@ -137,7 +142,9 @@ def _status(block: Block) -> str:
     return "incomplete" if block.has_filters else "completed"
 
 
-def _part(text: str) -> dict[str, Any]:
+def _part(block: Block, text: str) -> dict[str, Any]:
+    if block.is_reasoning:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -152,6 +159,6 @@ def _usage(generation: Generation) -> dict[str, Any]:
             "image_tokens": details["image_tokens"],
         },
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }

@@ -80,10 +80,23 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
         tools=tools,
         parallel_tool_calls=given.get("parallel_tool_calls", True),
         add_generation_prompt=given.get("add_generation_prompt", True),
-        chat_template_kwargs=given.get("chat_template_kwargs"),
+        chat_template_kwargs=_template_kwargs(given),
         mm_processor_kwargs=kwargs,
         renamed=renamed,
     )
+
+
+def _template_kwargs(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """chat_template_kwargs with what else a client says of thinking. Templates ignore unknown names."""
+    kwargs = dict(given.get("chat_template_kwargs") or {})
+    effort = given.get("reasoning_effort")
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            kwargs.setdefault("enable_thinking", False)
+    if "enable_thinking" in kwargs:
+        kwargs.setdefault("thinking", kwargs["enable_thinking"])  # as DeepSeek calls it
+    return kwargs or None
 
 
 def _media_kwargs(given: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, str]]:

@@ -66,11 +66,25 @@ class ChatBuilder:
 
     source_paths: SourcePaths
     messages: list[dict[str, Any]] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)  # of the assistant's message that follows
+
+    def think(self, text: str) -> None:
+        """Thinking that precedes what the assistant says or calls next."""
+        if text:
+            self.thoughts.append(text)
+
+    def _take_thoughts(self) -> dict[str, Any]:
+        """The field in which chat templates look for it."""
+        text = "\n".join(self.thoughts)
+        self.thoughts.clear()
+        return {"reasoning_content": text} if text else {}
 
     def add_message(
         self, role: Any, content: Any, path: str, part_paths: Sequence[str] = (), **fields: Any
     ) -> None:
         """`part_paths` has the path of each part if the content is a list."""
+        thoughts = self._take_thoughts()
+        fields = {**thoughts, **fields} if role == "assistant" else fields
         self.messages.append({"role": role, "content": content, **fields})
         self.source_paths.messages.append(_MessagePaths(path, not isinstance(content, list), part_paths))
 
@@ -83,7 +97,7 @@ class ChatBuilder:
 
     def add_call(self, call_id: Any, name: Any, arguments: Any, path: str) -> None:
         """A tool call belongs to the preceding message if that is the assistant's; otherwise to a new one."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
+        if not self.messages or self.messages[-1]["role"] != "assistant" or self.thoughts:
             self.add_message("assistant", "", path)
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self.messages[-1].setdefault("tool_calls", []).append(call)

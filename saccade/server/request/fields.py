@@ -22,6 +22,7 @@ _BOOL: Schema = {"type": "boolean"}
 _STR: Schema = {"type": "string"}
 _LABEL: Schema = {"type": "string", "maxLength": 1024}  # stored, hashed or echoed, never interpreted
 _OBJ: Schema = {"type": "object"}
+_EFFORT: Schema = {"type": "string", "maxLength": 32}  # the chat template says which values it knows
 
 SAMPLING: Mapping[str, Schema] = {
     "n": _INT,
@@ -109,6 +110,7 @@ CHAT: Mapping[str, Schema] = {
     "parallel_tool_calls": _BOOL,
     "add_generation_prompt": _BOOL,
     "chat_template_kwargs": _OBJ,
+    "reasoning_effort": _EFFORT,
     "mm_processor_kwargs": _OBJ,
     "media_io_kwargs": {"type": "object", "properties": {"video": _OBJ}},
 }
@@ -163,7 +165,7 @@ _INPUT_PART: Schema = {
 _INPUT_ITEM: Schema = {
     "type": "object",
     "properties": {
-        "type": {"type": "string", "enum": ["message", "function_call", "function_call_output"]},
+        "type": {"enum": ["message", "function_call", "function_call_output", "reasoning"]},
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]},
         "content": {"type": ["string", "array"], "items": _INPUT_PART},
         "call_id": _STR,
@@ -180,6 +182,7 @@ RESPONSES: Mapping[str, Schema] = {
     "stream_options": _STREAM_OPTIONS,
     "stop": SAMPLING["stop"],
     "text": {"type": "object", "properties": {"format": _OBJ}},
+    "reasoning": {"type": "object", "properties": {"effort": _EFFORT}},
     "tools": CHAT["tools"],
     "tool_choice": CHAT["tool_choice"],
     "parallel_tool_calls": _BOOL,
@@ -190,7 +193,9 @@ RESPONSES: Mapping[str, Schema] = {
 _BLOCK: Schema = {
     "type": "object",
     "properties": {
-        "type": {"type": "string", "enum": ["text", "image", "document", "tool_use", "tool_result"]},
+        "type": {
+            "enum": ["text", "image", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+        },
         "text": _STR,
         "source": {
             "type": "object",
@@ -229,14 +234,14 @@ MESSAGES: Mapping[str, Schema] = {
         "type": "object",
         "properties": {"type": {"enum": ["auto", "any", "tool", "none"]}, "name": _STR},
     },
-    "output_config": {"type": "object", "properties": {"format": _OBJ}},
-    "thinking": _OBJ,
+    "output_config": {"type": "object", "properties": {"format": _OBJ, "effort": _EFFORT}},
+    "thinking": {"type": "object", "properties": {"type": {"enum": ["enabled", "disabled", "adaptive"]}}},
 }
 
 IGNORED: Set[str] = (
     {"metadata", "store", "service_tier", "safety_identifier", "verbosity", "prediction", "moderation"}
     | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
-    | {"reasoning", "reasoning_effort", "web_search_options", "max_tool_calls", "guided_decoding_backend"}
+    | {"reasoning", "web_search_options", "max_tool_calls", "guided_decoding_backend"}
 )
 """Sent by client libraries. They have no effect."""
 

@@ -11,13 +11,22 @@ from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, document_options
 from saccade.server.request.fields import FieldReader
 
-_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
 _ENDINGS = (
     (".image_url", ".source"),
     (".file", ".source"),
     (".function.parameters", ".input_schema"),
     (".function", ""),
 )
+_THINKING: Mapping[str, Mapping[str, bool]] = {
+    "enabled": {"enable_thinking": True},
+    "disabled": {"enable_thinking": False},
+    "adaptive": {},
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -33,8 +42,6 @@ def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: boo
         raise RequestError("messages is missing; send a list with at least one message", param="messages")
     if needs_length and "max_tokens" not in given:
         raise RequestError("max_tokens is missing; say how long the answer may be", param="max_tokens")
-    if given.get("thinking", {}).get("type") == "enabled":
-        raise fields.unsupported("thinking")
     chat = ChatBuilder(SourcePaths(_NAMES, _ENDINGS))
     system = given.get("system")
     if isinstance(system, list):
@@ -58,6 +65,8 @@ def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     chat = {name: given[name] for name in (*fields.CHAT_EXTRAS, "max_tokens") if name in given}
     chat["stop"] = given.get("stop_sequences") or None
     chat["response_format"] = _format(given.get("output_config"))
+    chat["reasoning_effort"] = given.get("output_config", {}).get("effort")
+    chat["chat_template_kwargs"] = {**_thinking(given), **chat.get("chat_template_kwargs", {})} or None
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
     choice = given.get("tool_choice", {"type": "auto"})
     if not tools and choice.get("type") in ("auto", "none"):
@@ -66,6 +75,15 @@ def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     chat["tool_choice"] = _choice(choice)
     chat["parallel_tool_calls"] = choice.get("disable_parallel_tool_use") is not True
     return chat
+
+
+def _thinking(given: Mapping[str, Any]) -> Mapping[str, bool]:
+    """For the chat template. A budget is not enforced: max_tokens bounds thinking and answer together."""
+    kind = given.get("thinking", {"type": "adaptive"}).get("type")
+    if not isinstance(kind, str) or kind not in _THINKING:
+        message = f"thinking must have the type {', '.join(_THINKING)}, not {quoted(kind)}"
+        raise RequestError(message, param="thinking.type")
+    return _THINKING[kind]
 
 
 def _format(config: Mapping[str, Any] | None) -> Any:
@@ -115,6 +133,7 @@ def _add_blocks(chat: ChatBuilder, role: str, blocks: Sequence[Any], path: str) 
     parts: list[dict[str, Any]] = []
     part_paths: list[str] = []
     calls = []
+    thoughts: list[str] = []
     for index, block in enumerate(blocks):
         block_path = f"{path}[{index}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
@@ -126,9 +145,12 @@ def _add_blocks(chat: ChatBuilder, role: str, blocks: Sequence[Any], path: str) 
             _add_result(chat, block, block_path)
         elif kind == "tool_use" and role == "assistant":
             calls.append((block, block_path))
+        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
+            thoughts.append(_thought(block, block_path))
         else:
             parts.append(_part(block, block_path))
             part_paths.append(block_path)
+    chat.think("\n".join(filter(None, thoughts)))
     if parts or not blocks:
         chat.add_message(role, parts, path, part_paths)
     for block, block_path in calls:
@@ -138,6 +160,14 @@ def _add_blocks(chat: ChatBuilder, role: str, blocks: Sequence[Any], path: str) 
             message = "a tool_use block needs a string under name and an object under input"
             raise RequestError(message, param=block_path)
         chat.add_call(block.get("id"), name, arguments, block_path)
+
+
+def _thought(block: Mapping[str, Any], path: str) -> str:
+    """The text of a thinking block; that of a redacted one is for the server that wrote it."""
+    text = block.get("thinking", "") if block["type"] == "thinking" else ""
+    if not isinstance(text, str):
+        raise RequestError("a thinking block needs a string under thinking", param=f"{path}.thinking")
+    return text
 
 
 def _add_result(chat: ChatBuilder, block: Mapping[str, Any], path: str) -> None:
@@ -160,7 +190,8 @@ def _part(block: Any, path: str) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": _url(block.get("source"), f"{path}.source")}}
     if kind == "document":
         return _document(block, path)
-    allowed = "text, image and document, tool_use in an assistant's message, tool_result in a user's"
+    own = "thinking and tool_use in an assistant's message, tool_result in a user's"
+    allowed = f"text, image and document, {own}"
     message = f"a block of the type {quoted(kind)} cannot stand here; use {allowed}"
     raise RequestError(message, param=f"{path}.type")
 

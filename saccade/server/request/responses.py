@@ -14,7 +14,12 @@ from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, doc
 from saccade.server.request.fields import FieldReader
 
 _STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 _ROLES = ("user", "assistant", "system", "developer")
 _ENDINGS = ((".function", ""), (".file", ""))
 _ECHOED: Mapping[str, Any] = {
@@ -22,6 +27,7 @@ _ECHOED: Mapping[str, Any] = {
     "max_output_tokens": None,
     "metadata": {},
     "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None},
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
@@ -79,6 +85,7 @@ def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     chat = {name: given[name] for name in same if name in given}
     chat["max_tokens"] = given.get("max_output_tokens")
     chat["response_format"] = _format(given.get("text"))
+    chat["reasoning_effort"] = given.get("reasoning", {}).get("effort")
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
     choice = given.get("tool_choice")
     if not tools and choice in ("auto", "none"):  # some clients always send it
@@ -131,8 +138,23 @@ def _add_item(chat: ChatBuilder, item: Any, path: str) -> None:
         chat.add_call(item.get("call_id"), item["name"], item["arguments"], path)
     elif kind == "function_call_output":
         _add_content(chat, "tool", item.get("output"), f"{path}.output", tool_call_id=item.get("call_id"))
+    elif kind == "reasoning":
+        chat.think(_thought(item, path))
     else:
-        raise _invalid(f"{path} must be a message, a function_call or a function_call_output", path)
+        kinds = "a message, a reasoning, a function_call or a function_call_output"
+        raise _invalid(f"{path} must be {kinds}", path)
+
+
+def _thought(item: Mapping[str, Any], path: str) -> str:
+    """The text of a reasoning item, or its summary where a server hides the text."""
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(map(_has_text, parts)):
+        raise _invalid("a reasoning item needs a list of parts with a string under text", f"{path}.content")
+    return "\n".join(part["text"] for part in parts)
+
+
+def _has_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
 def _add_content(chat: ChatBuilder, role: Any, content: Any, path: str, **fields: Any) -> None:

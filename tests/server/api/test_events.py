@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from saccade.engine.ipc.client import EngineUnavailable
 from saccade.errors import RequestError
+from saccade.processor.dialects.parser import PLAIN
 from saccade.server.api.chat import ChatEvents
 from saccade.server.api.chunks import TextEvent
 from saccade.server.api.content_blocks import BlockOutput
@@ -45,7 +46,8 @@ def chat(**fields: Any) -> ChatRequest:
 
 def told(request: ChatRequest, *texts: str, finish: str = "stop") -> tuple[BlockOutput, list[str]]:
     """The answer after these pieces, and its events in short."""
-    answer, events = BlockOutput(request), []
+    generation: Any = SimpleNamespace(output_format=PLAIN, report_call=lambda problem: None)
+    answer, events = BlockOutput(request, generation), []
     for index, text in enumerate(texts):
         piece = Delta(0, text, finish_reason=finish if index == len(texts) - 1 else None)
         for event in answer.take(piece):

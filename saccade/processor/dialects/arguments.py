@@ -1,0 +1,150 @@
+"""Arguments of a tool call: checked against the tool's JSON schema, and read from text by their type.
+
+The check is small on purpose: types, required and unknown properties, enums. It stops after a bounded number
+of steps, because schemas come from clients; a `tool_choice` that must hold is enforced by a grammar instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+_MAX_STEPS = 20_000
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
+_PYTHON = {"True": True, "False": False, "None": None}  # models write them now and then
+
+
+def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The schema of each tool's parameters, by its name."""
+    functions = [tool["function"] for tool in tools]
+    return {function["name"]: function.get("parameters") or {} for function in functions}
+
+
+def parsed_object(text: str) -> dict[str, Any] | None:
+    """A JSON object; None if the text is no such thing."""
+    try:
+        value = json.loads(text or "{}", parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+# --- text to values -----------------------------------------------------------------------------------------
+
+
+def types_of(schema: Any, parameters: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a property may have; none if its schema does not say."""
+    schema = _resolved(schema, parameters)
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kinds = schema.get("type", ())
+    found = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
+    for name in ("anyOf", "oneOf"):
+        for choice in _listed(schema.get(name)):
+            kind = choice.get("type") if isinstance(choice, Mapping) else None
+            found |= {kind} if isinstance(kind, str) else set()
+    if not found and _listed(schema.get("enum")):
+        found = {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
+    return frozenset(found)
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """An argument that the model wrote as plain text, as JSON of a type that its schema allows."""
+    stripped = text.strip()
+    if "string" in types and not (stripped == "null" and "null" in types):
+        return json.dumps(text, ensure_ascii=False)
+    try:
+        value = (
+            _PYTHON[stripped] if stripped in _PYTHON else json.loads(stripped, parse_constant=_no_constant)
+        )
+    except (ValueError, RecursionError):
+        value = text  # the check against the schema says so
+    return json.dumps(value, ensure_ascii=False)
+
+
+# --- the check ----------------------------------------------------------------------------------------------
+
+
+def fits(value: Any, parameters: Mapping[str, Any]) -> bool:
+    return _Check(parameters).fits(value, parameters)
+
+
+class _Check:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._left = _MAX_STEPS
+
+    def fits(self, value: Any, schema: Any) -> bool:
+        schema = _resolved(schema, self._root)
+        self._left -= 1
+        if self._left < 0 or not isinstance(schema, Mapping):
+            return schema is not False
+        if not _has_type(value, schema.get("type")) or not _is_listed(value, schema):
+            return False
+        choices = _listed(schema.get("anyOf")) or _listed(schema.get("oneOf"))
+        if choices and not any(self.fits(value, choice) for choice in choices):
+            return False
+        if isinstance(value, dict):
+            return self._object_fits(value, schema)
+        items = schema.get("items")
+        return not isinstance(value, list) or items is None or all(self.fits(entry, items) for entry in value)
+
+    def _object_fits(self, value: dict[str, Any], schema: Mapping[str, Any]) -> bool:
+        known = schema.get("properties")
+        known = known if isinstance(known, Mapping) else {}
+        if any(isinstance(name, str) and name not in value for name in _listed(schema.get("required"))):
+            return False
+        other = schema.get("additionalProperties", True)
+        if schema.get("patternProperties"):
+            other = True
+        return all(self.fits(entry, known.get(name, other)) for name, entry in value.items())
+
+
+def _has_type(value: Any, kinds: Any) -> bool:
+    kinds = [kinds] if isinstance(kinds, str) else _listed(kinds)
+    known = [kind for kind in kinds if isinstance(kind, str) and kind in _TYPES]
+    return not known or any(_is(value, kind) for kind in known)
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    is_whole = kind == "integer" and isinstance(value, float) and value.is_integer()
+    return is_whole or isinstance(value, _TYPES[kind])
+
+
+def _is_listed(value: Any, schema: Mapping[str, Any]) -> bool:
+    if "const" in schema and value != schema["const"]:
+        return False
+    allowed = schema.get("enum")
+    return not isinstance(allowed, (list, tuple)) or value in allowed
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A schema, or what its `$ref` names inside of `root`; anything is allowed where that leads nowhere."""
+    for _ in range(8):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            return schema
+        schema = root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, Mapping) and name else schema
+    return {}

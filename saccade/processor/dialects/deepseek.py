@@ -1,0 +1,76 @@
+"""DeepSeek: V3 and R1, V3.1 and, with tags, V3.2. The first two stand between marks of all calls.
+
+V3     <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, then {...} as a block of JSON, <｜tool▁call▁end｜>
+V3.1   <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
+V3.2   <｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>
+"""
+
+from __future__ import annotations
+
+from saccade.processor.dialects.argument_text import ArgumentWriter
+from saccade.processor.dialects.events import EventSink
+from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
+from saccade.processor.dialects.json_text import copy_value
+from saccade.processor.dialects.reader import Reading, TextReader
+
+CALLS = "<｜tool▁calls▁begin｜>"
+_CALLS_END = "<｜tool▁calls▁end｜>"
+CALL = "<｜tool▁call▁begin｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+MARKERS = (CALLS, _CALLS_END, CALL, _CALL_END, _SEPARATOR)
+_FENCE = "```"
+
+DSML = "｜DSML｜"
+_INVOKE = f"<{DSML}invoke"
+_INVOKE_END = f"</{DSML}invoke>"
+_PARAMETER = f"<{DSML}parameter"
+_PARAMETER_END = f"</{DSML}parameter>"
+_FRAME = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
+
+
+def read_deepseek(reader: TextReader, sink: EventSink) -> Reading[None]:
+    while opened := (yield from reader.copy_until((CALLS, _CALLS_END, CALL), sink.content)):
+        if opened == CALL:
+            yield from read_or_refuse(reader, sink, opened, _call(reader, sink), _CALL_END)
+
+
+def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
+    name, _ = yield from reader.name_until((_SEPARATOR,))
+    is_fenced = name == "function"
+    if is_fenced:
+        name, _ = yield from reader.name_until(("\n",))
+        yield from reader.skip_space()
+        yield from reader.expect(f"{_FENCE}json")
+    name = checked_name(name, sink)
+    yield from reader.skip_space()
+    sink.start(name)
+    yield from copy_value(reader, sink.arguments)
+    yield from reader.skip_space()
+    if is_fenced:
+        yield from reader.skips(_FENCE)
+        yield from reader.skip_space()
+    yield from reader.skips(_CALL_END)
+    sink.end()
+
+
+def read_deepseek_tags(reader: TextReader, sink: EventSink) -> Reading[None]:
+    while opened := (yield from reader.copy_until((*_FRAME, _INVOKE), sink.content)):
+        if opened == _INVOKE:
+            yield from read_or_refuse(reader, sink, opened, _invoke(reader, sink), _INVOKE_END)
+
+
+def _invoke(reader: TextReader, sink: EventSink) -> Reading[None]:
+    yield from reader.expect(' name="')
+    name, _ = yield from reader.name_until(('">',))
+    writer = ArgumentWriter(sink, checked_name(name, sink))
+    yield from reader.skip_space()
+    while (yield from reader.skips(_PARAMETER)):
+        yield from reader.expect(' name="')
+        key, _ = yield from reader.name_until(('" string="',))
+        kind, _ = yield from reader.name_until(('">',))
+        writer.key(key)
+        yield from writer.copy_text(reader, (_PARAMETER_END,), is_string=kind == "true")
+        yield from reader.skip_space()
+    yield from reader.expect(_INVOKE_END)
+    writer.close()

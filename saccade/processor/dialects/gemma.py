@@ -1,0 +1,119 @@
+"""Gemma 4: <|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:5}<tool_call|>; FunctionGemma with other tags."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple
+
+from saccade.processor.dialects.events import EventSink
+from saccade.processor.dialects.hermes import close_call
+from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
+from saccade.processor.dialects.reader import Reading, TextReader, Unreadable
+
+_MAX_DEPTH = 64
+_SCALAR = re.compile(r"[^\s,{}\[\]]+")
+
+
+class _Tags(NamedTuple):
+    open: str
+    close: str
+    quote: str  # around a text
+
+
+GEMMA4 = _Tags("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = _Tags("<start_function_call>", "<end_function_call>", "<escape>")
+
+
+def read_gemma4(reader: TextReader, sink: EventSink) -> Reading[None]:
+    yield from _read(reader, sink, GEMMA4)
+
+
+def read_function_gemma(reader: TextReader, sink: EventSink) -> Reading[None]:
+    yield from _read(reader, sink, FUNCTION_GEMMA)
+
+
+def _read(reader: TextReader, sink: EventSink, tags: _Tags) -> Reading[None]:
+    while (yield from reader.copy_until((tags.open,), sink.content)):
+        yield from read_or_refuse(reader, sink, tags.open, _call(reader, sink, tags), tags.close)
+
+
+def _call(reader: TextReader, sink: EventSink, tags: _Tags) -> Reading[None]:
+    yield from reader.skip_space()
+    yield from reader.expect("call:")
+    name, _ = yield from reader.name_until(("{",))
+    sink.start(checked_name(name, sink))
+    yield from _Values(reader, sink, tags.quote).copy_members("}", _MAX_DEPTH)
+    sink.end()
+    yield from close_call(reader, sink, tags.close)
+
+
+class _Values:
+    """Passes values on as JSON."""
+
+    def __init__(self, reader: TextReader, sink: EventSink, quote: str) -> None:
+        self._reader = reader
+        self._emit = sink.arguments
+        self._quote = quote
+
+    def copy_members(self, close: str, depth: int) -> Reading[None]:
+        """The members of an object or a list, after its bracket."""
+        reader = self._reader
+        self._emit("{" if close == "}" else "[")
+        yield from reader.skip_space()
+        is_first = True
+        while not (yield from reader.skips(close)):
+            if not is_first:
+                yield from reader.expect(",")
+                yield from reader.skip_space()
+                self._emit(", ")
+            is_first = False
+            if close == "}":
+                yield from self._copy_key()
+            yield from self._copy_value(depth)
+            yield from reader.skip_space()
+        self._emit(close)
+
+    def _copy_key(self) -> Reading[None]:
+        if (yield from self._reader.skips(self._quote)):
+            yield from self._copy_text()
+            yield from self._reader.expect(":")
+        else:
+            key, _ = yield from self._reader.name_until((":",))
+            self._emit(json.dumps(key, ensure_ascii=False))
+        self._emit(": ")
+        yield from self._reader.skip_space()
+
+    def _copy_value(self, depth: int) -> Reading[None]:
+        first = yield from self._reader.peek()
+        if not depth:
+            raise Unreadable
+        if first in ("{", "["):
+            self._reader.skip(1)
+            yield from self.copy_members("}" if first == "{" else "]", depth - 1)
+        elif (yield from self._reader.skips(self._quote)):
+            yield from self._copy_text()
+        else:
+            yield from self._copy_scalar()
+
+    def _copy_text(self) -> Reading[None]:
+        """Up to the closing quote, which is the same as the opening one."""
+        self._emit('"')
+        if not (yield from self._reader.copy_until((self._quote,), self._escape)):
+            raise Unreadable("incomplete")
+        self._emit('"')
+
+    def _escape(self, text: str) -> None:
+        self._emit(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _copy_scalar(self) -> Reading[None]:
+        pieces: list[str] = []
+        yield from self._reader.copy_while(_SCALAR, pieces.append)
+        scalar = "".join(pieces)
+        if not scalar:
+            raise Unreadable("syntax" if (yield from self._reader.peek()) else "incomplete")
+        try:
+            json.loads(scalar)
+        except (ValueError, RecursionError):
+            scalar = json.dumps(scalar, ensure_ascii=False)  # a word without quotes
+        self._emit(scalar)

@@ -1,0 +1,44 @@
+"""GLM-4.5 and later: <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>."""
+
+from __future__ import annotations
+
+from saccade.processor.dialects.argument_text import ArgumentWriter
+from saccade.processor.dialects.events import EventSink
+from saccade.processor.dialects.hermes import CLOSE, OPEN
+from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
+from saccade.processor.dialects.reader import Reading, TextReader
+
+KEY = "<arg_key>"
+_KEY_END = "</arg_key>"
+_VALUE = "<arg_value>"
+_VALUE_END = "</arg_value>"
+
+
+def read_glm(reader: TextReader, sink: EventSink) -> Reading[None]:
+    while (yield from reader.copy_until((OPEN,), sink.content)):
+        yield from read_or_refuse(reader, sink, OPEN, _call(reader, sink), CLOSE)
+
+
+def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
+    yield from reader.skip_space()
+    name, marker = yield from reader.name_until(("\n", KEY, CLOSE))
+    writer = ArgumentWriter(sink, checked_name(name, sink))
+    if marker == "\n":
+        marker = yield from _next(reader)
+    while marker == KEY:
+        key, _ = yield from reader.name_until((_KEY_END,))
+        writer.key(key)
+        yield from reader.skip_space()
+        yield from reader.expect(_VALUE)
+        yield from writer.copy_text(reader, (_VALUE_END,))
+        marker = yield from _next(reader)
+    writer.close()
+
+
+def _next(reader: TextReader) -> Reading[str]:
+    """The tag of the next argument, or the end of the call."""
+    yield from reader.skip_space()
+    if (yield from reader.skips(KEY)):
+        return KEY
+    yield from reader.expect(CLOSE)
+    return CLOSE

@@ -1,0 +1,43 @@
+"""Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}], and later [TOOL_CALLS]NAME[ARGS]{...}."""
+
+from __future__ import annotations
+
+import secrets
+
+from saccade.processor.dialects.events import EventSink
+from saccade.processor.dialects.json_calls import NAME_LETTERS, checked_name, read_json_calls, read_or_refuse
+from saccade.processor.dialects.json_text import copy_value
+from saccade.processor.dialects.reader import Reading, TextReader
+
+CALLS = "[TOOL_CALLS]"
+ARGS = "[ARGS]"
+_CALL_ID = "[CALL_ID]"
+MARKERS = (CALLS, ARGS, _CALL_ID)
+
+
+def call_id() -> str:
+    """The chat templates refuse any other length."""
+    return secrets.token_hex(5)[:9]
+
+
+def read_mistral(reader: TextReader, sink: EventSink) -> Reading[None]:
+    while (yield from reader.copy_until((CALLS,), sink.content)):
+        yield from read_or_refuse(reader, sink, CALLS, _calls(reader, sink), CALLS)
+
+
+def _calls(reader: TextReader, sink: EventSink) -> Reading[None]:
+    yield from reader.skip_space()
+    if (yield from reader.peek()) == "[":
+        yield from read_json_calls(reader, sink)
+        return
+    letters: list[str] = []
+    yield from reader.copy_while(NAME_LETTERS, letters.append)
+    name = checked_name("".join(letters), sink)
+    if (yield from reader.skips(_CALL_ID)):
+        yield from reader.name_until((ARGS,))
+    else:
+        yield from reader.skips(ARGS)
+    yield from reader.skip_space()
+    sink.start(name)
+    yield from copy_value(reader, sink.arguments)
+    sink.end()

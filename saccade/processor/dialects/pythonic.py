@@ -1,0 +1,88 @@
+"""Calls as Python: [NAME(KEY=VALUE, ...), ...], which Llama 3.2 and 4 and some others write."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from saccade.processor.dialects.argument_text import ArgumentWriter
+from saccade.processor.dialects.events import EventSink
+from saccade.processor.dialects.json_calls import NAME_LETTERS, checked_name
+from saccade.processor.dialects.reader import Reading, TextReader, Unreadable
+
+_MAX_DEPTH = 64
+_PLAIN = re.compile(r"""[^"'\\()\[\]{},]+""")
+_NAMES = {"true": True, "false": False, "null": None}
+
+
+def read_pythonic(reader: TextReader, sink: EventSink) -> Reading[None]:
+    """A list of calls. What does not begin with the name of a tool is no call at all."""
+    yield from reader.expect("[")
+    while True:
+        yield from reader.skip_space()
+        yield from _call(reader, sink)
+        yield from reader.skip_space()
+        if not (yield from reader.skips(",")):
+            break
+    yield from reader.skips("]")
+
+
+def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
+    letters: list[str] = []
+    yield from reader.copy_while(NAME_LETTERS, letters.append)
+    if not (yield from reader.skips("(")):
+        raise Unreadable(None)
+    writer = ArgumentWriter(sink, checked_name("".join(letters), sink, known_only=True))
+    yield from reader.skip_space()
+    while not (yield from reader.skips(")")):
+        key, _ = yield from reader.name_until(("=",))
+        writer.key(key)
+        yield from reader.skip_space()
+        writer.value(_as_json((yield from _literal(reader))))
+        yield from reader.skips(",")
+        yield from reader.skip_space()
+    writer.close()
+
+
+def _literal(reader: TextReader) -> Reading[str]:
+    """The text of a value up to the comma or parenthesis after it."""
+    pieces: list[str] = []
+    depth = 0
+    while True:
+        yield from reader.copy_while(_PLAIN, pieces.append)
+        letter = yield from reader.peek()
+        if letter == "" or depth > _MAX_DEPTH:
+            raise Unreadable("syntax" if letter else "incomplete")
+        if not depth and letter in ",)":
+            return "".join(pieces).strip()
+        if letter in "\"'":
+            yield from _quoted(reader, letter, pieces)
+            continue
+        depth += (letter in "([{") - (letter in ")]}")
+        pieces.append(reader.skip(1))
+
+
+def _quoted(reader: TextReader, quote: str, pieces: list[str]) -> Reading[None]:
+    pieces.append(reader.skip(1))
+    plain = re.compile(rf"[^\\{quote}]+")
+    while True:
+        yield from reader.copy_while(plain, pieces.append)
+        letter = yield from reader.peek()
+        if letter == "":
+            raise Unreadable("incomplete")
+        pieces.append(reader.skip(1))
+        if letter == quote:
+            return
+        if (yield from reader.peek()) == "":
+            raise Unreadable("incomplete")
+        pieces.append(reader.skip(1))
+
+
+def _as_json(literal: str) -> str:
+    try:
+        value: Any = _NAMES[literal] if literal in _NAMES else ast.literal_eval(literal)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        raise Unreadable from None
