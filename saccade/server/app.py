@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
@@ -273,6 +274,8 @@ def _engine_view(service: Service) -> dict[str, Any]:
     return {
         "object": "engine",
         "model": service.names[0],
+        "version": __version__,
+        "uptime_s": int(time.time()) - service.created,
         "state": "draining" if service.gate.is_draining else status.state,
         "heartbeat_age_s": round(status.heartbeat_age, 3),
         "restarts": status.restarts,
@@ -281,6 +284,7 @@ def _engine_view(service: Service) -> dict[str, Any]:
         "schema_checks_waiting": service.schema_checks_waiting,
         "max_model_len": info.limits.max_model_len if info else None,
         "block_size": info.limits.block_size if info else None,
+        "requests": service.metrics.request_counts(),
         "tokens": {"prompt": service.metrics.tokens_in, "answer": service.metrics.tokens_out},
         "recent_steps": stats.pop("recent_steps", []),
         "stats": stats,

@@ -110,6 +110,12 @@ class Metrics:
         self._saccade.refused.labels(reason).inc()
         self._vllm.refused.labels(self._model, reason).inc()
 
+    def request_counts(self) -> dict[str, dict[str, int]]:
+        """Requests since the start, for the page at `/`: answers, failures and refusals by their reasons."""
+        ours = self._saccade
+        counters = {"answered": ours.requests, "failed": ours.failed, "refused": ours.refused}
+        return {name: _by_first_label(counter) for name, counter in counters.items()}
+
     def media_refused(self, code: str) -> None:
         self._saccade.media_refused.labels(code).inc()
 
@@ -119,6 +125,16 @@ class Metrics:
     def media_mistyped(self, count: int) -> None:
         """Images of another format than their data URL says."""
         self._saccade.media_mistyped.inc(count)
+
+
+def _by_first_label(counter: Counter) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    (metric,) = counter.collect()
+    for sample in metric.samples:
+        if sample.name.endswith("_total"):
+            reason = next(iter(sample.labels.values()))
+            counts[reason] = counts.get(reason, 0) + int(sample.value)
+    return counts
 
 
 def _flag(value: bool) -> str:

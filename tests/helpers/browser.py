@@ -30,11 +30,39 @@ GIVE = """([kind, files]) => {
   document.body.dispatchEvent(event);
 }"""
 
+# In the page: half a second of a canvas that turns from red to blue, recorded and dropped as a video.
+DROP_VIDEO = """async () => {
+  const canvas = Object.assign(document.createElement("canvas"), { width: 160, height: 120 });
+  const pen = canvas.getContext("2d");
+  const recorder = new MediaRecorder(canvas.captureStream(30), { mimeType: "video/webm" });
+  const parts = [];
+  recorder.ondataavailable = (event) => parts.push(event.data);
+  const stopped = new Promise((resolve) => { recorder.onstop = resolve; });
+  recorder.start();
+  for (let i = 0; i < 15; i += 1) {
+    pen.fillStyle = i < 8 ? "red" : "blue";
+    pen.fillRect(0, 0, 160, 120);
+    await new Promise((resolve) => setTimeout(resolve, 33));
+  }
+  recorder.stop();
+  await stopped;
+  const data = new DataTransfer();
+  data.items.add(new File(parts, "clip.webm", { type: "video/webm" }));
+  document.body.dispatchEvent(new DragEvent("drop", { bubbles: true, cancelable: true, dataTransfer: data }));
+}"""
+
 # In the page: controls that a screen reader would have no name for.
 NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, [role=img], [tabindex]")]
   .filter((e) => e.offsetParent !== null)
   .filter((e) => !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.getAttribute("aria-labelledby")))
   .map((e) => e.outerHTML)"""
+
+# In the page: numbers of the bill that stand outside its card.
+CUT_NUMBERS = """() => {
+  const right = (element) => element.getBoundingClientRect().right;
+  const edge = right(document.getElementById("bill")) + 1;
+  return [...document.querySelectorAll("#bill td")].filter((c) => right(c) > edge).map((c) => c.textContent);
+}"""
 
 
 def executable() -> str:

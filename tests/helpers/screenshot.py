@@ -1,4 +1,4 @@
-"""Makes the README's image of the page: `python -m tests.helpers.screenshot docs/page.png [--dark] [--width 1280]`."""
+"""Makes the README's image of the page: `python -m tests.helpers.screenshot docs/page.png [--dark] [--width 1400]`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file")
     parser.add_argument("--dark", action="store_true")
-    parser.add_argument("--width", type=int, default=1280)
-    parser.add_argument("--height", type=int, default=860)
+    parser.add_argument("--width", type=int, default=1400)
+    parser.add_argument("--height", type=int, default=1000)
     given = parser.parse_args()
     how = {
         "viewport": {"width": given.width, "height": given.height},

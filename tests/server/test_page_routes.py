@@ -35,7 +35,7 @@ def test_every_file_that_the_page_names_is_served(server: RunningServer) -> None
         text = server.get(f"/static/{name}").text
         named = re.findall(r'(?:from "\./|(?:src|href)="static/)([\w.]+)"', text)
         waiting += [other for other in named if other not in seen]
-    assert {"main.js", "page.css", "icon.svg", "video.js"} <= seen
+    assert {"main.js", "page.css", "icon.svg", "frames.js"} <= seen
 
 
 def test_the_page_has_no_inline_script_and_no_inline_style(server: RunningServer) -> None:
@@ -64,6 +64,21 @@ def test_the_engine_view_tells_what_the_latest_steps_did(server: RunningServer) 
     steps = view["recent_steps"]
     assert sum(step["image_tokens"] for step in steps) >= 64 and any(step["encodes"] for step in steps)
     assert sum(step["decode_tokens"] for step in steps) >= 3
+
+
+def test_the_engine_view_counts_requests_by_how_they_ended(server: RunningServer) -> None:
+    before = server.get("/v1/engine").json()["requests"]
+    server.chat("Hello", max_tokens=2, ignore_eos=True)
+    server.chat("Hello", max_tokens=-1)
+    view = server.get("/v1/engine").json()
+    assert view["version"] == server.get("/version").json()["version"] and view["uptime_s"] >= 0
+    assert view["requests"]["answered"]["length"] == before["answered"].get("length", 0) + 1
+    assert sum(view["requests"]["failed"].values()) == sum(before["failed"].values()) + 1
+
+
+def test_only_the_built_in_model_is_described(server: RunningServer) -> None:
+    (card,) = server.get("/v1/models").json()["data"]
+    assert card["about"] is None, "the fixture's model is a random one"
 
 
 def test_a_streamed_bill_comes_with_the_last_chunk(server: RunningServer) -> None:

@@ -10,6 +10,7 @@ from saccade.media.probe import FORMATS
 from saccade.media.video_file import is_available
 from saccade.media.video_probe import FORMATS as VIDEO_FORMATS
 from saccade.media.video_sources import FRAME_TYPES
+from saccade.processor.checkpoint_files import BUILTIN
 from saccade.processor.generation_config import shown_defaults
 from saccade.processor.images import LOW_DETAIL_PIXELS
 from saccade.processor.video import Videos
@@ -20,6 +21,13 @@ from saccade.types import Size
 _SHOWN_SIZES = ((336, 336), (640, 480), (1024, 1024), (1280, 720), (1920, 1080), (3840, 2160))
 _TYPICAL_IMAGE = Size(1280, 720)
 _TEXT_TOKENS = 500
+_ABOUT_BUILTIN = {  # training/MODEL_CARD.md in short
+    "what": "a demonstration model of 18.7 million parameters, trained on drawn pictures alone",
+    "can": "name colours and shapes and say where they are, count to six, read words of up to eight letters, "
+    "numbers of up to six digits, bar charts and small tables",
+    "cannot": "recognise photographs, people or handwriting, understand videos, read sentences, calculate, "
+    "or know anything of the world: about those it answers wrongly, and sounds sure",
+}
 
 
 def model_list(service: Service) -> dict[str, Any]:
@@ -45,6 +53,8 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "kv_cache": {"blocks": service.limits.num_blocks, "block_size": service.limits.block_size},
         "default_sampling_params": shown_defaults(service.defaults),
         "multimodal": _multimodal(service),
+        # What it was made for, where we know: for the model inside the package.
+        "about": _ABOUT_BUILTIN if service.processor.checkpoint.path == BUILTIN else None,
     }
 
 

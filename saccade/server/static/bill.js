@@ -3,22 +3,25 @@
 import { byId, count, el, plural, rail, times } from "./dom.js";
 
 const PAUSE_MS = 200;
+const CHARS_PER_MS = 10_000; // a larger body waits longer: each bill sends it whole
+const LONGEST_PAUSE_MS = 2000;
 
 export class BillWatch {
   #timer = 0;
   #asking = new AbortController();
   latest = null;
 
-  // `body` gives the request as it would be sent, or null when there is nothing to price.
-  constructor(api, body, { onBill, onProblem }) {
-    Object.assign(this, { api, body, onBill, onProblem });
+  // `body` gives the request as it would be sent, or null when there is nothing to price; `chars` about its length.
+  constructor(api, body, { chars, onBill, onProblem }) {
+    Object.assign(this, { api, body, chars, onBill, onProblem });
   }
 
   touch() {
     clearTimeout(this.#timer);
     this.#asking.abort();
     byId("bill").classList.add("old");
-    this.#timer = setTimeout(() => this.#ask(), PAUSE_MS);
+    const pause = Math.min(LONGEST_PAUSE_MS, PAUSE_MS + this.chars() / CHARS_PER_MS);
+    this.#timer = setTimeout(() => this.#ask(), pause);
   }
 
   async #ask() {
@@ -39,8 +42,7 @@ export function showBill(bill, names) {
   place.replaceChildren();
   if (!bill) return;
   if (bill.items.length) {
-    const box = { className: "scroll", tabIndex: 0, role: "group", ariaLabel: "Cost of each picture" };
-    place.append(el("div", box, table(bill, names)));
+    place.append(table(bill, names));
   }
   place.append(share(bill));
 }
@@ -48,18 +50,18 @@ export function showBill(bill, names) {
 function table(bill, names) {
   const head = row("th", ["picture", "size", "resized", "grid", "tokens", "KV blocks"]);
   const rows = bill.items.map((item, index) => row("td", cells(item, names[index])));
-  return el("table", {}, el("thead", {}, head), el("tbody", {}, ...rows));
+  return el("table", { ariaLabel: "Cost of each picture" }, el("thead", {}, head), el("tbody", {}, ...rows));
 }
 
 function cells(item, name) {
   const [, rows, columns] = item.grid;
-  const sizes = [times(item.width, item.height), times(item.resized_width, item.resized_height), times(columns, rows)];
+  const grid = item.kind === "video" ? `${times(columns, rows)} × ${item.grid[0]}` : times(columns, rows);
+  const sizes = [times(item.width, item.height), times(item.resized_width, item.resized_height), grid];
   return [name, ...sizes, count(item.tokens), count(item.kv_blocks)];
 }
 
 function row(tag, values) {
-  const wide = [0, 3]; // columns that narrow screens do without
-  const cell = (value, i) => el(tag, { className: wide.includes(i) ? "wide" : "", title: i ? "" : value }, value);
+  const cell = (value, i) => el(tag, { className: i === 3 ? "wide" : "", title: i ? "" : value }, value);
   return el("tr", {}, ...values.map(cell));
 }
 
@@ -67,7 +69,9 @@ function share(bill) {
   const pictures = bill.image_tokens + bill.video_tokens;
   const { prompt_tokens: tokens, max_model_len: context } = bill;
   const part = ((100 * tokens) / context).toFixed(context > 20 * tokens ? 1 : 0);
-  const kinds = `${count(pictures)} picture + ${count(bill.text_tokens)} text`;
+  const videos = bill.video_tokens ? `${count(bill.video_tokens)} video + ` : "";
+  const images = bill.image_tokens || !videos ? `${count(bill.image_tokens)} picture + ` : "";
+  const kinds = `${images}${videos}${count(bill.text_tokens)} text`;
   const kept = bill.encoder_cache_bytes; // of pictures that answers look at
   const beside = kept ? `, ${(kept / 1e6).toFixed(1)} MB of the encoder cache` : "";
   const sum = `${plural(tokens, "token")} = ${kinds}, ${plural(bill.kv_blocks, "KV block")}${beside}`;

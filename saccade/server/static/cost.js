@@ -4,10 +4,11 @@ import { count, el, ms, plural, rail } from "./dom.js";
 
 const STAGES = ["fetch", "prepare", "queue", "decode", "encode", "prefill"];
 
-export function costOf(bill, tokens, seconds) {
+export function costOf(bill, tokens) {
   const stages = stagesOf(bill.times_ms);
   const first = stages.reduce((sum, { value }) => sum + value, 0);
-  const speed = tokens > 1 ? `, ${((tokens - 1) / seconds).toFixed(0)} tokens/s` : "";
+  const seconds = (bill.times_ms.total - bill.times_ms.first_token) / 1000;
+  const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(0)} tokens/s` : "";
   const size = `${plural(tokens, "token")} in the answer${speed}`;
   return el("div", { className: "cost" },
     el("p", {}, el("strong", {}, `First token after ${ms(first)}`), el("span", { className: "quiet" }, size)),
@@ -38,7 +39,8 @@ function caches(bill) {
 }
 
 function pictures(number, bill) {
-  return bill.items.length === 1 ? "picture" : plural(number, "picture");
+  const noun = bill.items.every((item) => item.kind === "video") ? "video" : "picture";
+  return bill.items.length === 1 ? noun : plural(number, noun);
 }
 
 function note(text, isHit) {

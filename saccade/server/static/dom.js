@@ -32,6 +32,15 @@ export function rail(parts, whole, label) {
   return bar;
 }
 
+// The first cell of each row heads it.
+export function table(label, heads, rows, className = "") {
+  const head = heads.map((text) => el("th", { scope: "col" }, text));
+  const body = rows.map(([first, ...cells]) =>
+    el("tr", {}, el("th", { scope: "row" }, first), ...cells.map((cell) => el("td", {}, cell))));
+  return el("table", { className: `figure ${className}`, ariaLabel: label },
+    el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body));
+}
+
 export function show(element, text) {
   element.textContent = text;
   element.hidden = !text;
@@ -52,4 +61,8 @@ export function ms(value) {
 
 export function plural(number, noun) {
   return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+export function percent(share) {
+  return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 }

@@ -1,16 +1,22 @@
 // Puts the page together: who hears of whose changes. What is shown and how is in the modules it joins.
 
+import { hintFor, questionsFor, showAbout } from "./about.js";
 import { Api } from "./api.js";
 import { BillWatch, showBill } from "./bill.js";
 import { Conversation, pictureAt } from "./conversation.js";
 import { byId, count, el, show } from "./dom.js";
 import { EngineView } from "./engine.js";
+import { History, previewOf } from "./history.js";
 import { takeFiles } from "./intake.js";
 import { Pictures } from "./pictures.js";
 import { Planner } from "./plan.js";
-import { QUESTIONS, sampleFile } from "./sample.js";
-import { clearLog, Talk } from "./talk.js";
+import { sampleFile } from "./sample.js";
+import { showServer } from "./server_view.js";
+import { Settings } from "./settings.js";
+import { followTabs, shownTab } from "./tabs.js";
+import { Talk } from "./talk.js";
 import { followTheme } from "./theme.js";
+import { clearLog, mediaWords, TurnView } from "./turn_view.js";
 import { showLarge, showThumbs } from "./view.js";
 
 const STATES = {
@@ -26,6 +32,7 @@ const STATES = {
 
 class Page {
   #sample = 0;
+  #suggested = null;
   #billed = new Map(); // where each picture stands on the bill that is being asked for, in its order
   #priced = []; // ids of the pictures on the latest that came
   #problems = { talk: "", bill: "" }; // what the latest answer and the latest bill ran into
@@ -37,17 +44,20 @@ class Page {
     this.api = new Api();
     this.pictures = new Pictures();
     this.conversation = new Conversation();
+    this.settings = new Settings(() => this.bill.touch());
+    this.history = new History((kept) => this.#reopen(kept));
     this.bill = new BillWatch(this.api, () => this.#billBody(), {
+      chars: () => this.pictures.good.reduce((sum, { url }) => sum + url.length, 0),
       onBill: (bill) => this.#onBill(bill),
       onProblem: (problem) => this.#onBillProblem(problem),
     });
     this.talk = new Talk(this.api, this.conversation, {
-      request: (turn) => this.#body(turn),
+      request: (turn) => this.#request(turn),
       onDone: () => this.#afterAnswer(),
       onProblem: (problem, turn) => this.#onTalkProblem(problem, turn),
     });
     this.planner = new Planner(this.api);
-    this.engine = new EngineView(this.api, { onState: (state) => this.#onState(state) });
+    this.engine = new EngineView(this.api, { onState: (state, engine) => this.#onState(state, engine) });
   }
 
   start() {
@@ -58,29 +68,56 @@ class Page {
     byId("sample").addEventListener("click", () => this.#addSample());
     byId("detail").addEventListener("change", () => this.#onLimits());
     byId("pixels").addEventListener("input", () => this.#onPixels());
+    byId("max-frames").addEventListener("input", () => this.#onLimits());
     byId("new").addEventListener("click", () => this.#startOver());
     byId("stop").addEventListener("click", () => this.talk.stop());
     byId("key-form").addEventListener("submit", (event) => this.#onKey(event));
     this.#watchComposer();
-    this.#suggest(QUESTIONS);
+    this.settings.start();
+    this.history.start();
     this.planner.start();
+    followTabs(() => this.planner.turn());
     this.engine.run();
   }
 
   // --- what would be sent ---
 
   #body(turn) {
-    const { messages, ids } = this.conversation.messages(turn, this.pictures.good, byId("detail").value);
+    const how = { detail: byId("detail").value, system: this.settings.system };
+    const { messages, ids } = this.conversation.messages(turn, this.pictures.good, how);
     turn.ids = ids;
-    const pixels = this.#maxPixels();
-    return { messages, ...(pixels ? { mm_processor_kwargs: { max_pixels: pixels } } : {}) };
+    const limits = this.#limits();
+    return { messages, ...(Object.keys(limits).length ? { mm_processor_kwargs: limits } : {}) };
+  }
+
+  // As it is sent, with what a program needs to send it again.
+  #request(turn) {
+    const room = this.bill.latest?.max_tokens_left;
+    const fields = this.settings.fields(room);
+    return {
+      body: { model: this.card?.id, ...this.#body(turn), ...fields },
+      isRoom: fields.max_tokens === room,
+      files: new Map(this.pictures.good.map(({ url, name }) => [url, name])),
+      base: new URL("v1", location.href).href,
+      hasKey: Boolean(this.api.key),
+    };
   }
 
   #billBody() {
     const turn = this.conversation.next(byId("question").value.trim(), this.pictures.good);
     const body = this.#body(turn);
     this.#billed = turn.ids;
-    return body.messages.length ? body : null;
+    return body.messages.some(({ role }) => role === "user") ? body : null;
+  }
+
+  #limits() {
+    const pixels = this.#maxPixels();
+    const frames = byId("max-frames");
+    const hasVideo = this.pictures.good.some(({ kind }) => kind === "video");
+    return {
+      ...(pixels ? { max_pixels: pixels } : {}),
+      ...(hasVideo && frames.value && frames.validity.valid ? { max_frames: Number(frames.value) } : {}),
+    };
   }
 
   // The slider goes along the side of a square, which is how people think of sizes; null: the server's own limit.
@@ -102,19 +139,33 @@ class Page {
   // --- pictures and their bill ---
 
   async #addFiles(files) {
-    const known = this.card?.multimodal;
-    this.#left = await this.pictures.add(files, {
-      frames: Math.max(1, Number(byId("frames").value) || 1),
-      most: known?.limit_per_prompt.image ?? Infinity, // before the server has told, the bill is what refuses
-      formats: known?.formats ?? ["JPEG", "PNG", "WebP"],
-    });
+    this.#left = await this.pictures.add(files, this.#taken());
     this.#showPictures();
   }
 
+  // What the server takes. Before it has told, the bill is what refuses.
+  #taken() {
+    const known = this.card?.multimodal;
+    const body = 0.74 * (known?.max_body_bytes ?? Infinity); // three bytes are four characters of base64
+    return {
+      frames: Math.max(1, Number(byId("frames").value) || 1),
+      most: { image: known?.limit_per_prompt.image ?? Infinity, video: this.#mostVideos() },
+      maxBytes: {
+        image: Math.min(body, known?.max_image_bytes ?? Infinity),
+        video: Math.min(body, known?.video?.max_bytes ?? Infinity),
+      },
+      formats: known?.formats ?? ["JPEG", "PNG", "WebP"],
+    };
+  }
+
+  // None where the server lacks what it reads video files with.
+  #mostVideos() {
+    const { video, limit_per_prompt: limits } = this.card?.multimodal ?? {};
+    return video?.formats.length ? limits.video : 0;
+  }
+
   async #addSample() {
-    const { file, questions } = await sampleFile(this.#sample++);
-    await this.#addFiles([file]);
-    this.#suggest(questions);
+    await this.#addFiles([await sampleFile(this.#sample++)]);
   }
 
   #onPictures() {
@@ -128,6 +179,10 @@ class Page {
     showThumbs(this.pictures, items);
     showLarge(this.pictures.shown, items.get(this.pictures.shown?.id));
     show(byId("pictures-problem"), [...this.#left, ...this.pictures.problems].join(" "));
+    const hasVideo = this.pictures.list.some(({ kind }) => kind === "video");
+    byId("pictures").classList.toggle("has-video", hasVideo);
+    show(byId("hint"), hintFor(this.pictures.good, this.card));
+    this.#suggest(questionsFor(this.pictures.shown, this.card));
   }
 
   #onBill(bill) {
@@ -186,8 +241,9 @@ class Page {
     this.#tell("bill", "");
     this.#tell("talk", "");
     this.#write("");
-    const room = this.bill.latest?.max_tokens_left;
-    this.talk.ask(this.conversation.next(text, this.pictures.good), room);
+    const turn = this.conversation.next(text, this.pictures.good);
+    const shown = this.pictures.good.filter(({ id }) => turn.pictures.includes(id));
+    this.talk.ask(Object.assign(turn, { media: mediaWords(shown), previews: shown.map(previewOf).filter(Boolean) }));
   }
 
   // A question without an answer goes back to where it was typed, unless something new stands there.
@@ -197,12 +253,30 @@ class Page {
   }
 
   #afterAnswer() {
-    byId("new").disabled = this.conversation.turns.length === 0;
+    const { id, turns } = this.conversation;
+    byId("new").disabled = turns.length === 0;
+    this.bill.touch();
+    if (!turns.length) return;
+    const texts = turns.map(({ question, answer, media, previews }) => ({ question, answer, media, previews }));
+    this.history.put({ id, at: Date.now(), turns: texts });
+  }
+
+  // Texts alone come back; pictures that are here now go with the next question.
+  #reopen({ id, turns }) {
+    if (this.talk.isBusy) return;
+    this.#startOver();
+    Object.assign(this.conversation, { id, turns: turns.map((turn) => ({ ...turn, pictures: [] })) });
+    for (const turn of turns) {
+      const view = new TurnView(turn);
+      view.add(turn.answer);
+      view.end(turn.media ? "Its pictures were not kept: add them again to ask more about them." : "");
+    }
+    byId("new").disabled = false;
     this.bill.touch();
   }
 
   #startOver() {
-    this.conversation.turns = [];
+    this.conversation.clear();
     clearLog();
     this.#tell("talk", "");
     byId("new").disabled = true;
@@ -211,7 +285,10 @@ class Page {
   }
 
   #suggest(questions) {
+    if (questions.join() === this.#suggested) return; // or a button would lose the focus at every bill
+    this.#suggested = questions.join();
     const button = (text) => el("button", { type: "button", on: { click: () => this.#use(text) } }, text);
+    byId("suggestions").hidden = questions.length === 0;
     byId("suggestions").replaceChildren(...questions.map(button));
   }
 
@@ -229,7 +306,8 @@ class Page {
 
   // --- the server ---
 
-  #onState(state) {
+  #onState(state, engine) {
+    if (engine && shownTab() === "server") showServer(engine, this.card);
     if (state === this.#state) return;
     this.#state = state;
     const pill = byId("state");
@@ -257,10 +335,14 @@ class Page {
     byId("model").textContent = `${card.id} · ${count(card.max_model_len)} tokens of context`;
     const { min_pixels: least, max_pixels: most, limit_per_prompt: limits } = card.multimodal;
     byId("pictures").classList.toggle("text-only", limits.image === 0);
+    showAbout(card, byId("about"));
+    this.settings.onCard(card);
     const [min, max] = [Math.ceil(Math.sqrt(least)), Math.floor(Math.sqrt(most))];
     Object.assign(byId("pixels"), { min, max, disabled: least === most });
     if (!this.card) byId("pixels").value = max; // after a restart the choice stays
     this.card = card;
+    byId("pictures").classList.toggle("takes-video", this.#mostVideos() > 0);
+    this.#showPictures();
     this.#onPixels();
   }
 

@@ -1,24 +1,27 @@
-// The pictures that will be sent, in order. Reads files; knows neither the server nor how a picture is shown.
+// The pictures and videos that will be sent, in order. Reads files; knows neither the server nor how they are shown.
 
-import { framesOf } from "./video.js";
+import { megabytes } from "./about.js";
+import { framesOf } from "./frames.js";
 
-const PICTURE_NAME = /\.(jpe?g|png|webp|gif|bmp|tiff?)$/i; // systems that know no type for a file leave it empty
+// Systems that know no type for a file leave it empty.
+const PICTURE_NAME = /\.(jpe?g|png|webp|gif|bmp|tiff?)$/i;
+const VIDEO_NAME = /\.(mp4|m4v|mov|webm|mkv|avi)$/i;
 
 export class Pictures extends EventTarget {
   #nextId = 0;
-  list = []; // {id, name, url, bitmap, problem}
+  list = []; // {id, kind, name, url, bitmap, clip, problem, questions}; clip: a video's address for this browser
   selected = null; // the id of the one that is shown large
 
   get shown() {
     return this.list.find((picture) => picture.id === this.selected) ?? this.list.at(-1) ?? null;
   }
 
-  // Adds what can be added; returns one sentence for each file that cannot.
-  async add(files, { frames, most, formats }) {
+  // Adds what can be added; returns one sentence for each file that cannot. `taken` is what the server takes.
+  async add(files, taken) {
     const problems = [];
     for (const file of files) {
       try {
-        for (const part of await partsOf(file, frames, formats)) await this.#addOne(part, most);
+        for (const part of await partsOf(file, taken)) await this.#addOne(part, taken);
       } catch (error) {
         problems.push(error.message);
       }
@@ -28,6 +31,8 @@ export class Pictures extends EventTarget {
   }
 
   remove(id) {
+    const { clip } = this.list.find((picture) => picture.id === id) ?? {};
+    if (clip) URL.revokeObjectURL(clip);
     this.list = this.list.filter((picture) => picture.id !== id);
     this.#changed();
   }
@@ -58,15 +63,18 @@ export class Pictures extends EventTarget {
     for (const picture of this.list) picture.problem = null;
   }
 
-  async #addOne(file, most) {
-    if (this.list.length >= most) {
-      throw new Error(`At most ${most} pictures fit into one prompt here; ${file.name} was left out.`);
-    }
-    const bitmap = await createImageBitmap(file).catch(() => null); // the server may read what this browser cannot show
+  async #addOne(file, { most, maxBytes }) {
+    const kind = isVideo(file) ? "video" : "image";
     const name = file.name || "pasted picture";
-    const picture = { id: this.#nextId++, name, url: await dataUrl(file), bitmap, problem: null };
-    this.list = [...this.list, picture];
-    this.selected = picture.id;
+    if (this.list.filter((picture) => picture.kind === kind).length >= most[kind]) {
+      const nouns = `${kind === "video" ? "video" : "picture"}${most[kind] === 1 ? "" : "s"}`;
+      throw new Error(`At most ${most[kind]} ${nouns} fit into one prompt here; ${name} was left out.`);
+    }
+    if (file.size > maxBytes[kind]) {
+      throw new Error(`${name} has ${megabytes(file.size)}; this server takes up to ${megabytes(maxBytes[kind])}.`);
+    }
+    this.list = [...this.list, { id: this.#nextId++, kind, name, problem: null, ...(await contentOf(file, kind)) }];
+    this.selected = this.list.at(-1).id;
   }
 
   #changed() {
@@ -74,11 +82,23 @@ export class Pictures extends EventTarget {
   }
 }
 
-async function partsOf(file, frames, formats) {
+function isVideo(file) {
+  return file.type.startsWith("video/") || VIDEO_NAME.test(file.name);
+}
+
+async function contentOf(file, kind) {
+  const url = await dataUrl(file);
+  if (kind === "video") return { url, bitmap: null, clip: URL.createObjectURL(file), questions: null };
+  const bitmap = await createImageBitmap(file).catch(() => null); // the server may read what this browser cannot show
+  return { url, bitmap, clip: null, questions: file.questions ?? null };
+}
+
+async function partsOf(file, { frames, most, formats }) {
   if (file.type.startsWith("image/") || PICTURE_NAME.test(file.name)) return [file];
-  if (!file.type.startsWith("video/")) {
+  if (!isVideo(file)) {
     throw new Error(`${file.name} is neither a picture nor a video. Pictures may be ${formats.join(", ")}.`);
   }
+  if (most.video > 0) return [file];
   try {
     return await framesOf(file, frames);
   } catch (error) {

@@ -2,6 +2,7 @@
 
 import { byId, el, plural, show, times } from "./dom.js";
 import { showHour, showPlan } from "./plan_view.js";
+import { shownTab } from "./tabs.js";
 
 const PAUSE_MS = 300; // after the last change
 const HOUR_EVERY_MS = 5000;
@@ -21,11 +22,10 @@ export class Planner {
   }
 
   get isShown() {
-    return !byId("plan-part").hidden;
+    return shownTab() === "plan";
   }
 
   start() {
-    window.addEventListener("hashchange", () => this.#turn());
     const files = byId("plan-files");
     byId("plan-pick").addEventListener("click", () => files.click());
     files.addEventListener("change", () => {
@@ -38,17 +38,17 @@ export class Planner {
     byId("gpu").addEventListener("change", () => this.#showNumbers());
     byId("plan-hour").addEventListener("click", () => this.#useHour());
     this.#showSizes();
-    this.#turn();
     setInterval(() => this.#lookAtHour(), HOUR_EVERY_MS);
   }
 
   // The server answers, or answers again.
   onReady() {
     this.#isReady = true;
-    this.#begin();
+    this.turn();
   }
 
-  async #begin() {
+  // The address may have turned to the plan.
+  async turn() {
     if (!this.isShown || !this.#isReady) return;
     try {
       if (!this.#options) this.#onOptions(await this.api.get("v1/plan/options"));
@@ -72,15 +72,6 @@ export class Planner {
       }
     }
     this.#onSizes(problems.join(" "));
-  }
-
-  #turn() {
-    const isPlan = location.hash === "#plan";
-    byId("plan-part").hidden = !isPlan;
-    byId("chat-part").hidden = isPlan;
-    byId("to-plan").ariaCurrent = isPlan ? "page" : null;
-    byId("to-chat").ariaCurrent = isPlan ? null : "page";
-    this.#begin();
   }
 
   // --- what is asked ---

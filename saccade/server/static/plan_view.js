@@ -1,6 +1,6 @@
 // Shows a plan, and the server's last hour beside it. Asks for nothing.
 
-import { count, el, ms, plural, rail, times } from "./dom.js";
+import { count, el, ms, percent, plural, rail, table, times } from "./dom.js";
 
 const GIB = 2 ** 30;
 const MEMORY = { // parts of the memory in plain words, in the order of the bar
@@ -169,15 +169,7 @@ function hourWords({ requests, seconds }) {
   return `${ended} Requests/s are of the busiest minute, times are medians.`;
 }
 
-// --- words and tables ---
-
-function table(label, heads, rows, className = "") {
-  const head = heads.map((text) => el("th", { scope: "col" }, text));
-  const body = rows.map(([first, ...cells]) =>
-    el("tr", {}, el("th", { scope: "row" }, first), ...cells.map((cell) => el("td", {}, cell))));
-  return el("table", { className: `figure ${className}`, ariaLabel: label },
-    el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body));
-}
+// --- words ---
 
 function number(value) {
   const digits = value >= 100 ? 0 : value >= 10 ? 1 : value >= 0.1 || value === 0 ? 2 : 3;
@@ -191,10 +183,6 @@ function gib(bytes) {
 
 function megabytes(bytes) {
   return `${number(bytes / 1e6)} MB`;
-}
-
-function percent(share) {
-  return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 }
 
 function gain(times) {

@@ -21,9 +21,7 @@ const SAMPLES = [
   },
 ];
 
-export const QUESTIONS = SAMPLES[0].questions;
-
-// The next sample as a PNG file, with its questions. The same picture every time it comes round, so caches can hit.
+// The next sample as a PNG file that brings its questions. The same picture every time it comes round, so caches can hit.
 export async function sampleFile(index) {
   const { name, draw, questions } = SAMPLES[index % SAMPLES.length];
   const canvas = Object.assign(document.createElement("canvas"), { width: 320, height: 240 });
@@ -32,7 +30,7 @@ export async function sampleFile(index) {
   pen.fillRect(0, 0, canvas.width, canvas.height);
   draw(pen);
   const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
-  return { file: new File([blob], name, { type: "image/png" }), questions };
+  return Object.assign(new File([blob], name, { type: "image/png" }), { questions });
 }
 
 function drawShapes(pen) {

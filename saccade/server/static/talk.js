@@ -1,13 +1,14 @@
 // One question after the other: streams the answer into the log, can be stopped, and gives a failed question back.
 
-import { byId, el, plural } from "./dom.js";
-import { costOf } from "./cost.js";
+import { byId, count } from "./dom.js";
+import { TurnView } from "./turn_view.js";
 
-const MOST_TOKENS = 512; // for one answer; less where the context has less left
+const EMPTY = "The model answered with nothing. Ask in other words.";
 
 export class Talk {
   #running = null; // the AbortController of the answer that is being streamed
 
+  // `request` gives what is sent for a turn: {body, ...}, as snippets.js takes it.
   constructor(api, conversation, { request, onDone, onProblem }) {
     Object.assign(this, { api, conversation, request, onDone, onProblem });
   }
@@ -16,15 +17,16 @@ export class Talk {
     return this.#running !== null;
   }
 
-  async ask(turn, room) {
+  async ask(turn) {
     this.#running = new AbortController();
     const view = new TurnView(turn);
+    const request = this.request(turn);
     this.#toggle(true);
     try {
-      await this.#stream(turn, view, room);
-      this.#keep(turn, view);
+      const reason = await this.#stream(request.body, view);
+      this.#keep(turn, view, request, reason === "length" ? cutWords(request) : "");
     } catch (error) {
-      if (error.name === "AbortError") this.#keep(turn, view, "stopped");
+      if (error.name === "AbortError") this.#keep(turn, view, request, "stopped");
       else this.#fail(turn, view, error);
     } finally {
       this.#running = null;
@@ -37,27 +39,29 @@ export class Talk {
     this.#running?.abort();
   }
 
-  async #stream(turn, view, room) {
-    const body = { ...this.request(turn), temperature: 0, include_bill: true, stream_options: { include_usage: true } };
-    body.max_tokens = Math.max(1, Math.min(MOST_TOKENS, room ?? MOST_TOKENS));
-    let first = 0;
+  // Returns why the answer ended.
+  async #stream(asked, view) {
+    const body = { ...asked, include_bill: true, stream_options: { include_usage: true } };
+    let reason = null;
     for await (const event of this.api.stream("v1/chat/completions", body, this.#running.signal)) {
-      const text = event.choices[0]?.delta.content;
-      if (text) {
-        first ||= performance.now();
-        view.add(text);
-      }
-      if (event.bill) view.finish(event.bill, event.usage.completion_tokens, (performance.now() - first) / 1000);
+      const { delta, finish_reason: end } = event.choices[0] ?? {};
+      const thought = delta?.reasoning_content ?? delta?.reasoning;
+      if (thought) view.think(thought);
+      if (delta?.content) view.add(delta.content);
+      if (event.bill) view.finish(event.bill, event.usage.completion_tokens);
+      reason ??= end ?? null;
     }
+    return reason;
   }
 
-  #keep(turn, view, note = "") {
+  #keep(turn, view, request, note) {
     view.end(note);
-    if (!view.text) {
+    if (!view.text && !view.thought) {
       view.remove();
-      this.onProblem(null, turn);
+      this.onProblem(note ? null : new Error(EMPTY), turn);
       return;
     }
+    view.offer(request);
     turn.answer = view.text;
     this.conversation.turns.push(turn);
   }
@@ -65,7 +69,7 @@ export class Talk {
   // What was said so far stays to be read, but the conversation goes on as if it had not been asked.
   #fail(turn, view, error) {
     view.end("broken off");
-    if (!view.text) view.remove();
+    if (!view.text && !view.thought) view.remove();
     this.onProblem(error, turn);
   }
 
@@ -76,46 +80,8 @@ export class Talk {
   }
 }
 
-class TurnView {
-  text = "";
-
-  constructor({ question, pictures }) {
-    const note = pictures.length ? [el("span", {}, `with ${plural(pictures.length, "picture")}`)] : [];
-    this.said = el("p", { className: "said waiting" });
-    this.turn = el("article", { className: "turn" }, el("div", { className: "asked" }, question, ...note), this.said);
-    this.log = byId("log");
-    byId("welcome").hidden = true;
-    this.log.append(this.turn);
-    this.#follow();
-  }
-
-  add(text) {
-    this.text += text;
-    this.said.textContent = this.text;
-    this.#follow();
-  }
-
-  finish(bill, tokens, seconds) {
-    this.turn.append(costOf(bill, tokens, seconds));
-    this.#follow();
-  }
-
-  end(note) {
-    this.said.classList.remove("waiting");
-    if (note) this.turn.append(el("p", { className: "quiet" }, note));
-  }
-
-  remove() {
-    this.turn.remove();
-    byId("welcome").hidden = Boolean(this.log.querySelector(".turn"));
-  }
-
-  #follow() {
-    this.log.scrollTop = this.log.scrollHeight;
-  }
-}
-
-export function clearLog() {
-  for (const turn of byId("log").querySelectorAll(".turn")) turn.remove();
-  byId("welcome").hidden = false;
+function cutWords({ body, isRoom }) {
+  const cut = `Cut off after ${count(body.max_tokens)} tokens:`;
+  if (isRoom) return `${cut} the context is full. Start over, or send fewer or smaller pictures.`;
+  return `${cut} the length set. A larger one is in the settings.`;
 }

@@ -2,20 +2,17 @@
 
 import { byId, count, el, plural, svg, times } from "./dom.js";
 
-const HEIGHT = 256; // of the large picture, in CSS pixels
-
 // `items` has the bill's line of each picture, by id.
 export function showThumbs(pictures, items) {
   const isEmpty = pictures.list.length === 0;
   byId("drop").classList.toggle("small", !isEmpty);
   byId("sample").classList.toggle("primary", isEmpty);
-  byId("suggestions").hidden = isEmpty;
   byId("thumbs").replaceChildren(...pictures.list.map((picture) => thumb(pictures, picture, items.get(picture.id))));
 }
 
 function thumb(pictures, picture, item) {
   const isShown = picture === pictures.shown;
-  const inside = picture.bitmap ? el("img", { src: picture.url, alt: "" }) : "?";
+  const inside = insideOf(picture);
   const choose = el("button", {
     type: "button",
     className: "thumb",
@@ -34,22 +31,50 @@ function thumb(pictures, picture, item) {
   return el("li", how, choose, remove, el("small", {}, note));
 }
 
+function insideOf({ bitmap, clip, url }) {
+  if (clip) return el("video", { src: clip, muted: true, preload: "metadata" });
+  return bitmap ? el("img", { src: url, alt: "" }) : "?";
+}
+
 export function showLarge(picture, item) {
   const canDraw = Boolean(picture?.bitmap && item);
-  byId("view").hidden = !canDraw;
-  if (!canDraw) return;
+  byId("view").hidden = !canDraw && !picture?.clip;
+  byId("seen").parentElement.hidden = !canDraw;
+  showClip(picture);
+  if (byId("view").hidden) return;
+  Object.assign(byId("save"), { href: picture.clip ?? picture.url, download: picture.name });
+  byId("caption").textContent = picture.clip ? clipCaption(item) : drawn(picture, item);
+}
+
+// Set only when it changes: a video would begin again at every bill.
+function showClip(picture) {
+  const clip = byId("clip");
+  const src = picture?.clip ?? "";
+  clip.hidden = !src;
+  if (clip.getAttribute("src") === src) return;
+  clip.setAttribute("src", src);
+  clip.ariaLabel = src ? picture.name : "";
+}
+
+function clipCaption(item) {
+  if (!item) return "";
+  const size = times(item.resized_width, item.resized_height);
+  return `What the model sees: ${plural(item.frames, "frame")} of ${size} = ${plural(item.tokens, "token")}`;
+}
+
+function drawn(picture, item) {
   const [width, height] = [item.resized_width, item.resized_height];
   const canvas = byId("seen");
   canvas.width = width;
   canvas.height = height;
   canvas.ariaLabel = `${picture.name} as the model sees it, ${times(width, height)} pixels`;
-  canvas.parentElement.style.width = `min(100%, ${(HEIGHT * width) / height}px)`;
+  canvas.parentElement.style.width = `min(100%, calc(var(--view-height) * ${width / height}))`;
   const pen = canvas.getContext("2d");
   pen.imageSmoothingQuality = "high";
   pen.drawImage(picture.bitmap, 0, 0, width, height);
   const cells = tokenGrid(item);
   drawGrid(byId("grid"), cells, item);
-  byId("caption").textContent = captionOf(item, cells);
+  return captionOf(item, cells);
 }
 
 // A token stands for a square of patches; models that crop see less than the resized picture.

@@ -1,4 +1,4 @@
-// Frames of a video as PNG files, taken by the browser. The server never sees the video.
+// Frames of a video as PNG files, taken by the browser: for models that take no videos.
 
 const LONGEST_SIDE = 1280; // frames of a large recording would be megabytes each
 const PATIENCE_MS = 15_000;
