@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from saccade.checkpoint.config import ModelConfig
+from saccade.checkpoint.quantization import quantization_of
 from saccade.errors import ConfigError
 from saccade.models.interface import ModelParts, VisionLanguageModel
+from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.state_dict import Parameters
+from saccade.models.tensor_files import StoredTensors, TensorFiles
 from saccade.models.vision.backend import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
 
@@ -56,6 +59,7 @@ def load_model(
     left without memory. The fallback is always whole.
     """
     if config.model_type not in _FAMILIES and path is not None:
+        _check_unquantized(config, path)
         how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len}
         other = import_module("saccade.models.transformers_backend")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
@@ -73,13 +77,23 @@ def load_model(
         problem = "needs a folder to load from; only 'dummy' works without one"
         raise ConfigError(f"load_format={load_format!r} {problem}")
     else:
-        method = (config.raw.get("quantization_config") or {}).get("quant_method")
-        if method is not None:
-            why = f"the checkpoint's weights are quantised ({method!r}), which is not supported"
-            raise ConfigError(f"{why}; take the one in bfloat16")
-        load_weights(path, params.targets, model.rules(), progress=progress, wholes=params.wholes)
+        tensors = _tensors(path, config, device)
+        load_weights(tensors, params.targets, model.rules(), progress=progress, wholes=params.wholes)
     loaded: VisionLanguageModel = model
     return loaded
+
+
+def _check_unquantized(config: ModelConfig, path: Path) -> None:
+    quantization = quantization_of(config.raw, path)
+    if quantization is not None:
+        why = f"{config.model_type!r} runs through Transformers' code, which takes no quantised weights here"
+        raise ConfigError(f"{why} ({quantization.summary}); take the checkpoint in bfloat16")
+
+
+def _tensors(path: Path, config: ModelConfig, device: torch.device) -> StoredTensors:
+    files = TensorFiles(path)
+    quantization = quantization_of(config.raw, path)
+    return files if quantization is None else DequantizedTensors(files, quantization, device)
 
 
 def is_native(config: ModelConfig) -> bool:

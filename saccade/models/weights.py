@@ -9,19 +9,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from saccade.checkpoint.files import weight_files
 from saccade.errors import ConfigError
 from saccade.models.state_dict import Whole
+from saccade.models.tensor_files import StoredTensors, some
 
-_INDEX = "model.safetensors.index.json"
-_SHOWN = 5  # names listed in an error before it only counts
+_SHOWN = 5  # missing names that are looked up for an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,73 +39,27 @@ def under(rules: Iterable[Rule], sources: Sequence[str], target: str) -> tuple[R
 
 
 def load_weights(
-    folder: Path,
+    tensors: StoredTensors,
     targets: Mapping[str, Tensor],
     rules: Sequence[Rule],
     *,
     progress: bool,
     wholes: Mapping[str, Whole] | None = None,
 ) -> None:
-    """Load a folder's safetensors into `targets`, one tensor at a time. Every target is loaded exactly once.
+    """Load stored tensors into `targets`, one at a time. Every target is loaded exactly once.
 
     A fused tensor of `wholes` counts as all targets that it covers. Targets without memory are not read.
     """
-    tensor_files = _tensor_files(folder)
     wholes = wholes or {}
-    targets = _stored_targets(tensor_files, targets, rules, wholes)
-    plan = _plan(tensor_files, targets, rules)
-    by_file: dict[Path, list[str]] = {}
+    targets = _stored_targets(tensors.file_of, targets, rules, wholes)
+    plan = _plan(tensors, targets, rules)
     wanted = [name for name, target in plan.items() if not targets[target].is_meta]
-    for name in wanted:
-        by_file.setdefault(tensor_files[name], []).append(name)
-    with tqdm(total=len(wanted), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
-        for file, names in by_file.items():
-            with _open(file) as handle:
-                for name in names:
-                    stored = handle.get_tensor(name)
-                    target = targets[plan[name]]
-                    _copy(_as_shaped(stored, target) if plan[name] in wholes else stored, target, name, file)
-                    bar.update()
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """The file that holds each tensor."""
-    tensor_files: dict[str, Path] = {}
-    for file in _files(folder):
-        with _open(file) as handle:
-            tensor_files |= dict.fromkeys(handle.keys(), file)
-    return tensor_files
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.is_file():
-        return _shards(index)
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
-    if not files:
-        others = ", ".join(sorted(p.name for p in folder.glob("*.bin"))[:_SHOWN])
-        hint = f"; {others} cannot be read, convert to safetensors first" if others else ""
-        raise ConfigError(f"{folder} holds no .safetensors file{hint}")
-    return files
-
-
-def _shards(index: Path) -> list[Path]:
-    names = weight_files(index)
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise ConfigError(
-            f"{index.parent} lacks {len(missing)} of the {len(names)} weight files that {_INDEX} names "
-            f"({_some(missing)}); the download is incomplete, run it again"
-        )
-    return [index.parent / name for name in names]
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is damaged or half-downloaded ({error}); download it again") from error
+    wanted.sort(key=lambda name: tensors.file_of[name])
+    for name in tqdm(wanted, desc="Loading weights", unit=" tensors", disable=not progress):
+        stored = tensors.read(name)
+        target = targets[plan[name]]
+        shaped = _as_shaped(stored, target) if plan[name] in wholes else stored
+        _copy(shaped, target, name, tensors.file_of[name])
 
 
 def _stored_targets(
@@ -124,26 +75,27 @@ def _stored_targets(
     return {**separate, **{name: whole.tensor for name, whole in stored.items()}}
 
 
-def _plan(names: Iterable[str], targets: Mapping[str, Tensor], rules: Sequence[Rule]) -> dict[str, str]:
+def _plan(tensors: StoredTensors, targets: Mapping[str, Tensor], rules: Sequence[Rule]) -> dict[str, str]:
     """Checkpoint name -> target. Unexpected and missing tensors are errors."""
-    found = {name: _translate(name, rules) for name in names}
+    found = {name: _translate(name, rules) for name in tensors.file_of}
     unexpected = [n for n, hit in found.items() if hit is None or (hit.target and hit.target not in targets)]
+    unexpected = [name for name in unexpected if not tensors.is_needless(name)]
     if unexpected:
         raise ConfigError(
             f"the checkpoint has {len(unexpected)} tensors that a model of this config.json has no place for "
-            f"({_some(unexpected)})"
+            f"({some(unexpected)})"
         )
-    plan = {name: hit.target for name, hit in found.items() if hit and hit.target}
+    plan = {name: hit.target for name, hit in found.items() if hit and hit.target and hit.target in targets}
     by_target = {target: name for name, target in plan.items()}
     twice = [name for name, target in plan.items() if by_target[target] != name]
     if twice:
         pairs = [f"{name} and {by_target[plan[name]]}" for name in twice]
-        raise ConfigError(f"the checkpoint holds {len(twice)} tensors under two names ({_some(pairs)})")
+        raise ConfigError(f"the checkpoint holds {len(twice)} tensors under two names ({some(pairs)})")
     missing = sorted(targets.keys() - by_target.keys())
     if missing:
         shown = [_name_in(found, target, rules) for target in missing[: _SHOWN + 1]]  # slow for thousands
         lacking = f"{len(missing)} tensors that config.json asks for"
-        raise ConfigError(f"the checkpoint lacks {lacking} ({_some(shown)})")
+        raise ConfigError(f"the checkpoint lacks {lacking} ({some(shown)})")
     return plan
 
 
@@ -204,11 +156,6 @@ def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
             f"{name} in {file.name} has the shape {list(tensor.shape)}, but config.json asks for {expected}"
         )
     target.copy_(tensor.view(target.shape))  # converts the dtype and moves to the device
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = sorted(names)[:_SHOWN]
-    return ", ".join(shown) + (", ..." if len(names) > _SHOWN else "")
 
 
 def fill_random(targets: Mapping[str, Tensor], seed: int, device: torch.device | None = None) -> None:

@@ -18,6 +18,7 @@ from saccade.checkpoint.hf_processor import load_processor
 from saccade.checkpoint.schema import CONFIG, first_wrong
 from saccade.checkpoint.tokenizer_json import read_tokenizer
 from saccade.errors import ConfigError
+from saccade.models.tensor_files import TensorFiles
 from saccade.models.weights import load_weights
 from saccade.processor import checkpoint_files as checkpoint_module
 from saccade.processor.checkpoint_files import open_checkpoint
@@ -62,7 +63,7 @@ def test_a_weight_file_outside_of_the_folder_is_never_looked_for(folder: Path, n
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     assert INDEX in refusal(folder)
     with pytest.raises(ConfigError, match=INDEX):  # as the engine's process reads it
-        load_weights(folder, {}, (), progress=False)
+        load_weights(TensorFiles(folder), {}, (), progress=False)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": 3}', DEEP])

@@ -18,6 +18,7 @@ from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
+from saccade.models.tensor_files import TensorFiles
 from saccade.models.weights import Rule, fill_random, load_weights, under
 
 pytestmark = pytest.mark.transformers
@@ -191,7 +192,7 @@ def test_a_rule_carries_layer_number_and_kind_over(tmp_path: Path) -> None:
     save_file({"old.layers.12.fc.bias": torch.ones(2)}, tmp_path / "model.safetensors")
     target = torch.zeros(2)
     rules = under([Rule("layers.{}.fc.*", "blocks.{}.up.*")], ("new.", "old."), "tower.")
-    load_weights(tmp_path, {"tower.blocks.12.up.bias": target}, rules, progress=False)
+    load_weights(TensorFiles(tmp_path), {"tower.blocks.12.up.bias": target}, rules, progress=False)
     assert target.tolist() == [1, 1]
 
 

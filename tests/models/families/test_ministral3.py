@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -201,12 +200,3 @@ def published() -> ModelConfig:
 def test_the_published_shape_has_as_many_parameters_as_the_card_says() -> None:
     assert costs.weight_bytes(published(), "bfloat16") / 2 == pytest.approx(8.9e9, rel=2e-2)  # 8.4 and 0.4 billion
     assert published().text.max_context == 262144
-
-
-def test_quantised_weights_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    raw = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ConfigError, match=r"'fp8'.*bfloat16"):
-        Subject(tmp_path)

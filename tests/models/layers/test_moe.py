@@ -25,6 +25,7 @@ from saccade.checkpoint.moe_config import MoEConfig
 from saccade.errors import ConfigError
 from saccade.models.layers.moe import EXPERT_RULES, MoE
 from saccade.models.state_dict import Parameters
+from saccade.models.tensor_files import TensorFiles
 from saccade.models.weights import fill_random, load_weights
 from tests.helpers.allocations import PeakMemory
 
@@ -119,7 +120,7 @@ def test_the_experts_compute_what_transformers_own_block_does(name: str, tmp_pat
         {f"mlp.{key}": value.contiguous() for key, value in block.state_dict().items()}, tmp_path / "model.safetensors"
     )
     experts, params = built(rules_of(text))
-    load_weights(tmp_path, params.targets, EXPERT_RULES, progress=False, wholes=params.wholes)
+    load_weights(TensorFiles(tmp_path), params.targets, EXPERT_RULES, progress=False, wholes=params.wholes)
     with torch.no_grad():
         expected = block(tokens()[None])[0]
     assert torch.allclose(experts(tokens()), expected, rtol=1e-5, atol=1e-5)
@@ -229,7 +230,7 @@ def test_experts_are_read_in_every_published_layout(layout: str, tmp_path: Path)
     source, _ = built(RULES, seed=7)
     save_file(as_published(source, layout), tmp_path / "model.safetensors")
     experts, params = built(RULES)
-    load_weights(tmp_path, params.targets, EXPERT_RULES, progress=False, wholes=params.wholes)
+    load_weights(TensorFiles(tmp_path), params.targets, EXPERT_RULES, progress=False, wholes=params.wholes)
     assert torch.equal(experts(tokens()), source(tokens()))
 
 
@@ -249,7 +250,7 @@ def test_one_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors")
     _, params = built(RULES)
     with pytest.raises(ConfigError, match=r"lacks 1 tensors .*mlp\.experts\.6\.up_proj\.weight"):
-        load_weights(tmp_path, params.targets, EXPERT_RULES, progress=False, wholes=params.wholes)
+        load_weights(TensorFiles(tmp_path), params.targets, EXPERT_RULES, progress=False, wholes=params.wholes)
 
 
 def test_experts_that_are_stored_twice_are_refused(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_experts_that_are_stored_twice_are_refused(tmp_path: Path) -> None:
     save_file({name: tensor.clone() for name, tensor in twice.items()}, tmp_path / "model.safetensors")
     _, params = built(RULES)
     with pytest.raises(ConfigError, match="no place for"):
-        load_weights(tmp_path, params.targets, EXPERT_RULES, progress=False, wholes=params.wholes)
+        load_weights(TensorFiles(tmp_path), params.targets, EXPERT_RULES, progress=False, wholes=params.wholes)
 
 
 # --- rules --------------------------------------------------------------------------------------------------------

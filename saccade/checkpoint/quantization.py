@@ -1,0 +1,167 @@
+"""How a checkpoint's weights are quantised, by its config. What cannot be read is refused in one sentence.
+
+It is `quantization_config` in config.json or, from ModelOpt, the file hf_quant_config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saccade.checkpoint.files import read_optional
+from saccade.errors import ConfigError
+
+BLOCK = (128, 128)
+_BITS = (4, 8)
+_INSTEAD = {
+    "bitsandbytes": "take the checkpoint in bfloat16, or one in FP8, AWQ or GPTQ",
+    "gguf": "take the safetensors checkpoint that it was made from, or one in FP8, AWQ or GPTQ",
+}
+_COMPRESSED = (
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "mxfp4-pack-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "pack-quantized",
+)
+_MODELOPT = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP4", "NVFP4", "NVFP4_AWQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the quantised weights of a checkpoint are stored."""
+
+    method: str
+    summary: str  # for people
+    block: tuple[int, int] = BLOCK  # of weights with a scale for each block
+    bits: int = 4  # of AWQ and GPTQ
+    zero_point_offset: int = 0  # what GPTQ's first format took off its zero points
+
+
+def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None:
+    """None: the weights are not quantised. ConfigError names the field that cannot be read."""
+    places = (raw, raw.get("text_config") or {}, {"quantization_config": _of_modelopt_file(folder)})
+    config = next(
+        (found for place in places if (found := place.get("quantization_config")) is not None), None
+    )
+    if config is None:
+        return None
+    method = _word(config, "quant_method")
+    if method in _INSTEAD:
+        raise ConfigError(
+            f"quant_method {method!r} in quantization_config is not supported; {_INSTEAD[method]}"
+        )
+    if method not in _READERS:
+        known = ", ".join(sorted(_READERS))
+        raise ConfigError(f"quant_method {method!r} in quantization_config is not known; known are {known}")
+    return _READERS[method](config)
+
+
+def _of_modelopt_file(folder: Path) -> Mapping[str, Any] | None:
+    found = read_optional(folder / "hf_quant_config.json").get("quantization")
+    return {**found, "quant_method": "modelopt"} if isinstance(found, Mapping) else None
+
+
+# --- by method ----------------------------------------------------------------------------------------------
+
+
+def _fp8(config: Mapping[str, Any]) -> Quantization:
+    if config.get("weight_block_size") is None:
+        return Quantization("fp8", "FP8")
+    block = _block(config, "weight_block_size")
+    return Quantization("fp8", f"FP8 in blocks of {block[0]}x{block[1]}", block)
+
+
+def _fbgemm(config: Mapping[str, Any]) -> Quantization:
+    return Quantization("fbgemm_fp8", "FP8 with a scale for each row")
+
+
+def _modelopt(config: Mapping[str, Any]) -> Quantization:
+    algorithm = _word(config, "quant_algo").upper()
+    _check_among("quant_algo", algorithm, _MODELOPT)
+    return Quantization("modelopt", algorithm)
+
+
+def _awq(config: Mapping[str, Any]) -> Quantization:
+    _check_bits(config, (4,))
+    version = str(config.get("version", "gemm")).lower()
+    _check_among("version", version, ("gemm",))
+    return Quantization("awq", "AWQ in 4 bits")
+
+
+def _gptq(config: Mapping[str, Any]) -> Quantization:
+    bits = _check_bits(config, _BITS)
+    version = config.get("checkpoint_format") or "gptq"
+    _check_among("checkpoint_format", version, ("gptq", "gptq_v2"))
+    return Quantization("gptq", f"GPTQ in {bits} bits", bits=bits, zero_point_offset=int(version == "gptq"))
+
+
+def _compressed(config: Mapping[str, Any]) -> Quantization:
+    layout = config.get("format") or "dense"
+    _check_among("format", layout, _COMPRESSED)
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    _check_among("sparsity_config.format", sparsity, ("dense",))
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ConfigError("quantization_config lacks config_groups, so its layers cannot be read")
+    blocks = {_group_block(name, group) for name, group in groups.items()} - {None}
+    if len(blocks) > 1:
+        raise ConfigError(
+            f"the config_groups of quantization_config have several block sizes: {sorted(blocks)}"
+        )
+    return Quantization("compressed-tensors", f"compressed-tensors ({layout})", *blocks)
+
+
+def _group_block(name: str, group: Any) -> Any:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"config_groups.{name} of quantization_config lacks weights")
+    if weights.get("num_bits") not in _BITS:
+        bits = weights.get("num_bits")
+        raise ConfigError(f"config_groups.{name}.weights.num_bits is {bits!r}; 4 and 8 can be read")
+    return _block(weights, "block_structure") if weights.get("block_structure") else None
+
+
+_READERS = {
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fbgemm_fp8": _fbgemm,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+}
+
+# --- fields -------------------------------------------------------------------------------------------------
+
+
+def _word(config: Mapping[str, Any], name: str) -> str:
+    value = config.get(name)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name} in quantization_config must be a word, not {value!r}")
+    return value
+
+
+def _check_among(name: str, value: Any, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} in quantization_config is {value!r}; known are {', '.join(known)}")
+
+
+def _check_bits(config: Mapping[str, Any], known: Sequence[int]) -> int:
+    bits = config.get("bits", config.get("w_bit"))
+    if bits not in known:
+        names = " and ".join(map(str, known))
+        raise ConfigError(f"bits in quantization_config is {bits!r}; {names} can be read")
+    return int(bits)
+
+
+def _block(config: Mapping[str, Any], name: str) -> tuple[int, int]:
+    value = config.get(name)
+    if isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
+        return value[0], value[1]
+    raise ConfigError(f"{name} in quantization_config must be two sizes such as [128, 128], not {value!r}")

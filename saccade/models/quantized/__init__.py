@@ -1,0 +1,1 @@
+"""Weights of quantised checkpoints, as the numbers they stand for."""

@@ -1,0 +1,135 @@
+"""Quantised weights back to float32: the reference for every layout in which they are published.
+
+Each function takes the stored tensors of one weight. Sizes that do not agree raise ValueError.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in its word of each of eight columns
+_E8M0_BIAS = 127
+
+
+def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """One scale for all, for each row, or for each block of the last two dimensions. FP8 or int8."""
+    scale = scale.float()
+    if scale.dim() == 1 and len(scale) == weight.shape[0] and weight.dim() > 1:
+        scale = scale.view(-1, *[1] * (weight.dim() - 1))
+    if scale.numel() == 1:
+        return weight.float() * scale.reshape(())
+    if scale.dim() != weight.dim():
+        raise ValueError(f"its scale has the shape {list(scale.shape)}, the weight {list(weight.shape)}")
+    for dim, size in enumerate(weight.shape):
+        blocks = block[dim - weight.dim()] if dim >= weight.dim() - 2 else 1
+        scale = _spread(scale, dim, size, blocks)
+    return weight.float() * scale
+
+
+def _spread(scale: Tensor, dim: int, size: int, block: int) -> Tensor:
+    """Along one dimension: a scale for each item, one for all, or one for each block. The last may be cut."""
+    if scale.shape[dim] in (1, size):
+        return scale
+    if scale.shape[dim] != math.ceil(size / block):
+        expected = f"{math.ceil(size / block)} (blocks of {block})"
+        raise ValueError(
+            f"dimension {dim} of its scale has {scale.shape[dim]} numbers, not 1, {size} or {expected}"
+        )
+    return scale.repeat_interleave(block, dim).narrow(dim, 0, size)
+
+
+def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Whole numbers of `bits` bits, packed along `dim` into words of 32, the lowest bits first."""
+    dim %= words.dim()
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    shape = [1] * (words.dim() + 1)
+    shape[dim + 1] = len(shifts)
+    apart = (words.unsqueeze(dim + 1) >> shifts.view(shape)) & ((1 << bits) - 1)
+    return apart.flatten(dim, dim + 1)
+
+
+def packed_ints(
+    packed: Tensor, scale: Tensor, shape: Tensor, zero_point: Tensor | None, group_of: Tensor | None
+) -> Tensor:
+    """compressed-tensors: half their range was added to numbers and zero points before packing."""
+    rows, columns = (int(size) for size in shape.tolist())
+    bits = next((b for b in (4, 8) if packed.shape[1] == math.ceil(columns / (32 // b))), None)
+    if bits is None or len(packed) != rows:
+        raise ValueError(
+            f"its packed shape {list(packed.shape)} does not hold the weight_shape {[rows, columns]}"
+        )
+    values = unpack(packed, bits, 1)[:, :columns].float()
+    half = float(1 << (bits - 1))
+    zeros = half if zero_point is None else unpack(zero_point, bits, 0)[:rows].float()
+    if isinstance(zeros, Tensor):
+        zeros = _by_group(zeros, columns, group_of)
+    return (values - zeros) * _by_group(scale.float(), columns, group_of)
+
+
+def _by_group(numbers: Tensor, columns: int, group_of: Tensor | None) -> Tensor:
+    """[rows, groups] -> [rows, columns]; `group_of` names the group of each column."""
+    groups = numbers.shape[1]
+    if group_of is not None and bool((group_of >= 0).all()):
+        return numbers[:, _checked(group_of, groups)]
+    return numbers.repeat_interleave(math.ceil(columns / groups), 1)[:, :columns]
+
+
+def _checked(group_of: Tensor, groups: int) -> Tensor:
+    if int(group_of.max()) >= groups or int(group_of.min()) < 0:
+        raise ValueError(f"its g_idx names the group {int(group_of.max())} of {groups}")
+    return group_of.long()
+
+
+def gptq(
+    words: Tensor, zero_words: Tensor, scales: Tensor, group_of: Tensor | None, bits: int, zero_offset: int
+) -> Tensor:
+    """Packed along the inputs, stored [in, out]; `group_of` is there with and without `desc_act`."""
+    values = unpack(words, bits, 0).float()
+    zeros = unpack(zero_words, bits, 1)[:, : scales.shape[1]].float() + zero_offset
+    if values.shape[1] != scales.shape[1] or zeros.shape != scales.shape:
+        raise ValueError(f"its qweight {list(words.shape)} and scales {list(scales.shape)} do not agree")
+    groups = _groups_of_rows(group_of, len(values), len(scales))
+    return ((values - zeros[groups]) * scales.float()[groups]).T.contiguous()
+
+
+def awq(words: Tensor, zero_words: Tensor, scales: Tensor) -> Tensor:
+    """Packed along the outputs in an order of its own, stored [in, out]."""
+    values = _awq_columns(words)
+    zeros = _awq_columns(zero_words)
+    if values.shape[1] != scales.shape[1] or zeros.shape != scales.shape:
+        raise ValueError(f"its qweight {list(words.shape)} and scales {list(scales.shape)} do not agree")
+    groups = _groups_of_rows(None, len(values), len(scales))
+    return ((values - zeros[groups]) * scales.float()[groups]).T.contiguous()
+
+
+def _awq_columns(words: Tensor) -> Tensor:
+    apart = unpack(words, 4, 1).view(len(words), -1, 8)
+    return apart[..., list(_AWQ_ORDER)].flatten(1).float()
+
+
+def _groups_of_rows(group_of: Tensor | None, rows: int, groups: int) -> Tensor:
+    if group_of is not None:
+        return _checked(group_of, groups)
+    if rows % groups:
+        raise ValueError(f"its {rows} inputs are not {groups} groups of one size")
+    return torch.arange(groups).repeat_interleave(rows // groups)  # on the CPU, as an index may be
+
+
+def fp4(packed: Tensor, scale: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+    """Two numbers a byte, the low half first; a scale for each group along the last dimension.
+
+    NVFP4: scales are FP8, and `factor` is for the whole weight. MXFP4: scales are powers of two, as bytes.
+    """
+    table = torch.tensor([*_FP4, *(-number for number in _FP4)], device=packed.device)
+    halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    values = table[halves.int()]
+    powers = torch.exp2(scale.float() - _E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
+    if scale.shape[:-1] != values.shape[:-1] or values.shape[-1] % scale.shape[-1]:
+        raise ValueError(
+            f"its scale has the shape {list(scale.shape)}, the packed weight {list(packed.shape)}"
+        )
+    return values * (powers * factor).repeat_interleave(values.shape[-1] // scale.shape[-1], -1)

@@ -1,0 +1,133 @@
+"""A quantised checkpoint as if it were not: weights by their usual names, dequantised as they are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from saccade.checkpoint.quantization import Quantization
+from saccade.errors import ConfigError
+from saccade.models.quantized import dequantize
+from saccade.models.tensor_files import TensorFiles
+
+_UNUSED = (
+    ".input_scale",
+    ".input_global_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".kv_scale",
+    ".prob_scale",
+)
+_PARTS = (  # of a weight, beside the numbers themselves
+    ".weight_scale_inv",
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_global_scale",
+    ".weight_shape",
+    ".weight_zero_point",
+    ".weight_g_idx",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+)
+_NUMBERS = (".weight", ".weight_packed", ".qweight")
+_STACKED = ("_scale_inv", "_scale")  # experts in one tensor: gate_up_proj and gate_up_proj_scale_inv
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+Parts = Mapping[str, Tensor]
+logger = logging.getLogger(__name__)
+
+
+class DequantizedTensors:
+    """`file_of` has the names that an unquantised checkpoint would have."""
+
+    def __init__(self, files: TensorFiles, quantization: Quantization, device: torch.device) -> None:
+        self._files = files
+        self._quantization = quantization
+        self._device = device  # where weights are dequantised
+        self._parts: dict[str, dict[str, str]] = {}  # weight -> kind of part -> stored name
+        self.file_of: dict[str, Path] = {}
+        for name, file in files.file_of.items():
+            if name.endswith(_UNUSED):
+                continue
+            weight, part = self._weight_of(name)
+            self._parts.setdefault(weight, {})[part] = name
+            if part in ("", *_NUMBERS):
+                self.file_of[weight] = file
+        self._check_whole()
+        count = sum(len(parts) > 1 for parts in self._parts.values())
+        logger.info("%d weights are stored as %s and dequantised as they load", count, quantization.summary)
+
+    def _weight_of(self, name: str) -> tuple[str, str]:
+        """The usual name of a weight, and which part of it this is."""
+        for part in (*_NUMBERS, *_PARTS):
+            if name.endswith(part):
+                return name.removesuffix(part) + ".weight", part
+        for ending in _STACKED:
+            if name.endswith(ending) and name.removesuffix(ending) in self._files.file_of:
+                return name.removesuffix(ending), ending
+        return name, ""
+
+    def _check_whole(self) -> None:
+        for weight, parts in self._parts.items():
+            if weight not in self.file_of:
+                raise ConfigError(f"the checkpoint has {', '.join(parts.values())} and not the weight itself")
+
+    def is_needless(self, name: str) -> bool:
+        """GPTQ writes a bias of zeros for layers that have none."""
+        weight = name.removesuffix("bias") + "weight"
+        is_beside = name.endswith(".bias") and ".qweight" in self._parts.get(weight, ())
+        return is_beside and not self._files.read(name).any()
+
+    def read(self, name: str) -> Tensor:
+        stored = {part: self._files.read(full).to(self._device) for part, full in self._parts[name].items()}
+        try:
+            return _weight(stored, self._quantization)
+        except ValueError as error:
+            raise ConfigError(f"{name} cannot be dequantised: {error}") from None
+
+
+def _weight(parts: Parts, quantization: Quantization) -> Tensor:
+    if len(parts) == 1:
+        (tensor,) = parts.values()
+        if tensor.dtype in _INTEGERS:
+            raise ValueError(f"it is stored as {str(tensor.dtype).removeprefix('torch.')} without a scale")
+        return tensor
+    if ".qweight" in parts:
+        return _grouped(parts, quantization)
+    if ".weight_packed" in parts:
+        return _packed(parts)
+    numbers = _first(parts, ".weight", "")
+    scale = _first(parts, ".weight_scale_inv", ".weight_scale", *_STACKED)
+    if numbers.dtype == torch.uint8:
+        return dequantize.fp4(numbers, scale, parts.get(".weight_scale_2", 1.0))
+    return dequantize.scaled(numbers, scale, quantization.block)
+
+
+def _grouped(parts: Parts, quantization: Quantization) -> Tensor:
+    words, zeros, scales = (_first(parts, part) for part in (".qweight", ".qzeros", ".scales"))
+    if quantization.method == "awq":
+        return dequantize.awq(words, zeros, scales)
+    how = quantization.bits, quantization.zero_point_offset
+    return dequantize.gptq(words, zeros, scales, parts.get(".g_idx"), *how)
+
+
+def _packed(parts: Parts) -> Tensor:
+    packed, scale = _first(parts, ".weight_packed"), _first(parts, ".weight_scale")
+    if packed.dtype == torch.uint8:
+        whole = parts.get(".weight_global_scale")  # was multiplied into the scales, so that FP8 holds them
+        return dequantize.fp4(packed, scale, 1.0 if whole is None else whole.float().reciprocal())
+    others = parts.get(".weight_zero_point"), parts.get(".weight_g_idx")
+    return dequantize.packed_ints(packed, scale, _first(parts, ".weight_shape"), *others)
+
+
+def _first(parts: Parts, *names: str) -> Tensor:
+    for name in names:
+        if name in parts:
+            return parts[name]
+    raise ValueError(f"its {names[0].removeprefix('.')} is not in the checkpoint")

@@ -1,0 +1,89 @@
+"""The tensors of a checkpoint folder by name, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from saccade.checkpoint.files import weight_files
+from saccade.errors import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+_SHOWN = 5  # names listed in an error before it only counts
+_OPEN_FILES = 2  # a weight's scale may be in another file
+
+
+class StoredTensors(Protocol):
+    """What weights are loaded from."""
+
+    @property
+    def file_of(self) -> Mapping[str, Path]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+    def is_needless(self, name: str) -> bool:
+        """Whether a tensor that the model has no place for may be left out."""
+        ...
+
+
+class TensorFiles:
+    def __init__(self, folder: Path) -> None:
+        self._handles: dict[Path, Any] = {}
+        self.file_of: dict[str, Path] = {}
+        for file in _files(folder):
+            self.file_of |= dict.fromkeys(self._open(file).keys(), file)
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._open(self.file_of[name]).get_tensor(name)
+        return tensor
+
+    def is_needless(self, name: str) -> bool:
+        return False
+
+    def _open(self, file: Path) -> Any:
+        handle = self._handles.pop(file, None) or _open(file)
+        self._handles[file] = handle  # the last used is the last to be closed
+        for oldest in list(self._handles)[:-_OPEN_FILES]:
+            del self._handles[oldest]
+        return handle
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        return _shards(index)
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
+    if not files:
+        others = ", ".join(sorted(p.name for p in folder.glob("*.bin"))[:_SHOWN])
+        hint = f"; {others} cannot be read, convert to safetensors first" if others else ""
+        raise ConfigError(f"{folder} holds no .safetensors file{hint}")
+    return files
+
+
+def _shards(index: Path) -> list[Path]:
+    names = weight_files(index)
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"{index.parent} lacks {len(missing)} of the {len(names)} weight files that {_INDEX} names "
+            f"({some(missing)}); the download is incomplete, run it again"
+        )
+    return [index.parent / name for name in names]
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is damaged or half-downloaded ({error}); download it again") from error
+
+
+def some(names: Iterable[str]) -> str:
+    """For an error: the first few."""
+    shown = sorted(names)
+    return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")

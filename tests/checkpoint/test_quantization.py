@@ -1,0 +1,59 @@
+"""What a quantization_config says, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.checkpoint.quantization import Quantization, quantization_of
+from saccade.errors import ConfigError
+
+GROUP = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 32]}}
+
+
+def read(config: dict[str, Any], *, nested: bool = False) -> Quantization | None:
+    raw = {"quantization_config": config}
+    return quantization_of({"text_config": raw} if nested else raw, Path("/nowhere"))
+
+
+def test_blocks_bits_and_zero_points_are_read() -> None:
+    found = read({"quant_method": "fp8", "weight_block_size": [128, 64]}, nested=True)
+    assert found == Quantization("fp8", "FP8 in blocks of 128x64", (128, 64))
+    found = read({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": GROUP}})
+    assert found is not None and found.block == (64, 32)
+    for version, offset in ((None, 1), ("gptq", 1), ("gptq_v2", 0)):
+        found = read({"quant_method": "gptq", "bits": 8, "checkpoint_format": version})
+        assert found is not None and (found.bits, found.zero_point_offset) == (8, offset)
+    assert quantization_of({}, Path("/nowhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "quant_method in quantization_config must be a word, not None"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' in quantization_config is not supported; take"),
+        ({"quant_method": "gguf"}, "'gguf' in quantization_config is not supported; take the safetensors"),
+        ({"quant_method": "hqq"}, "'hqq' in quantization_config is not known; known are awq, compressed-tensors"),
+        ({"quant_method": "gptq", "bits": 3}, "bits in quantization_config is 3; 4 and 8 can be read"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version in quantization_config is 'gemv'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"two sizes such as \[128, 128\], not \[128\]"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo in quantization_config is 'W4A8_AWQ'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format in quantization_config is 'marlin-24'"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "lacks config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {}}}, "config_groups.a .*lacks weights"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 2}}}},
+            "config_groups.a.weights.num_bits is 2; 4 and 8",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config.format in quantization_config is 'sparse-24-bitmask'",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_read_is_one_sentence_with_the_field(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(config)
