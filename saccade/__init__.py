@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from saccade.errors import ConfigError, RequestError
-from saccade.outputs import CompletionOutput, RequestOutput
+from saccade.outputs import CompletionOutput, Logprob, RequestOutput
 from saccade.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "CompletionOutput", "ConfigError", "GuidedDecodingParams", "RequestError", "RequestOutput",
-    "SamplingParams", "StructuredOutputsParams", "__version__",
+    "LLM", "CompletionOutput", "ConfigError", "GuidedDecodingParams", "Logprob", "RequestError",
+    "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
 

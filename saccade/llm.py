@@ -27,7 +27,7 @@ from saccade.processor.generation_config import defaults_line, sampling_defaults
 from saccade.processor.images import PrefetchMedia
 from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
-from saccade.processor.request_builder import RequestBuilder, child_id
+from saccade.processor.request_builder import child_id
 from saccade.sampling_params import SamplingParams
 from saccade.structured.schema_validation import check_structured
 from saccade.structured.structured_outputs import structured_of
@@ -41,7 +41,10 @@ Messages = Sequence[Mapping[str, Any]]
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
 """One for all prompts, one for each, or the checkpoint's own."""
 
-_CHAT_ARGUMENTS = ("tools", "add_generation_prompt", "chat_template_kwargs", "mm_processor_kwargs")
+_CHAT_ARGUMENTS = (
+    *("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    "mm_processor_kwargs",
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +87,7 @@ class Engine:
         self.is_sleeping = False
         self._open: dict[str, _Open] = {}
         self._awaited: dict[str, tuple[_Open, RequestOutputBuilder]] = {}  # by the core's id of each output
-        self._requests = RequestBuilder(self.processor.eos_token_ids, opts.seed)
+        self._requests = self.processor.request_builder(opts.seed)
 
     @property
     def core(self) -> EngineCore:
@@ -121,7 +124,7 @@ class Engine:
         params = _with_structure(params)
         try:
             start = time.perf_counter()
-            prompt = make()
+            prompt = self.processor.truncated(make(), params, self.limits.max_model_len)
             prepare_ms = (time.perf_counter() - start) * 1e3
             left = max(1, self.limits.max_model_len - len(prompt))
             if not has_params:  # a default length is no reason to refuse a prompt

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from saccade.errors import RequestError
 from saccade.types import Bill, FinishReason, Logprobs
+
+
+class Logprob(NamedTuple):
+    """Of one token at one position, as in vLLM."""
+
+    logprob: float
+    rank: int  # 1 is the most likely token
+    decoded_token: str
+
+
+class TokenLogprobs(dict[int, Logprob]):
+    """Of one position, by token id: the sampled token first, then the most likely ones."""
+
+    def __init__(self, token_id: int, entry: Logprobs, decode: Callable[[int], str]) -> None:
+        super().__init__({token_id: Logprob(entry.logprob, entry.rank, decode(token_id))})
+        for rank, (other, value) in enumerate(entry.top, start=1):
+            self.setdefault(other, Logprob(value, rank, decode(other)))
+        self.logprob = entry.logprob  # of the sampled token
+        self.rank = entry.rank
+        self.top = entry.top  # (token id, log probability), most likely first
 
 
 @dataclass(slots=True)
@@ -17,7 +39,12 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None  # the caller's stop token or string that ended it, if one did
-    logprobs: list[Logprobs] | None = None  # one per token, when they were asked for
+    logprobs: list[TokenLogprobs] | None = None  # one per token, when they were asked for
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over all tokens; None where `logprobs` were not asked for."""
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -10,11 +11,16 @@ from typing import Any
 
 from saccade.errors import RequestError, quoted
 
+logger = logging.getLogger("saccade.options")
+
 MAX_N = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024  # of one: it is kept while the request runs, and every token looks for its beginning
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_ALLOWED_TOKENS = 1 << 18
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 _MIN_TEMPERATURE = 1e-5  # below this sampling is greedy, and dividing by it would overflow
@@ -65,6 +71,10 @@ class SamplingParams:
     skip_special_tokens: bool = True  # leave control tokens out of the text
     include_stop_str_in_output: bool = False  # keep the stop string that ended the output
     structured_outputs: Any = None  # StructuredOutputsParams or its fields as a dict; becomes `structured`
+    allowed_token_ids: Sequence[int] | None = None  # only these are sampled; an end token too only if named
+    bad_words: Sequence[str] | None = None  # the output has none of them, at its start or after a space
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None  # the same as tokens; set by the processor
+    truncate_prompt_tokens: int | None = None  # only the last so many tokens of a prompt; -1: what fits
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", self.stop_token_ids or ())
@@ -96,12 +106,13 @@ class SamplingParams:
         Then the device samples by itself and starts the next step before the host has seen the token.
         """
         changes = self.has_penalty or self.logit_bias or self.min_tokens or self.structured
-        return self.logprobs is None and not changes
+        is_limited = self.allowed_token_ids is not None or self.bad_words or self.bad_words_token_ids
+        return self.logprobs is None and not changes and not is_limited
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
             _require(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")
-        for name in ("seed", "max_tokens", "logprobs"):
+        for name in ("seed", "max_tokens", "logprobs", "truncate_prompt_tokens"):
             value = getattr(self, name)
             _require(value is None or _is_int(value), name, value, "a whole number or nothing")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
@@ -120,13 +131,20 @@ class SamplingParams:
         _require(is_outputs, "structured_outputs", outputs, "StructuredOutputsParams or a dict of its fields")
         is_one = outputs is None or self.structured is None
         _require(is_one, "structured_outputs", outputs, "left out where structured is given")
-        is_list = isinstance(self.stop_token_ids, Sequence)
-        _require(is_list, "stop_token_ids", self.stop_token_ids, "a list of token ids")
-        for token in self.stop_token_ids:
-            is_id = _is_int(token) and 0 <= token <= MAX_TOKEN_ID
-            _require(is_id, "stop_token_ids", token, "a list of whole numbers that are token ids")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            self._check_ids(name, getattr(self, name) or ())
+        words = self.bad_words or ()
+        is_list = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
+        _require(is_list, "bad_words", words, "a list of strings")
+        _require(all(word.strip() for word in words), "bad_words", words, "words, not white space")
         is_map = self.logit_bias is None or isinstance(self.logit_bias, Mapping)
         _require(is_map, "logit_bias", self.logit_bias, "a map from token ids to numbers")
+
+    def _check_ids(self, name: str, ids: Any) -> None:
+        _require(isinstance(ids, Sequence) and not isinstance(ids, str), name, ids, "a list of token ids")
+        for token in ids:
+            is_id = _is_int(token) and 0 <= token <= MAX_TOKEN_ID
+            _require(is_id, name, token, "a list of whole numbers that are token ids")
 
     def _check_ranges(self) -> None:
         _require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
@@ -156,6 +174,7 @@ class SamplingParams:
         count = len(self.stop_token_ids)
         allowed = f"at most {MAX_STOP_STRINGS} ids"
         _require(count <= MAX_STOP_STRINGS, "stop_token_ids", f"{count} ids", allowed)
+        self._check_limits()
         bias = self.logit_bias or {}
         allowed = f"at most {MAX_LOGIT_BIAS} tokens"
         _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(bias)} tokens", allowed)
@@ -163,15 +182,63 @@ class SamplingParams:
             _require(_is_int(token) and token >= 0, "logit_bias", token, "a map from token ids")
             _require(_is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")
 
+    def _check_limits(self) -> None:
+        cut = self.truncate_prompt_tokens
+        allowed = "1 or more, or -1 for what fits"
+        _require(cut is None or cut == -1 or cut >= 1, "truncate_prompt_tokens", cut, allowed)
+        tokens = self.allowed_token_ids
+        count = len(tokens or ())
+        allowed = f"1 to {MAX_ALLOWED_TOKENS} token ids"
+        is_sized = tokens is None or 1 <= count <= MAX_ALLOWED_TOKENS
+        _require(is_sized, "allowed_token_ids", f"{count} ids", allowed)
+        words = self.bad_words or ()
+        count = len(words)
+        _require(count <= MAX_BAD_WORDS, "bad_words", f"{count} words", f"at most {MAX_BAD_WORDS} words")
+        count = max(map(len, words), default=0)
+        allowed = f"words of at most {MAX_BAD_WORD_CHARS} characters"
+        _require(count <= MAX_BAD_WORD_CHARS, "bad_words", f"one of {count}", allowed)
+
+
+REFUSED: Mapping[str, str] = {
+    "best_of": "ask for n outputs with logprobs and take those with the largest cumulative_logprob",
+    "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+    "flat_logprobs": "read logprobs, one dict for each token",
+    "extra_args": "they are for plugins, and there are none",
+    "skip_reading_prefix_cache": "give the prompt a cache_salt, or LLM enable_prefix_caching=False",
+    "thinking_token_budget": "limit max_tokens",
+    "repetition_detection": "use repetition_penalty, frequency_penalty or stop",
+}
+"""vLLM's parameters that are refused, and what to use instead."""
+
+INERT: Mapping[str, str] = {
+    "detokenize": "text is made when it is read",
+    "spaces_between_special_tokens": "the tokenizer's own rules hold",
+    "output_kind": "generate returns whole outputs, and engine.step what there is so far",
+    "skip_clone": "parameters are never changed",
+}
+"""vLLM's parameters that are accepted and change nothing, and why."""
+
+
+def _without_foreign(given: dict[str, Any]) -> dict[str, Any]:
+    """`given` without vLLM's parameters that ask for nothing here. RequestError for those that do."""
+    for name in given.keys() & REFUSED.keys():
+        value = given.pop(name)
+        if value and not (name == "best_of" and value == given.get("n", 1)):
+            message = f"{name}={quoted(value)} is not supported: {REFUSED[name]}"
+            raise RequestError(message, code="unsupported", param=name)
+    for name in given.keys() & INERT.keys():
+        given.pop(name)
+        logger.info("SamplingParams %s changes nothing here: %s", name, INERT[name])
+    if (structure := given.pop("guided_decoding", None)) is not None:
+        given["structured_outputs"] = structure
+    return given
+
 
 def _naming_unknown(init: Callable[..., None]) -> Callable[..., None]:
     names = [item.name for item in fields(SamplingParams)]
 
-    def checked_init(self: SamplingParams, *args: object, **given: object) -> None:
-        if given.get("guided_decoding") is not None:
-            given["structured_outputs"] = given["guided_decoding"]
-        given.pop("guided_decoding", None)
-        for name in given:
+    def checked_init(self: SamplingParams, *args: object, **given: Any) -> None:
+        for name in _without_foreign(given):
             if name not in names:
                 near = get_close_matches(name, names, n=1)
                 hint = f"do you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"

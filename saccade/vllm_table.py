@@ -192,11 +192,10 @@ _SERVER: tuple[tuple[Fate, str, str], ...] = (
 
 _CALL: tuple[tuple[Fate, str, str], ...] = (
     ("supported", "the same", "sampling_params use_tqdm priority tools add_generation_prompt "
-     "chat_template_kwargs mm_processor_kwargs"),
+     "continue_final_message chat_template_kwargs mm_processor_kwargs"),
     ("inert", "the template is tried with both forms", "chat_template_content_format"),
     ("refused", _LORA, "lora_request prompt_adapter_request"),
     ("refused", "give it once, as LLM(chat_template=...)", "chat_template"),
-    ("refused", "an answer is a new message; use generate with the text so far", "continue_final_message"),
     ("refused", "give prompt_token_ids, tokenized as you like", "tokenization_kwargs"),
     ("refused", 'give {"prompt_token_ids": [...]} as the prompt', "prompt_token_ids"),
     ("refused", "use SamplingParams", "guided_options_request"),

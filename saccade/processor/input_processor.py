@@ -21,7 +21,8 @@ from saccade.processor.documents import open_documents
 from saccade.processor.families import built_in_template
 from saccade.processor.families.base import HasMarkup, LengthBound, cross_attended
 from saccade.processor.images import ImageInput, Images, PrefetchMedia, bill_item, reads_text_only
-from saccade.processor.messages import Form, cleaned, form_of, read_messages
+from saccade.processor.messages import Form, cleaned, cut_at_mark, form_of, mark_end, read_messages
+from saccade.processor.request_builder import RequestBuilder
 from saccade.processor.template import MAX_CHARS, RESERVED
 from saccade.processor.template_pool import TemplatePool
 from saccade.processor.tokenizer import Tokenizer
@@ -93,6 +94,9 @@ class Processor:
         fallback = self.tokenizer.eos_token_id
         return self.checkpoint.config.eos_token_ids or frozenset(() if fallback is None else (fallback,))
 
+    def request_builder(self, seed: int | None) -> RequestBuilder:
+        return RequestBuilder(self.eos_token_ids, seed, self.tokenizer.encode_text)
+
     def largest_item(self) -> Geometry | None:
         """The most expensive image or frame group the limits allow; None when they allow none."""
         return largest_item(self.images, self.videos)
@@ -118,6 +122,7 @@ class Processor:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         salt: bytes = b"",
@@ -130,7 +135,8 @@ class Processor:
         rendered = self.render(
             messages,
             tools=tools,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
             allow_paths=allow_paths,
         )
@@ -142,10 +148,14 @@ class Processor:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         allow_paths: bool = False,
     ) -> Rendered:
-        """First half of `from_chat`: run the template, in a process of its own. It may be slow."""
+        """First half of `from_chat`: run the template, in a process of its own. It may be slow.
+
+        With `continue_final_message` the text ends where the last message does, which is the assistant's.
+        """
         clean = self.tokenizer.shield
         messages = self.open_documents(messages, allow_paths=allow_paths)
         extra = self._template_kwargs(chat_template_kwargs)
@@ -154,6 +164,8 @@ class Processor:
             raise reads_text_only(len(chat.images), chat.images[0].param)  # before the template fails on one
         if chat.videos and self.videos is None:
             raise takes_no_video(chat.videos[0].param)
+        if continue_final_message:
+            mark_end(chat.messages)
         try:
             text = self._templates.render(
                 messages=chat.messages,
@@ -164,7 +176,7 @@ class Processor:
         except RequestError as error:
             said = " ".join(self.tokenizer.unshield(error.message).split())
             raise RequestError(said[:_SHOWN_CHARS], code=error.code, param=error.param) from None
-        return Rendered(text, chat.images, chat.videos)
+        return Rendered(cut_at_mark(text) if continue_final_message else text, chat.images, chat.videos)
 
     def open_documents(self, messages: Any, *, allow_paths: bool = False) -> Any:
         """The messages with the pages of their documents. `render` does this too, if it was not done."""
@@ -204,10 +216,29 @@ class Processor:
         except RequestError as error:
             raise ConfigError(f"default_{error.message}") from None
 
+    def truncated(self, prompt: Prompt, params: SamplingParams, max_model_len: int) -> Prompt:
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says. Images cannot be cut."""
+        count = params.truncate_prompt_tokens
+        if count == -1:
+            count = max(1, max_model_len - (params.max_tokens or 1))
+        if count is None or len(prompt) <= count:
+            return prompt
+        if prompt.spans:
+            reason = f"the prompt has {len(prompt)} tokens, images among them, and those cannot be cut"
+            message = f"truncate_prompt_tokens is {count}, but {reason}; send less text"
+            raise RequestError(message, code="unsupported", param="truncate_prompt_tokens")
+        ids = list(prompt.token_ids[-count:])
+        cut = self.from_prompt({"prompt_token_ids": ids}, salt=prompt.salt)
+        return replace(cut, text=self.tokenizer.decode(ids, skip_special_tokens=False))
+
     def check_params(self, params: SamplingParams) -> None:
         """Refuse token ids outside the vocabulary."""
         size = self.checkpoint.config.text.vocab_size
-        named = {"stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
+        named = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
         for name, ids in named.items():
             wrong = [token for token in ids if token >= size]
             if wrong:

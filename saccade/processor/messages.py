@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from saccade.processor.tools import calls_for_template
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _PROBE = "5a17c3"
+_END = secrets.token_hex(16)  # no client can know it
 _MAX_DEPTH = 64  # far more than any tool schema, far less than the interpreter's stack
 
 
@@ -47,6 +49,27 @@ def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, all
         content = cleaned(_in_form(parts, form), clean)
         chat.messages.append({**cleaned(rest, clean), "content": content})
     return chat
+
+
+def mark_end(messages: list[dict[str, Any]]) -> None:
+    """Put a mark after the text of the last message, an assistant's, which the model goes on with."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        reason = f"the last message is of the role {quoted(last['role'])}, and only an assistant's can go on"
+        raise RequestError(f"continue_final_message: {reason}", param="continue_final_message")
+    if isinstance(last["content"], list):
+        last["content"] = [*last["content"], {"type": "text", "text": _END}]
+    else:
+        last["content"] = (last["content"] or "") + _END
+
+
+def cut_at_mark(rendered: str) -> str:
+    """The text before the mark: without what the template writes after a message."""
+    before, mark, _ = rendered.partition(_END)
+    if not mark:
+        reason = "the chat template does not show the last message as it is"
+        raise RequestError(f"continue_final_message: {reason}", param="continue_final_message")
+    return before
 
 
 def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from saccade.outputs import CompletionOutput
+from saccade.outputs import CompletionOutput, TokenLogprobs
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.tokenizer import Tokenizer
 from saccade.sampling_params import SamplingParams
@@ -23,6 +23,8 @@ class RequestOutputBuilder:
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
+        self._shown_logprobs: list[TokenLogprobs] = []  # the same for callers; each is made once
+        self._token_text = lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.usage: Usage | None = None
@@ -115,5 +117,14 @@ class RequestOutputBuilder:
             token_ids=list(self.token_ids),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=list(self.logprobs) if self.logprobs is not None else None,
+            logprobs=self._token_logprobs(),
         )
+
+    def _token_logprobs(self) -> list[TokenLogprobs] | None:
+        if self.logprobs is None:
+            return None
+        for token_id, entry in list(zip(self.token_ids, self.logprobs, strict=False))[
+            len(self._shown_logprobs) :
+        ]:
+            self._shown_logprobs.append(TokenLogprobs(token_id, entry, self._token_text))
+        return list(self._shown_logprobs)

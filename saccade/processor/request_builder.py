@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from saccade.sampling_params import SamplingParams
 from saccade.types import NO_TENANT, Prompt, Request, Tenant, Thinking
 
 
 class RequestBuilder:
-    def __init__(self, eos_token_ids: frozenset[int], seed: int | None) -> None:
+    def __init__(
+        self,
+        eos_token_ids: frozenset[int],
+        seed: int | None,
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        """`encode`: text to tokens without special ones, for bad words."""
         self._eos_token_ids = eos_token_ids
+        self._encode = encode
         self._seeds = random.Random(seed)  # for requests that bring none
 
     def build(
@@ -27,6 +36,8 @@ class RequestBuilder:
     ) -> list[Request]:
         """`first`: number of the first output, where a request has several prompts."""
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
+        if params.bad_words and self._encode is not None:
+            params = replace(params, bad_words=None, bad_words_token_ids=self._bad_words(params.bad_words))
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         return [
             Request(
@@ -42,6 +53,12 @@ class RequestBuilder:
             )
             for index in range(params.n)
         ]
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it begins a text, and as it follows a space: most vocabularies spell these apart."""
+        assert self._encode is not None
+        spelled = [self._encode(space + word.strip()) for word in words for space in ("", " ")]
+        return tuple(dict.fromkeys(tuple(ids) for ids in spelled if ids))
 
 
 def child_id(request_id: str, index: int) -> str:

@@ -60,6 +60,10 @@ class Tokenizer:
         """Ids of a raw prompt: control tokens in the text count, and the tokenizer adds its own."""
         return _encode(self._inner, text, add_special_tokens)
 
+    def encode_text(self, text: str) -> list[int]:
+        """Without special tokens around it."""
+        return self.encode(text, add_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(token_ids) > _LONG:
             return self._inner.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]

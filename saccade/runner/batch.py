@@ -117,7 +117,17 @@ class RequestState:
             end_ids=end_ids,
             seed=request.seed,
             allowed=allowed,
+            forbidden=self._forbidden(),
         )
+
+    def _forbidden(self) -> frozenset[int]:
+        """Tokens that would complete a bad word."""
+        bad = self.request.params.bad_words_token_ids
+        if not bad:
+            return frozenset()
+        longest = max(map(len, bad))
+        last = self._output()[-longest:].tolist()
+        return frozenset(word[-1] for word in bad if last[len(last) - len(word) + 1 :] == list(word[:-1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Row:
     end_ids: frozenset[int]  # forbidden until min_tokens are out
     seed: int
     allowed: npt.NDArray[np.int32] | None = None  # a bit per token, 32 to a word, lowest first; None: all
+    forbidden: frozenset[int] = frozenset()  # would complete a bad word
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
@@ -70,9 +71,22 @@ def _adjust(logits: Tensor, rows: Sequence[Row]) -> None:
             if id(bias) not in biases:
                 biases[id(bias)] = _added(bias, bias.values(), logits)
             logits[i].index_add_(0, *biases[id(bias)])
-        if row.end_ids and len(row.output_ids) < row.params.min_tokens:
-            logits[i].index_add_(0, *_added(row.end_ids, [_NEVER] * len(row.end_ids), logits))
+        never = row.forbidden
+        if len(row.output_ids) < row.params.min_tokens:
+            never = never | row.end_ids
+        if never:
+            logits[i].index_add_(0, *_added(never, [_NEVER] * len(never), logits))
+        if row.params.allowed_token_ids is not None:
+            _keep(logits[i], row.params.allowed_token_ids)
     _forbid(logits, rows)
+
+
+def _keep(logits: Tensor, tokens: Sequence[int]) -> None:
+    """Mask all other tokens of one row, in place."""
+    index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    kept = logits[index]
+    logits.fill_(_NEVER)
+    logits[index] = kept
 
 
 def _added(tokens: Collection[int], values: Iterable[float], logits: Tensor) -> Added:
@@ -222,6 +236,10 @@ def reference_sample(logits: Sequence[float], row: Row) -> int:
     if len(outputs) < params.min_tokens:
         for token in row.end_ids:
             values[token] = _NEVER
+    for token in row.forbidden:
+        values[token] = _NEVER
+    if (kept_ids := params.allowed_token_ids) is not None:
+        values = [v if t in kept_ids else _NEVER for t, v in enumerate(values)]
     if row.allowed is not None:
         values = [v if row.allowed[t // 32] >> (t % 32) & 1 else _NEVER for t, v in enumerate(values)]
     ranked = sorted(range(len(values)), key=lambda t: -values[t])

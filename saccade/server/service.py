@@ -30,7 +30,6 @@ from saccade.processor.dialects.registry import thinking_dialect, tool_dialect
 from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
-from saccade.processor.request_builder import RequestBuilder
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
 from saccade.sampling_params import SamplingParams
 from saccade.server.accounts import Account
@@ -42,7 +41,7 @@ from saccade.server.http.limits import AdmissionGate, decode_object
 from saccade.server.http.request_context import Caller, Exchange
 from saccade.server.http.text_limit import check_chars, check_text
 from saccade.server.metrics import Metrics
-from saccade.server.request.chat import ChatRequest, ResponseOptions, renaming
+from saccade.server.request.chat import ChatRequest, CompletionRequest, ResponseOptions, renaming
 from saccade.server.request.fields import STRUCTURED, FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.request.media_uuids import UuidCache
@@ -135,7 +134,7 @@ class Service:
         self._document_pool = FairPool(_DOCUMENT_THREADS, "saccade-document", _MAX_DOCUMENTS)
         self._plan_pool = FairPool(1, "saccade-plan", _MAX_PLANS)
         self._template_pool = ThreadPoolExecutor(_TEMPLATE_THREADS, thread_name_prefix="saccade-template")
-        self._requests = RequestBuilder(processor.eos_token_ids, options.seed)
+        self._requests = processor.request_builder(options.seed)
         self._request_numbers = itertools.count()
 
     @property
@@ -265,6 +264,7 @@ class Service:
             messages,
             tools=request.tools.for_template,
             add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
             chat_template_kwargs=request.chat_template_kwargs,
         )
         rendered = await asyncio.get_running_loop().run_in_executor(self._template_pool, render)
@@ -275,7 +275,7 @@ class Service:
             salt=self.salt(caller, request.response_options),
         )
         with renaming(request.renamed.get):
-            prompt = await self.in_thread(build)
+            prompt = await self.in_thread(lambda: self._truncated(build(), request.response_options))
         self._media.remember(links, messages, owner)
         self._count_mistyped(links, prompt)
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms, caller.record)
@@ -307,24 +307,31 @@ class Service:
             if link.claimed_format not in (None, item.header.format):
                 self.metrics.media_mistyped(1)
 
+    def _truncated(self, prompt: Prompt, response_options: ResponseOptions) -> Prompt:
+        return self.processor.truncated(prompt, response_options.params, self.limits.max_model_len)
+
     async def prepare_prompts(
-        self, prompts: Sequence[str | Sequence[int]], response_options: ResponseOptions, caller: Caller
+        self, request: CompletionRequest, caller: Caller
     ) -> tuple[list[BilledPrompt], Timing]:
         """Prompts of text or token ids, without a chat template."""
-        salt = self.salt(caller, response_options)
-        for prompt in prompts:
+        salt = self.salt(caller, request.response_options)
+        for prompt in request.prompts:
             if isinstance(prompt, str):
                 check_chars(len(prompt), self.max_chars, "prompt")
             else:
                 self.check_ids(len(prompt), "prompt")
-        built = [await self.in_thread(self._build_prompt, prompt, salt) for prompt in prompts]
+        build = partial(self._build_prompt, request, salt)
+        built = [await self.in_thread(build, prompt) for prompt in request.prompts]
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, 0.0, caller.record)
         return [self._with_bill(prompt) for prompt in built], timing
 
-    def _build_prompt(self, prompt: str | Sequence[int], salt: bytes) -> Prompt:
+    def _build_prompt(self, request: CompletionRequest, salt: bytes, prompt: str | Sequence[int]) -> Prompt:
+        if isinstance(prompt, str) and not request.add_special_tokens:
+            prompt = self.processor.tokenizer.encode_text(prompt)
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         try:
-            return self.processor.from_prompt({key: prompt}, salt=salt)
+            built = self.processor.from_prompt({key: prompt}, salt=salt)
+            return self._truncated(built, request.response_options)
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param="prompt") from None
 

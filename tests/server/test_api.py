@@ -344,6 +344,36 @@ def test_streamed_completions_add_up_to_the_whole(server: RunningServer) -> None
     assert texts == [choice["text"] for choice in whole]
 
 
+def test_completions_repeat_their_prompts_if_asked(server: RunningServer) -> None:
+    fields = {"prompt": ["The quick", "brown fox"], "max_tokens": 4, "temperature": 0, "ignore_eos": True, "n": 2}
+    plain = [choice["text"] for choice in server.post("/v1/completions", fields).json()["choices"]]
+    echoed = [choice["text"] for choice in server.post("/v1/completions", {**fields, "echo": True}).json()["choices"]]
+    prompts = ["The quick", "The quick", "brown fox", "brown fox"]
+    assert echoed == [prompt + text for prompt, text in zip(prompts, plain, strict=True)]
+    texts = [""] * 4
+    for event in stream(server, {**fields, "echo": True}, "/v1/completions")[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == echoed
+
+
+def test_requests_are_limited_to_tokens_and_cut(server: RunningServer) -> None:
+    fields = {"prompt": "The quick brown fox", "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+    limits = {"allowed_token_ids": [40, 41], "truncate_prompt_tokens": 3, "bad_words": ["fox"]}
+    body = server.post("/v1/completions", {**fields, **limits, "add_special_tokens": False}).json()
+    assert set(body["choices"][0]["token_ids"]) <= {40, 41} and len(body["prompt_token_ids"]) == 3
+
+
+def test_a_chat_goes_on_with_the_assistant_s_last_message(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "There are"}]
+    body = {"messages": messages, "max_tokens": 2, "return_token_ids": True}
+    ids = [
+        server.post("/v1/chat/completions", {**body, "continue_final_message": on}).json()["prompt_token_ids"]
+        for on in (True, False)
+    ]
+    assert len(ids[0]) < len(ids[1]) and ids[1][: len(ids[0])] == ids[0]
+
+
 def test_completion_logprobs_have_the_older_shape(server: RunningServer) -> None:
     body = server.post("/v1/completions", {"prompt": "a", "max_tokens": 3, "logprobs": 2, "ignore_eos": True}).json()
     logprobs = body["choices"][0]["logprobs"]

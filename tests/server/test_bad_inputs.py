@@ -487,7 +487,7 @@ def test_a_field_whose_value_changes_nothing_is_accepted(server: RunningServer, 
     assert server.chat(max_tokens=2, **fields).status_code == 200
 
 
-@pytest.mark.parametrize("fields", [{"best_of": 2}, {"add_special_tokens": False}], ids=str)
+@pytest.mark.parametrize("fields", [{"best_of": 2}, {"echo": True, "logprobs": 1}, {"suffix": "b"}], ids=str)
 def test_what_a_completion_cannot_do_is_named(server: RunningServer, fields: dict[str, Any]) -> None:
     response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, **fields})
     assert response.status_code == 400 and error_of(response)["param"] == next(iter(fields))

@@ -41,6 +41,7 @@ class ChatRequest:
     tools: ToolPlan
     parallel_tool_calls: bool
     add_generation_prompt: bool
+    continue_final_message: bool  # the last one, an assistant's, is the beginning of the answer
     chat_template_kwargs: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None
     renamed: Mapping[str, str]  # fields as errors name them: as the client named them
@@ -56,6 +57,8 @@ class ChatRequest:
 class CompletionRequest:
     response_options: ResponseOptions
     prompts: Sequence[str | Sequence[int]]  # each gets params.n outputs
+    echo: bool = False  # outputs begin with their prompt
+    add_special_tokens: bool = True  # the tokenizer's own, around a prompt of text
 
 
 def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
@@ -74,12 +77,19 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
         length_field=length_field,
     )
     kwargs, renamed = _media_kwargs(given)
+    continues = given.get("continue_final_message", False)
+    if continues and given.get("add_generation_prompt"):
+        message = (
+            "continue_final_message goes on with the last message, and add_generation_prompt begins another"
+        )
+        raise RequestError(f"{message}; send one of them", param="continue_final_message")
     return ChatRequest(
         response_options=options,
         messages=given["messages"],
         tools=tools,
         parallel_tool_calls=given.get("parallel_tool_calls", True),
-        add_generation_prompt=given.get("add_generation_prompt", True),
+        add_generation_prompt=given.get("add_generation_prompt", not continues),
+        continue_final_message=continues,
         chat_template_kwargs=_template_kwargs(given),
         mm_processor_kwargs=kwargs,
         renamed=renamed,
@@ -120,8 +130,10 @@ def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: i
     if len(prompts) > max_prompts:
         message = f"{len(prompts)} prompts were given and at most {max_prompts} may be"
         raise RequestError(message, param="prompt")
-    if not given.get("add_special_tokens", True):
-        raise fields.unsupported("add_special_tokens")
+    echo = given.get("echo", False)
+    if echo and given.get("logprobs") is not None:
+        message = "echo with logprobs asks for log probabilities of the prompt, which are not computed"
+        raise RequestError(f"{message}; leave one of them out", code="unsupported", param="echo")
     options = _response_options(
         given,
         reader.defaults,
@@ -131,7 +143,7 @@ def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: i
         structured=_schema(given, reader.scope),
         length_field="max_tokens",
     )
-    return CompletionRequest(options, prompts)
+    return CompletionRequest(options, prompts, echo, given.get("add_special_tokens", True))
 
 
 def _prompts(given: Any) -> list[str | Sequence[int]]:

@@ -42,6 +42,9 @@ SAMPLING: Mapping[str, Schema] = {
     "skip_special_tokens": _BOOL,
     "include_stop_str_in_output": _BOOL,
     "logit_bias": {"type": "object", "additionalProperties": _NUM},
+    "allowed_token_ids": {"type": "array", "items": _INT},
+    "bad_words": {"type": "array", "items": _STR},
+    "truncate_prompt_tokens": _INT,
 }
 STRUCTURED: Mapping[str, Schema] = {  # the first is vLLM's newer spelling of the others
     "structured_outputs": _OBJ,
@@ -109,6 +112,7 @@ CHAT: Mapping[str, Schema] = {
     "tool_choice": {"type": ["string", "object"]},
     "parallel_tool_calls": _BOOL,
     "add_generation_prompt": _BOOL,
+    "continue_final_message": _BOOL,
     "chat_template_kwargs": _OBJ,
     "reasoning_effort": _EFFORT,
     "mm_processor_kwargs": _OBJ,
@@ -118,6 +122,7 @@ COMPLETION: Mapping[str, Schema] = {
     **_COMMON,
     "prompt": {"type": ["string", "array"]},
     "logprobs": _INT,
+    "echo": _BOOL,
     "add_special_tokens": _BOOL,
 }
 TOKENIZE: Mapping[str, Schema] = {
@@ -241,7 +246,8 @@ MESSAGES: Mapping[str, Schema] = {
 IGNORED: Set[str] = (
     {"metadata", "store", "service_tier", "safety_identifier", "verbosity", "prediction", "moderation"}
     | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
-    | {"reasoning", "web_search_options", "max_tool_calls", "guided_decoding_backend"}
+    | {"reasoning", "web_search_options", "max_tool_calls"}
+    | {"guided_decoding_backend", "spaces_between_special_tokens"}
 )
 """Sent by client libraries. They have no effect."""
 
@@ -252,6 +258,7 @@ INERT: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "echo": (False,),
     "use_beam_search": (False,),
+    "length_penalty": (1,),
     "modalities": (["text"],),
     "media_io_kwargs": ({},),
     "truncation": ("disabled",),
@@ -260,13 +267,44 @@ INERT: Mapping[str, tuple[Any, ...]] = {
 }
 """Unsupported fields, ignored with these values."""
 
-UNSUPPORTED: Set[str] = (
-    {"audio", "functions", "function_call", "suffix", "previous_response_id", "conversation", "file_id"}
-    | {"chat_template", "documents", "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens"}
-    | {"bad_words", "allowed_token_ids", "logits_processors", "length_penalty", "thinking_token_budget"}
-    | {"guided_whitespace_pattern", "stop_regex", "lora_path"}
-    | {"container", "mcp_servers", "context_management"}
-)
+_STATELESS = "this server keeps nothing between requests; send the whole conversation"
+UNSUPPORTED: Mapping[str, str] = {  # and what to do instead
+    "add_special_tokens": "the chat template writes them; leave it out, or send /v1/completions",
+    "audio": "models here write text",
+    "background": _STATELESS,
+    "bad_words_token_ids": "send bad_words",
+    "best_of": "send n, with logprobs, and choose among the answers",
+    "chat_template": "the checkpoint's own is used; chat_template_kwargs sets its variables",
+    "container": _STATELESS,
+    "context_management": _STATELESS,
+    "continue_final_message": "only /v1/chat/completions has it",
+    "conversation": _STATELESS,
+    "documents": "put their text into messages",
+    "echo": "only /v1/completions has it",
+    "file_id": "this server keeps no files; send the image itself",
+    "function_call": "send tool_choice",
+    "functions": "send tools",
+    "guided_whitespace_pattern": "two spaces or a line break may be between tokens of JSON; leave it out",
+    "kv_transfer_params": "engines here do not hand KV blocks to each other",
+    "length_penalty": "it is for beam search, which answers no requests here",
+    "logits_processors": "send logit_bias, allowed_token_ids, bad_words or structured_outputs",
+    "lora_path": "no adapters are loaded",
+    "mcp_servers": "this server calls no tools; run them and send their results",
+    "media_io_kwargs": "send mm_processor_kwargs",
+    "modalities": "models here write text",
+    "previous_response_id": _STATELESS,
+    "prompt_embeds": "send text, token ids or images",
+    "prompt_logprobs": "the engine computes no log probabilities of prompts",
+    "repetition_detection": "send repetition_penalty, frequency_penalty or stop",
+    "return_tokens_as_token_ids": "only /v1/chat/completions and /v1/completions have it",
+    "stop_regex": "send stop or stop_token_ids",
+    "suffix": "models here do not fill in the middle",
+    "thinking_token_budget": "send max_tokens",
+    "top_logprobs": "only /v1/chat/completions has it",
+    "truncation": "send less, or truncate_prompt_tokens",
+    "use_beam_search": "send n and a temperature",
+    "vllm_xargs": "they are for plugins, and there are none",
+}
 
 _TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {  # in Python, and in words
     "integer": (int, "a whole number"),
@@ -300,27 +338,32 @@ class FieldReader:
         for name, value in given.items():
             if name in table:
                 _check(value, table[name], name)
-            elif name not in IGNORED:
+            elif name in IGNORED:
+                self._log_once(name, "which has no effect")
+            else:
                 self._check_unknown(name, value)
         return {name: value for name, value in given.items() if name in table}
 
     def _check_unknown(self, name: str, value: Any) -> None:
-        if name in UNSUPPORTED or (name in INERT and value not in INERT[name]):
-            raise unsupported(name)
-        if name in INERT:
+        if name in INERT and value in INERT[name]:
             return
+        if name in UNSUPPORTED:
+            raise unsupported(name)
         shown = name[:64]
         if self._strict:
             reason = "this server refuses unknown fields (--strict-params)"
             message = f"the field {shown!r} is unknown, and {reason}"
             raise RequestError(message, code="unknown_parameter", param=shown)
-        if shown not in self._logged and len(self._logged) < 1000:  # bounded: clients choose the names
-            self._logged.add(shown)
-            logger.info("a request has the unknown field %r, which is ignored", shown)
+        self._log_once(shown, "which is unknown and ignored")
+
+    def _log_once(self, name: str, what: str) -> None:
+        if name not in self._logged and len(self._logged) < 1000:  # bounded: clients choose the names
+            self._logged.add(name)
+            logger.info("a request has the field %r, %s", name, what)
 
 
 def unsupported(name: str) -> RequestError:
-    message = f"{name} is not supported by this server; leave it out"
+    message = f"{name} is not supported by this server: {UNSUPPORTED[name]}"
     return RequestError(message, code="unsupported", param=name)
 
 
