@@ -6,15 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.errors import ConfigError, RequestError
 from saccade.outputs import CompletionOutput, Logprob, RequestOutput
-from saccade.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+from saccade.sampling_params import (
+    BeamSearchParams,
+    GuidedDecodingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 if TYPE_CHECKING:
     from saccade.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "CompletionOutput", "ConfigError", "GuidedDecodingParams", "Logprob", "RequestError",
-    "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__",
+    "LLM", "BeamSearchParams", "CompletionOutput", "ConfigError", "GuidedDecodingParams", "Logprob",
+    "RequestError", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from saccade.engine.core import EngineCore, Profiles
 from saccade.engine.process_tuning import collect, trim
 from saccade.errors import RequestError, quoted
 from saccade.options import MediaPolicy, Options, SchedulerConfig, options
-from saccade.outputs import RequestOutput
+from saccade.outputs import BeamSearchOutput, RequestOutput
+from saccade.processor.beam_search import best_sequences
 from saccade.processor.chat_tokenizer import ChatTokenizer
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line, sampling_defaults
@@ -28,7 +29,7 @@ from saccade.processor.images import PrefetchMedia
 from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.request_builder import child_id
-from saccade.sampling_params import SamplingParams
+from saccade.sampling_params import BeamSearchParams, SamplingParams
 from saccade.structured.schema_validation import check_structured
 from saccade.structured.structured_outputs import structured_of
 from saccade.types import Bill, MediaItem, Prompt, TokenEvent
@@ -386,6 +387,14 @@ class LLM:
     def stop_profile(self) -> Path:
         """Write the trace; its file is for chrome://tracing or ui.perfetto.dev."""
         return self.engine.profiler.stop()
+
+    def beam_search(
+        self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` most likely continuations of each prompt, one step of `generate` a token."""
+        many = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        generate = partial(self.generate, use_tqdm=False)
+        return [best_sequences(prompt, params, self.engine.processor, generate) for prompt in many]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """For calls without `sampling_params`: generation_config.json's values, and ours for the rest."""

@@ -47,6 +47,19 @@ class CompletionOutput:
         return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
 
 
+class BeamSearchSequence(NamedTuple):
+    """One of the best continuations that a beam search found."""
+
+    tokens: list[int]  # the prompt's, then its own
+    text: str  # of its own tokens
+    cum_logprob: float
+    finish_reason: FinishReason
+
+
+class BeamSearchOutput(NamedTuple):
+    sequences: list[BeamSearchSequence]  # best first
+
+
 @dataclass(slots=True)
 class RequestOutput:
     request_id: str

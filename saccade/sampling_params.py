@@ -199,6 +199,25 @@ class SamplingParams:
         _require(count <= MAX_BAD_WORD_CHARS, "bad_words", f"one of {count}", allowed)
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """Of `LLM.beam_search`."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0  # beams are compared by their log probability over length to this power
+
+    def __post_init__(self) -> None:
+        maximum = MAX_LOGPROBS // 2  # each beam is asked for twice as many next tokens
+        is_width = _is_int(self.beam_width) and 1 <= self.beam_width <= maximum
+        _require(is_width, "beam_width", self.beam_width, f"from 1 to {maximum}")
+        is_length = _is_int(self.max_tokens) and self.max_tokens >= 1
+        _require(is_length, "max_tokens", self.max_tokens, "1 or more")
+        is_penalty = _is_number(self.length_penalty) and math.isfinite(self.length_penalty)
+        _require(is_penalty, "length_penalty", self.length_penalty, "a finite number")
+
+
 REFUSED: Mapping[str, str] = {
     "best_of": "ask for n outputs with logprobs and take those with the largest cumulative_logprob",
     "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",

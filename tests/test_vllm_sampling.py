@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from saccade import LLM, Logprob, SamplingParams
+from saccade import LLM, BeamSearchParams, Logprob, SamplingParams
 from saccade.errors import RequestError
+from saccade.outputs import TokenLogprobs
+from saccade.processor.beam_search import search
 from saccade.processor.messages import cut_at_mark, mark_end
 from saccade.processor.request_builder import RequestBuilder
 from saccade.runner.batch import RequestState
 from saccade.runner.sampler import Row, reference_sample, sample
 from saccade.sampling_params import INERT, REFUSED
-from saccade.types import Admission
+from saccade.types import Admission, Logprobs
 from tests.helpers.scheduling import make_prompt
 
 FREE = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -174,3 +176,44 @@ def test_logprobs_have_vllm_s_shape_and_ours(llm: LLM) -> None:
         assert isinstance(entry[token], Logprob) and entry[token].decoded_token == text
     assert out.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in out.logprobs))
     assert answer(llm).outputs[0].cumulative_logprob is None
+
+
+# --- beam search --------------------------------------------------------------------------------------------------
+
+
+def table(beams: Any) -> list[TokenLogprobs]:
+    """A model of three tokens: 0 ends, and the likeliest first token leads to unlikely ones."""
+    first = ((1, -0.1), (2, -0.5), (0, -9.0))
+    later = {1: ((1, -3.0), (2, -3.5), (0, -4.0)), 2: ((0, -0.1), (2, -4.0), (1, -5.0))}
+    tops = [later[beam.token_ids[-1]] if beam.token_ids else first for beam in beams]
+    return [TokenLogprobs(top[0][0], Logprobs(top[0][1], 1, top), str) for top in tops]
+
+
+def test_the_best_beam_need_not_begin_with_the_likeliest_token() -> None:
+    best, *others = search(BeamSearchParams(beam_width=2, max_tokens=3), {0}, table)
+    assert best.token_ids == (2, 0) and best.is_ended and best.cum_logprob == pytest.approx(-0.6)
+    assert len(others) == 1
+    (greedy,) = search(BeamSearchParams(beam_width=1, max_tokens=2, ignore_eos=True), {0}, table)
+    assert greedy.token_ids == (1, 1) and not greedy.is_ended
+
+
+def test_beam_search_reports_what_the_engine_computes(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
+    (out,) = llm.beam_search([PROMPT], params)
+    prompt = answer(llm).prompt_token_ids
+    assert len(out.sequences) == 3 and len({tuple(one.tokens) for one in out.sequences}) == 3
+    for one in out.sequences:
+        assert one.tokens[: len(prompt)] == prompt and len(one.tokens) == len(prompt) + 4
+        total = 0.0
+        for end in range(len(prompt), len(one.tokens)):
+            forced = {"logprobs": 0, "max_tokens": 1, "allowed_token_ids": [one.tokens[end]]}
+            total += answer(llm, {"prompt_token_ids": one.tokens[:end]}, **forced).outputs[0].cumulative_logprob
+        assert one.cum_logprob == pytest.approx(total, abs=1e-3)
+    (one,) = llm.beam_search(PROMPT, BeamSearchParams(beam_width=1, max_tokens=12, ignore_eos=True))[0].sequences
+    assert one.tokens[len(prompt) :] == answer(llm).outputs[0].token_ids and one.finish_reason == "length"
+
+
+def test_a_beam_has_limits() -> None:
+    for given in ({"beam_width": 11, "max_tokens": 1}, {"beam_width": 1, "max_tokens": 0}):
+        with pytest.raises(RequestError):
+            BeamSearchParams(**given)

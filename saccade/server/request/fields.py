@@ -302,7 +302,7 @@ UNSUPPORTED: Mapping[str, str] = {  # and what to do instead
     "thinking_token_budget": "send max_tokens",
     "top_logprobs": "only /v1/chat/completions has it",
     "truncation": "send less, or truncate_prompt_tokens",
-    "use_beam_search": "send n and a temperature",
+    "use_beam_search": "send n and a temperature; beam search is LLM.beam_search in Python",
     "vllm_xargs": "they are for plugins, and there are none",
 }
 
