@@ -47,6 +47,7 @@ class ArgumentWriter:
             self._sink.arguments('"')
         found = yield from reader.copy_until(ends, emit)
         if not found:
+            self._sink.arguments("".join(pieces))
             raise Unreadable("incomplete")
         types = frozenset[str]() if is_string is False else self._types
         self._sink.arguments('"' if streams else as_json("".join(pieces), types))

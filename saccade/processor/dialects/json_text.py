@@ -90,9 +90,9 @@ def _copy_scalar(reader: TextReader, emit: Emit) -> Reading[None]:
     pieces: list[str] = []
     yield from reader.copy_while(_SCALAR, pieces.append)
     scalar = "".join(pieces)
+    emit(scalar)  # whatever it is: a call that breaks is shown as it was written
     if not _VALID_SCALAR.fullmatch(scalar):
         raise Unreadable("incomplete" if not scalar and (yield from reader.peek()) == "" else "syntax")
-    emit(scalar)
 
 
 def read_string(reader: TextReader) -> Reading[str]:

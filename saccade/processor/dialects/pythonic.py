@@ -40,7 +40,11 @@ def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
         key, _ = yield from reader.name_until(("=",))
         writer.key(key)
         yield from reader.skip_space()
-        writer.value(_as_json((yield from _literal(reader))))
+        literal = yield from _literal(reader)
+        value = _as_json(literal)
+        writer.value(value or literal)
+        if value is None:
+            raise Unreadable
         yield from reader.skips(",")
         yield from reader.skip_space()
     writer.close()
@@ -80,9 +84,10 @@ def _quoted(reader: TextReader, quote: str, pieces: list[str]) -> Reading[None]:
         pieces.append(reader.skip(1))
 
 
-def _as_json(literal: str) -> str:
+def _as_json(literal: str) -> str | None:
+    """None if it is no literal."""
     try:
         value: Any = _NAMES[literal] if literal in _NAMES else ast.literal_eval(literal)
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        raise Unreadable from None
+        return None

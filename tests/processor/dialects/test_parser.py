@@ -219,7 +219,9 @@ BROKEN: list[tuple[str, str, str, list[str], list[str]]] = [
     ("glm45", "<tool_call>two words\n</tool_call>", "<tool_call>two words\n</tool_call>", [], ["syntax"]),
     ("mistral", "[TOOL_CALLS]!", "[TOOL_CALLS]!", [], ["syntax"]),
     ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', [], ["unknown_tool"]),
-    ("pythonic", "[look(days=open('x'))]", "", ['{"days": )]'], ["syntax"]),
+    ("pythonic", "[look(days=open('x'))]", "", ["{\"days\": open('x'))]"], ["syntax"]),
+    ("pythonic", "[look(days=", "", ['{"days": '], ["incomplete"]),
+    ("glm45", "<tool_call>look\n<arg_key>days</arg_key><arg_value>4", "", ['{"days": 4'], ["incomplete"]),
     ("gemma4", "<|tool_call>call:look{days:", "", ['{"days": '], ["incomplete"]),
     ("gemma4", f"<|tool_call>call:look{{tags:{'[' * 99}", "", ['{"tags": ' + "[" * 99], ["syntax"]),
 ]
