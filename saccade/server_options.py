@@ -89,6 +89,14 @@ class ServerOptions:
     share_caches: bool = _option(
         False, "let tenants share both caches; each can then tell if another one sent a given text or image"
     )
+    root_path: str = _option("", "path under which a proxy shows the server, such as /vlm")
+    ssl_certfile: str | None = _option(
+        None, "PEM file of the certificate with its chain: serve HTTPS; SIGHUP reads it again"
+    )
+    ssl_keyfile: str | None = _option(None, "PEM file of its key; default: --ssl-certfile has it")
+    ssl_ca_certs: str | None = _option(
+        None, "PEM file of authorities: clients must have a certificate that one of them has signed"
+    )
     allowed_origins: tuple[str, ...] = _option(
         (), "web origins that may call the server, such as https://app.example.com, or *; default: its own"
     )
@@ -167,6 +175,11 @@ class ServerOptions:
                 f"max_inflight_mb={self.max_inflight_mb} is below max_body_mb={self.max_body_mb}, so the "
                 "largest body could never be taken; raise the one or lower the other"
             )
+        root = self.root_path
+        _require(not root or _ROOT.fullmatch(root) is not None, "root_path", root, "empty or such as /vlm")
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise UsageError(f"{name}={getattr(self, name)} needs ssl_certfile, the server's certificate")
         _require(self.log_level in LEVELS, "log_level", self.log_level, f"one of {', '.join(LEVELS)}")
         _require(self.log_format in FORMATS, "log_format", self.log_format, f"one of {', '.join(FORMATS)}")
         if self.otlp_traces_endpoint is not None and not _HTTP.match(self.otlp_traces_endpoint):
@@ -185,6 +198,11 @@ class ServerOptions:
     @property
     def encoder_range(self) -> tuple[int, int]:
         return _range(self.encoders, self.min_encoders, self.max_encoders)
+
+    @property
+    def has_files_to_reload(self) -> bool:
+        """Files that SIGHUP reads again."""
+        return self.api_keys is not None or self.ssl_certfile is not None
 
     def proxy_networks(self) -> list[Network]:
         """What `trusted_proxies` names."""
@@ -211,5 +229,6 @@ def _check_range(name: str, count: int, low: int, high: int, *, at_least: int) -
 MAX_REPLICAS = 64  # and encoder workers
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
+_ROOT = re.compile(r"(/[\w.~-]+)+")
 _HTTP = re.compile(r"https?://[^/\s]")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")

@@ -152,7 +152,7 @@ _ENGINE: tuple[tuple[Fate, str, str], ...] = (
 )  # fmt: skip
 
 _SERVER: tuple[tuple[Fate, str, str], ...] = (
-    ("supported", "the same", "host port served_model_name+ api_key+ allowed_origins "
+    ("supported", "the same", "host port ssl_ca_certs served_model_name+ api_key+ allowed_origins "
      "allowed_local_media_path allowed_media_domains+ config default_chat_template_kwargs"),
     ("renamed", "replicas", "data_parallel_size"),
     ("renamed", "drain_timeout", "shutdown_timeout"),
@@ -179,7 +179,7 @@ _SERVER: tuple[tuple[Fate, str, str], ...] = (
      "dp_supervisor_probe_failure_threshold"),
     ("refused", _LORA, "lora_modules+ prompt_adapters+"),
     ("refused", _CODE, "middleware+ tool_parser_plugin tool_server"),
-    ("refused", _PROXY, "uds ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh! grpc!"),
+    ("refused", _PROXY, "uds ssl_cert_reqs ssl_ciphers enable_ssl_refresh! grpc!"),
     ("refused", "browsers send no credentials to other origins here; use keys", "allow_credentials!"),
     ("refused", "templates of clients are not run; use --chat-template", "trust_request_chat_template!"),
     ("refused", "answers have the role assistant; leave it out", "response_role"),

@@ -34,6 +34,7 @@ from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
 from saccade.server.http.request_context import Caller, Exchange
 from saccade.server.http.response import ResponseWriter, while_connected
+from saccade.server.http.root_path import RootPath
 from saccade.server.http.text_limit import TextTally
 from saccade.server.metrics import CONTENT_TYPE
 from saccade.server.service import Service
@@ -72,6 +73,8 @@ def create_app(service: Service) -> Starlette:
             allow_headers=["authorization", "content-type", "x-request-id", "x-api-key", "anthropic-version"],
             expose_headers=["retry-after", "x-request-id", *LIMIT_HEADERS],
         )
+    if service.server.root_path:
+        app.add_middleware(RootPath, root=service.server.root_path)
     return app
 
 
@@ -179,7 +182,8 @@ def _get_routes(service: Service) -> list[Route]:
         return json_response({**_engine_view(service), **workers})
 
     async def document(request: Request) -> Response:
-        return json_response(openapi.document(__version__))
+        servers = {"servers": [{"url": service.server.root_path or "/"}]}
+        return json_response({**openapi.document(__version__), **servers})
 
     async def page(request: Request) -> Response:
         return page_file(request.path_params.get("name", "index.html"))

@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from saccade.engine.ray_cluster.launcher import ENCODER, ray_launcher
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
 from saccade.media.fetch import Fetcher, FetchPolicy
-from saccade.options import MediaPolicy
+from saccade.options import MediaPolicy, SchedulerConfig
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line
 from saccade.processor.input_processor import Processor
@@ -42,9 +43,11 @@ from saccade.sampling_params import SamplingParams
 from saccade.server.api.models import capacity_line
 from saccade.server.app import create_app
 from saccade.server.config import Settings
+from saccade.server.http.connections import Connection
 from saccade.server.http.listener import Listener
 from saccade.server.http.origins import is_loopback
 from saccade.server.http.parser import BoundedHttp
+from saccade.server.http.tls import load_certificate, tls_context
 from saccade.server.service import Engine, Service
 from saccade.server_options import ServerOptions
 from saccade.structured.schema import is_available
@@ -61,8 +64,8 @@ _MAX_STEP_MS = 400.0  # on a CPU: bounds the wait of a new request for its first
 def serve(settings: Settings) -> int:
     options = settings.engine
     server = settings.server
-    if server.api_keys is not None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the file can be read again
+    if server.has_files_to_reload:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until they can be read again
     if options.max_step_ms is None:
         options = replace(options, max_step_ms=_MAX_STEP_MS)
     checkpoint = open_checkpoint(options.model, weights=options.load_format != "dummy", options=options)
@@ -97,9 +100,10 @@ def serve(settings: Settings) -> int:
         allow_private_addresses=server.allow_private_media_addresses,
     )
     _warn_if_open(server)
+    tls = tls_context(server)
     with _listening(server) as sock:
         service = Service(options, server, processor, engine, Fetcher(fetch_policy), encoders.views)
-        running = _Running(service, engine, encoders, sock)
+        running = _Running(service, engine, encoders, sock, tls)
         with asyncio.Runner(loop_factory=running.http.config.get_loop_factory()) as runner:
             return runner.run(running.run())
 
@@ -119,8 +123,8 @@ def _encoder_launcher(server: ServerOptions) -> dict[str, Any]:
 
 
 def _warn_if_open(server: ServerOptions) -> None:
-    has_keys = bool(server.api_key) or server.api_keys is not None or server.tenant_header is not None
-    if not has_keys and not is_loopback(server.host):
+    knows_clients = server.api_key or server.api_keys or server.tenant_header or server.ssl_ca_certs
+    if not knows_clients and not is_loopback(server.host):
         advice = "set --api-key or --api-keys, or listen on 127.0.0.1"
         logger.warning("whoever reaches %s:%d may use this server: %s", server.host, server.port, advice)
 
@@ -155,6 +159,21 @@ def warmup_requests(processor: Processor) -> list[Request]:
     return [builder.build(f"warm-up-{i}", *warmup, max_tokens=2)[0] for i, warmup in enumerate(warmups)]
 
 
+def check_context(processor: Processor, limits: SchedulerConfig) -> None:
+    """ConfigError where the KV cache or --max-model-len is so small that no image fits."""
+    if processor.policy.limits.get("image", 0) == 0 or not processor.takes_images:
+        return
+    image = {"image": _black_bmp(28, 28)}
+    smallest = len(processor.from_prompt({"prompt": processor.placeholder, "multi_modal_data": image}))
+    if smallest >= limits.max_model_len:
+        blocks = f"{limits.num_blocks} KV blocks of {limits.block_size}"
+        advice = "raise --kv-cache-gb or --max-model-len, or serve text with --limit-mm-per-prompt image=0"
+        raise ConfigError(
+            f"prompt and answer may have {limits.max_model_len} tokens ({blocks}), and an image of 28x28 "
+            f"pixels alone takes {smallest}; {advice}"
+        )
+
+
 def _black_bmp(width: int, height: int) -> bytes:
     pixels = bytes(width * height * 3)
     header = (54 + len(pixels), 0, 54, 40, width, height, 1 | 24 << 16, 0, len(pixels), 0, 0, 0, 0)
@@ -168,14 +187,17 @@ class _Server(uvicorn.Server):
     accept loop see `Listener`.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, sock: socket.socket) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, sock: socket.socket, tls: ssl.SSLContext | None
+    ) -> None:
         super().__init__(config)
         self._service = service
-        self._listener = Listener(sock, self._make_protocol, service.connections)
+        timeout = service.server.header_timeout
+        self._listener = Listener(sock, self._make_protocol, service.connections, tls, timeout)
 
-    def _make_protocol(self) -> BoundedHttp:
+    def _make_protocol(self, handshake: Connection | None) -> BoundedHttp:
         service = self._service
-        return BoundedHttp(self.config, self.server_state, service.server, service.connections)
+        return BoundedHttp(self.config, self.server_state, service.server, service.connections, handshake)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -193,8 +215,16 @@ class _Server(uvicorn.Server):
 class _Running:
     """The life of the server: start, drain, stop."""
 
-    def __init__(self, service: Service, engine: Engine, encoders: EncoderSet, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        service: Service,
+        engine: Engine,
+        encoders: EncoderSet,
+        sock: socket.socket,
+        tls: ssl.SSLContext | None,
+    ) -> None:
         self._service = service
+        self._tls = tls
         self._engine = engine
         self._encoders = encoders
         self._sock = sock
@@ -216,14 +246,14 @@ class _Running:
             timeout_graceful_shutdown=3,
             forwarded_allow_ips=[str(net) for net in service.server.proxy_networks()] or None,  # this machine
         )
-        self.http = _Server(config, service, sock)
+        self.http = _Server(config, service, sock, tls)
 
     async def run(self) -> int:
         """Serves from the start: while the model loads, /health and /ready report it."""
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        if self._service.server.api_keys is not None:
+        if self._service.server.has_files_to_reload:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
         serving = asyncio.create_task(self.http.serve([]))
         starting = asyncio.create_task(self._start_engine())
@@ -242,6 +272,7 @@ class _Running:
     async def _start_engine(self) -> bool:
         try:
             started = await asyncio.gather(self._engine.start(), self._encoders.start())
+            check_context(self._service.processor, started[0].limits)
             self._announce(*started)
             freeze()
         except (ConfigError, EngineUnavailable) as error:
@@ -262,7 +293,8 @@ class _Running:
             logger.warning("pictures are fetched from private addresses too, where %s lead there", domains)
         logger.info("routes: %s", " ".join(self._routes))
         names = ", ".join(self._service.names)
-        logger.info("serving %s on http://%s:%d after %.1f s", names, host, port, info.start_seconds)
+        url = f"{'http' if self._tls is None else 'https'}://{host}:{port}{self._service.server.root_path}"
+        logger.info("serving %s on %s after %.1f s", names, url, info.start_seconds)
 
     def _on_signal(self) -> None:
         if self._stop is None:
@@ -271,20 +303,38 @@ class _Running:
             self._skip_drain.set()
 
     def _on_hangup(self) -> None:
-        task = asyncio.create_task(self._reload_tenants())
+        task = asyncio.create_task(self._reload())
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
 
-    async def _reload_tenants(self) -> None:
+    async def _reload(self) -> None:
         """A file with a mistake changes nothing. One reload at a time, so that the latest file wins."""
-        tenants = self._service.tenants
         async with self._reload_lock:
-            try:
-                tenants.apply(await self._service.in_thread(tenants.read))
-            except ConfigError as error:
-                logger.error("all tenants stay as they were: %s", error)
-            else:
-                logger.info("%s was read again: %d tenants", self._service.server.api_keys, len(tenants))
+            if self._service.server.api_keys is not None:
+                await self._reload_tenants()
+            if self._tls is not None:
+                self._reload_certificate(self._tls)
+
+    def _reload_certificate(self, tls: ssl.SSLContext) -> None:
+        server = self._service.server
+        try:
+            load_certificate(
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server
+            )  # a bad pair would spoil the one in use
+            load_certificate(tls, server)
+        except ConfigError as error:
+            logger.error("the certificate stays as it was: %s", error)
+        else:
+            logger.info("%s was read again", server.ssl_certfile)
+
+    async def _reload_tenants(self) -> None:
+        tenants = self._service.tenants
+        try:
+            tenants.apply(await self._service.in_thread(tenants.read))
+        except ConfigError as error:
+            logger.error("all tenants stay as they were: %s", error)
+        else:
+            logger.info("%s was read again: %d tenants", self._service.server.api_keys, len(tenants))
 
     async def _drain(self) -> None:
         gate = self._service.gate

@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.options import Options
+from saccade.options import MediaPolicy, Options
+from saccade.processor.checkpoint_files import open_checkpoint
+from saccade.processor.input_processor import Processor
 from saccade.server.config import load_settings, log_unused
+from saccade.server.serve import check_context
 from saccade.server_options import ServerOptions
+from tests.helpers.scheduling import make_config
 
 
 def test_without_anything_the_defaults_hold() -> None:
@@ -100,3 +104,16 @@ def test_an_unknown_environment_variable_is_only_logged(caplog: pytest.LogCaptur
 def test_settings_that_cannot_work_are_refused(given: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):
         load_settings(given, {}, None)
+
+
+# --- a context without room ---------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_can_take_no_image_is_refused_with_the_numbers() -> None:
+    processor = Processor(open_checkpoint(None), MediaPolicy.of(Options()))
+    small = make_config(max_model_len=4, num_blocks=1, block_size=4)
+    message = r"may have 4 tokens \(1 KV blocks of 4\), and an image .* takes \d+; raise --kv-cache-gb"
+    with pytest.raises(ConfigError, match=message):
+        check_context(processor, small)
+    check_context(processor, make_config(max_model_len=256))
+    check_context(Processor(open_checkpoint(None), MediaPolicy.of(Options(limit_mm_per_prompt={"image": 0}))), small)

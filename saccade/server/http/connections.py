@@ -81,6 +81,10 @@ class Connections:
             self._num_refused = 0
 
     @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
     def is_full(self) -> bool:
         """Whether a new client would be refused."""
         return len(self._open) >= self.maximum and self._open.oldest_idle() is None

@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from saccade.server.errors import ApiError, overloaded
 from saccade.server.http.auth import address_of, peer_of
-from saccade.server.http.connections import Admission, Connections
+from saccade.server.http.connections import Admission, Connection, Connections
 from saccade.server_options import ServerOptions
 
 MAX_HEADER_BYTES = 64 << 10
@@ -58,9 +58,16 @@ class BoundedHttp(HttpToolsProtocol):
     """Ignores trailers and upgrades. A client that half-closes its connection still gets its response."""
 
     def __init__(
-        self, config: Config, state: ServerState, options: ServerOptions, connections: Connections
+        self,
+        config: Config,
+        state: ServerState,
+        options: ServerOptions,
+        connections: Connections,
+        handshake: Connection | None = None,
     ) -> None:
+        """`handshake` has counted as a connection until now."""
         super().__init__(config, state, {})
+        self._handshake = handshake
         self._options = options
         self._connections = connections
         self._admission = Admission.REFUSED
@@ -82,6 +89,8 @@ class BoundedHttp(HttpToolsProtocol):
         if self.client is not None and isinstance(found := address_of(self.client[0]), IPv4Address):
             self.client = (str(found), self.client[1])  # not as IPv6: proxies are compared with it
         self._response_transport = _ResponseTransport(transport.write, transport.is_closing, self._close)
+        if self._handshake is not None:
+            self._connections.remove(self._handshake)
         self._admission = self._connections.admit(self, peer_of(self.client))
         if self._admission is Admission.REFUSED:
             self._refuse_connection()
@@ -98,8 +107,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """True keeps the connection open: the request is complete and waits for its response."""
-        if self._is_closing or not self._is_busy or self.cycle.more_body:
-            return False
+        if self._is_closing or not self._is_busy or self.cycle.more_body or self.scheme == "https":
+            return False  # TLS cannot be half-closed
         self._is_half_closed = True
         self.cycle.keep_alive = False
         self._probe(_MIN_PROBE_SECONDS)
@@ -202,7 +211,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._header_bytes > MAX_HEADER_BYTES:
             self._refuse_headers(f"longer than {MAX_HEADER_BYTES} bytes")
             raise _Refused
-        if self._admission is Admission.PROBES_ONLY and self.url.partition(b"?")[0] not in _PROBES:
+        if self._admission is Admission.PROBES_ONLY and not self._is_probe():
             self._refuse_connection()
             raise _Refused
         super().on_headers_complete()
@@ -214,6 +223,9 @@ class BoundedHttp(HttpToolsProtocol):
         cycle.keep_alive = False  # until the body is complete: an unread body must not go on arriving
         if not self.pipeline:
             self._running = cycle
+
+    def _is_probe(self) -> bool:
+        return self.url.partition(b"?")[0].removeprefix(self._options.root_path.encode()) in _PROBES
 
     def on_body(self, body: bytes) -> None:
         self._unreported -= len(body)
@@ -304,7 +316,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_closing = True
         self._connections.mark_idle(self)
         self.flow.resume_reading()
-        if self._is_half_closed:
+        if self._is_half_closed or not self.transport.can_write_eof():  # TLS: both ends say goodbye
             self.transport.close()
         else:
             self.transport.write_eof()
