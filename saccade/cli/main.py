@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from saccade import __version__, logs
-from saccade.cli import bench_arguments, plan_arguments
+from saccade.cli import bench_arguments, plan_arguments, run_batch_arguments
 from saccade.cli.vllm_flags import add_vllm_flags, given_vllm_flags, spelled
 from saccade.cli.writable import check_writable
 from saccade.errors import ConfigError, RequestError, UsageError
@@ -94,6 +94,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     _add_tune(commands)
     _add_cluster(commands)
     _add_bench(commands)
+    run_batch_arguments.add_command(commands, _run_batch)
     return parser, commands.choices
 
 
@@ -268,6 +269,12 @@ def _add_bench(commands: Any) -> None:
     )
     bench_arguments.add_arguments(command)
     command.set_defaults(run=_bench)
+
+
+def _run_batch(args: argparse.Namespace) -> int:
+    from saccade.cli.run_batch import run
+
+    return run(args)
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -81,14 +81,27 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {"errors", "types", "options", "costs", "svg"},
     "plan": NOUNS | {"checkpoint", "processor", "processor.families", "scheduler", "runner", "svg"},
     "bench": {"errors", "svg"},
+    "batch": {"errors"},
     "cli": NOUNS
     | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench", "plan"}
-    | {"runner", "logs"},
+    | {"runner", "logs", "batch"},
     "__init__": {"errors", "llm", "outputs", "sampling_params"},
 }
 HEAVY = {"torch", "transformers", "safetensors"}
 TORCH_FREE = (
-    *("media", "structured", "checkpoint", "processor", "scheduler", "server", "cli", "evaluation", "bench", "plan"),
+    *(
+        "media",
+        "structured",
+        "checkpoint",
+        "processor",
+        "scheduler",
+        "server",
+        "cli",
+        "evaluation",
+        "bench",
+        "plan",
+        "batch",
+    ),
     *NOUNS,
 )
 FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must never import
