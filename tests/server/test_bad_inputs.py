@@ -516,7 +516,7 @@ def test_a_bad_schema_in_structured_outputs_is_named(server: RunningServer, sche
         ({"type": "video_url", "video_url": {"url": "data:,"}}, "messages[0].content[0].video_url"),
         ({"type": "video_url", "video_url": {}}, "messages[0].content[0].video_url"),
         ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].type"),
-        ({"type": "file", "file": {}}, "messages[0].content[0].type"),
+        ({"type": "file", "file": {}}, "messages[0].content[0].file"),
         ({"text": "no type"}, "messages[0].content[0].type"),
         ({"type": "image_url"}, WHERE),
         ({"type": "image_url", "image_url": {"url": 5}}, WHERE),
