@@ -14,19 +14,24 @@ from saccade.sampling_params import (
 )
 
 if TYPE_CHECKING:
+    from saccade.async_llm import AsyncLLM
     from saccade.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "BeamSearchParams", "CompletionOutput", "ConfigError", "GuidedDecodingParams", "Logprob",
-    "RequestError", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__",
+    "LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "ConfigError", "GuidedDecodingParams",
+    "Logprob", "RequestError", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` needs torch; counting tokens and serving do not, so it is loaded when it is first asked for."""
+    """Loaded when first asked for: `LLM` needs torch, and counting tokens and serving do not."""
     if name == "LLM":
         from saccade.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from saccade.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'saccade' has no attribute {name!r}")

@@ -28,10 +28,8 @@ from saccade.processor.generation_config import defaults_line, sampling_defaults
 from saccade.processor.images import PrefetchMedia
 from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
-from saccade.processor.request_builder import child_id
+from saccade.processor.request_builder import child_id, with_structure
 from saccade.sampling_params import BeamSearchParams, SamplingParams
-from saccade.structured.schema_validation import check_structured
-from saccade.structured.structured_outputs import structured_of
 from saccade.types import Bill, MediaItem, Prompt, TokenEvent
 from saccade.vllm_keywords import checked_call
 
@@ -122,7 +120,7 @@ class Engine:
         if request_id in self._open:
             raise RequestError(f"request id {request_id!r} is already in use")
         self.processor.check_params(params)
-        params = _with_structure(params)
+        params = with_structure(params)
         try:
             start = time.perf_counter()
             prompt = self.processor.truncated(make(), params, self.limits.max_model_len)
@@ -467,15 +465,6 @@ class LLM:
 def _with_kwargs(prompt: PromptInput, kwargs: Mapping[str, Any]) -> PromptInput:
     given = {"prompt": prompt} if isinstance(prompt, str) else prompt
     return {"mm_processor_kwargs": kwargs, **given}
-
-
-def _with_structure(params: SamplingParams) -> SamplingParams:
-    """Parameters with their structure as text, checked."""
-    if params.structured_outputs is not None:
-        return replace(params, structured=structured_of(params.structured_outputs), structured_outputs=None)
-    if params.structured is not None:
-        check_structured(params.structured)
-    return params
 
 
 def _spread(given: ManyParams, count: int) -> Sequence[SamplingParams | None]:

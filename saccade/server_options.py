@@ -130,6 +130,11 @@ class ServerOptions:
     max_parts: int = _option(4096, "messages and content parts of one request")
     max_schema_checks: int = _option(128, "requests of one caller whose JSON schemas wait to be checked")
     uuid_cache_mb: int = _option(64, "MiB of images that clients may name again by uuid; 0 keeps none")
+    operator_routes: bool = _option(
+        False,
+        "serve POST /reset_prefix_cache, /sleep, /wake_up, /start_profile and /stop_profile, and GET "
+        "/is_sleeping, to operators; without keys that is everyone who reaches the server",
+    )
     drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
     heartbeat_timeout: float = _option(60.0, "seconds without a heartbeat until the engine is restarted")
     strict_params: bool = _option(False, "refuse requests with unknown fields")
@@ -188,6 +193,9 @@ class ServerOptions:
             raise UsageError(f"{message} {self.otlp_traces_endpoint}")
         if not all(self.api_key):
             raise UsageError("an api_key is empty, which would let everybody in; give a key or leave it out")
+        if self.operator_routes and not (self.api_key or self.api_keys or self.host in _LOOPBACK):
+            reason = f"would let everyone who reaches {self.host} put the engine to sleep"
+            raise UsageError(f"operator_routes without keys {reason}; give --api-key or --api-keys")
         check_proxies(self.trusted_proxies, self.tenant_header)
 
     @property
@@ -226,6 +234,7 @@ def _check_range(name: str, count: int, low: int, high: int, *, at_least: int) -
         raise UsageError(f"{given} must not fall, and be from 1 to {MAX_REPLICAS}")
 
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_REPLICAS = 64  # and encoder workers
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")

@@ -35,7 +35,7 @@ _SPECULATIVE = "speculative decoding is not supported; leave it out"
 _POOLING = "only text is generated, no embeddings or scores; use another server for them"
 _EXPERTS = f"{_ONE_MODEL}, with all its experts; leave it out"
 _CODE = "no code from outside the package is loaded; leave it out"
-_QUANTIZED = "quantised weights and KV blocks are not supported; use a checkpoint in bfloat16 or float16"
+_QUANTIZED = "a checkpoint's own config.json says how it is quantised; use one that is, or leave it out"
 _OFFLOAD = "weights stay on the device; --kv-offload-gb moves KV blocks to host memory"
 _STATE = "recurrent states have one form, chosen for the model"
 _MEASURED = "chosen for the GPU at start; the log says how"
@@ -152,8 +152,9 @@ _ENGINE: tuple[tuple[Fate, str, str], ...] = (
 )  # fmt: skip
 
 _SERVER: tuple[tuple[Fate, str, str], ...] = (
-    ("supported", "the same", "host port ssl_ca_certs served_model_name+ api_key+ allowed_origins "
-     "allowed_local_media_path allowed_media_domains+ config default_chat_template_kwargs"),
+    ("supported", "the same", "host port ssl_keyfile ssl_certfile ssl_ca_certs root_path served_model_name+ "
+     "api_key+ allowed_origins allowed_local_media_path allowed_media_domains+ config "
+     "default_chat_template_kwargs otlp_traces_endpoint reasoning_parser tool_call_parser"),
     ("renamed", "replicas", "data_parallel_size"),
     ("renamed", "drain_timeout", "shutdown_timeout"),
     ("renamed", "no-access-log", "disable_uvicorn_access_log!"),
@@ -212,6 +213,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto", "hf", "slow", "fast"),
     "kv_cache_dtype": ("auto", "bfloat16", "float16"),
     "worker_cls": ("auto",),
+    "quantization": (
+        "awq",
+        "awq_marlin",
+        "gptq",
+        "gptq_marlin",
+        "compressed-tensors",
+        "modelopt",
+        "fbgemm_fp8",
+    ),
     "logprobs_mode": ("raw_logprobs",),
     "max_logprobs": tuple(range(21)),
     "offload_backend": ("auto",),
@@ -235,6 +245,8 @@ OFFLINE: Mapping[str, str] = {
     "served_model_name": "names are for the clients of a server",
     "allowed_local_media_path": "offline, every local file may be named",
     "allowed_media_domains": "offline, nothing is fetched",
+    "otlp_traces_endpoint": "only a server sends traces",
+    "reasoning_parser": "offline, outputs are text as it was generated",
 }
 """Options of the server that vLLM's `LLM(...)` takes, too, and why they change nothing there."""
 

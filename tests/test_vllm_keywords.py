@@ -61,6 +61,7 @@ mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize di
 enable_lora max_loras max_lora_rank lora_dtype enable_tower_connector_lora max_cpu_loras fully_sharded_loras
 lora_target_modules default_mm_loras specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
 lora_extra_vocab_size qlora_adapter_name_or_path enable_prompt_adapter
+otlp_traces_endpoint reasoning_parser tool_call_parser
 show_hidden_metrics_for_version collect_detailed_traces per_request_spec_decode_metrics kv_cache_metrics
 kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
 enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats
@@ -79,7 +80,8 @@ disable_log_requests tokens_only device logits_processor_pattern
 """
 VLLM_SERVER = """
 host port uds disable_uvicorn_access_log disable_access_log_for_endpoints allow_credentials allowed_origins
-allowed_methods allowed_headers api_key ssl_ca_certs enable_ssl_refresh ssl_cert_reqs ssl_ciphers middleware
+allowed_methods allowed_headers api_key ssl_keyfile ssl_certfile ssl_ca_certs root_path
+enable_ssl_refresh ssl_cert_reqs ssl_ciphers middleware
 enable_request_id_headers disable_fastapi_docs h11_max_incomplete_event_size h11_max_header_count enable_offline_docs
 enable_flash_late_interaction data_parallel_supervisor_port dp_supervisor_probe_interval_s
 dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold
@@ -288,7 +290,7 @@ def test_serve_takes_vllms_flags(
     ("line", "message"),
     [
         ("a --model b", "MODEL is a and --model is b; give one of them"),
-        ("--quantization awq", "quantization='awq' is not supported: quantised weights"),
+        ("--quantization fp8", "quantization='fp8' is not supported: a checkpoint's own config.json says how"),
         ("-tp 2", "tensor_parallel_size=2 is not supported: a model runs on one GPU"),
         ("--enable-lora", "enable_lora=True is not supported: adapters"),
         ("--uds /tmp/x", "uds='/tmp/x' is not supported: the server does not do it; use a proxy before it"),

@@ -15,7 +15,6 @@ from saccade.processor.checkpoint_files import Checkpoint, open_checkpoint, over
 
 _CARDS = Path(__file__).with_name("model_cards.json")
 _SUFFIX = r"(-(instruct|thinking|chat|hf|ov|base|\d{4}))*"  # of published names that share a size
-_PARTS = ("text_config", "language_config", "vision_config")  # that a card changes value by value
 
 
 def find_model(name: str) -> Checkpoint:

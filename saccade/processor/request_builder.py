@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from saccade.sampling_params import SamplingParams
+from saccade.structured.schema_validation import check_structured
+from saccade.structured.structured_outputs import structured_of
 from saccade.types import NO_TENANT, Prompt, Request, Tenant, Thinking
 
 
@@ -64,3 +66,12 @@ class RequestBuilder:
 def child_id(request_id: str, index: int) -> str:
     """How the engine calls one output of a request. `Request.family` is the reverse."""
     return f"{request_id}/{index}"
+
+
+def with_structure(params: SamplingParams) -> SamplingParams:
+    """Parameters with their structure as text, checked."""
+    if params.structured_outputs is not None:
+        return replace(params, structured=structured_of(params.structured_outputs), structured_outputs=None)
+    if params.structured is not None:
+        check_structured(params.structured)
+    return params

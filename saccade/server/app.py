@@ -26,6 +26,7 @@ from saccade.server.api.chat import create_chat_completion
 from saccade.server.api.completions import create_completion
 from saccade.server.api.messages import create_message
 from saccade.server.api.models import model_card, model_list
+from saccade.server.api.operator import operator_routes
 from saccade.server.api.plan import measured, plan, plan_options
 from saccade.server.api.responses import create_response
 from saccade.server.errors import ApiError, ClientGone, api_error, json_response
@@ -52,7 +53,8 @@ _IMAGE_CODES = ("invalid_image", "image_", "empty_image", "unsupported_image", "
 
 
 def create_app(service: Service) -> Starlette:
-    app = Starlette(routes=[*_post_routes(service), *_get_routes(service)])
+    operators = operator_routes(service) if service.server.operator_routes else []
+    app = Starlette(routes=[*_post_routes(service), *_get_routes(service), *operators])
     app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, _on_http_error)
     for kind in (ApiError, EngineUnavailable, Exception):
@@ -219,7 +221,8 @@ def _plan_routes(service: Service) -> list[Route]:
 def _health(service: Service) -> Response:
     """200 while the engine steps or sends heartbeats."""
     status = service.engine.status()
-    is_alive = status.state in ("ready", "draining") and status.heartbeat_age < _UNHEALTHY_SECONDS
+    is_stepping = status.state in ("ready", "draining") and status.heartbeat_age < _UNHEALTHY_SECONDS
+    is_alive = is_stepping or status.state == "sleeping"  # an operator asked for it
     body = {
         "status": "ok" if is_alive else "unavailable",
         "engine": status.state,

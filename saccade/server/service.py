@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from saccade.costs import max_chars
 from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable, ReplicaView
+from saccade.engine.ipc.messages import ControlAction
 from saccade.errors import ConfigError, RequestError, quoted
 from saccade.fair_pool import FairPool, QueueFull
 from saccade.media.fetch import Fetcher
@@ -72,6 +73,12 @@ class Engine(SubmitsRequests, Protocol):
     async def start(self) -> EngineInfo: ...
 
     async def stop(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake_up(self) -> None: ...
+
+    async def control(self, action: ControlAction, prefix: str | None = None) -> str | bool | None: ...
 
     @property
     def info(self) -> EngineInfo | None: ...

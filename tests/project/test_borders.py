@@ -69,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.ray_cluster": NOUNS | {"logs", "engine.ipc", "engine.encoders", "runner.encoder"},
     "engine.replicas": NOUNS | {"engine", "engine.ipc", "scheduler"},
     "llm": NOUNS | {"processor", "structured", "engine"},
+    "async_llm": NOUNS | {"processor", "engine.ipc"},
     "server.http": {"errors", "types", "options", "server_options", "server"},
     "server.request": NOUNS | {"media", "structured", "processor", "plan", "server", "server.http"},
     "server.api": NOUNS
@@ -85,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": NOUNS
     | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench", "plan"}
     | {"runner", "logs", "batch"},
-    "__init__": {"errors", "llm", "outputs", "sampling_params"},
+    "__init__": {"errors", "llm", "async_llm", "outputs", "sampling_params"},
 }
 HEAVY = {"torch", "transformers", "safetensors"}
 TORCH_FREE = (

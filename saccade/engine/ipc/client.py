@@ -5,6 +5,7 @@ Owns the requests open in one engine process. Never imports torch and never deco
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,9 @@ from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints, KVEventPubli
 from saccade.engine.ipc.messages import (
     Abort,
     Accepted,
+    Control,
+    ControlAction,
+    Controlled,
     Ready,
     Refused,
     Report,
@@ -28,8 +32,8 @@ from saccade.engine.ipc.messages import (
 )
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.stream import RequestStream, Submission
-from saccade.engine.ipc.supervisor import EngineStatus, Launcher, WorkerSupervisor
-from saccade.errors import EngineUnavailable, RequestError
+from saccade.engine.ipc.supervisor import Channel, EngineStatus, Launcher, WorkerSupervisor
+from saccade.errors import ConfigError, EngineUnavailable, RequestError
 from saccade.options import Options, SchedulerConfig
 from saccade.scheduler.cache_log import CacheChanges
 from saccade.types import Geometry, Replica, Request, TokenEvent
@@ -127,6 +131,10 @@ class EngineClient(WorkerSupervisor):
         self._info: EngineInfo | None = None
         self._open: dict[str, Submission] = {}  # by request id, until the worker says that it ended
         self._bytes_in_flight = 0
+        self._controls: dict[
+            int, asyncio.Future[str | bool | None]
+        ] = {}  # by number, until they are answered
+        self._num_controls = 0
 
     async def start(self) -> EngineInfo:
         """Wait until the worker is warm. ConfigError or EngineUnavailable if the first one fails."""
@@ -160,6 +168,28 @@ class EngineClient(WorkerSupervisor):
         """Of an engine that is several; here none."""
         return ()
 
+    async def control(self, action: ControlAction, prefix: str | None = None) -> str | bool | None:
+        """Done between two steps of the engine. ConfigError if it cannot be."""
+        process = self.check_ready()
+        self._num_controls += 1
+        number = self._num_controls
+        answer: asyncio.Future[str | bool | None] = asyncio.get_running_loop().create_future()
+        self._controls[number] = answer
+        process.send(frame(Control(number, action, prefix)))
+        try:
+            return await answer
+        finally:
+            del self._controls[number]
+
+    def _take_controlled(self, report: Controlled) -> None:
+        answer = self._controls.get(report.number)
+        if answer is None or answer.done():
+            return
+        if report.error is not None:
+            answer.set_exception(ConfigError(report.error))
+        else:
+            answer.set_result(report.result)
+
     # --- requests -------------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
@@ -172,10 +202,15 @@ class EngineClient(WorkerSupervisor):
         await submission.admission()
         return list(submission.streams.values())
 
-    def send(self, submission: Submission) -> None:
-        """Of several replicas, also one that another worker had before."""
+    def check_ready(self) -> Channel:
+        """The worker. EngineUnavailable if it takes nothing now."""
         if self._state != "ready" or self._process is None:
             raise EngineUnavailable(f"the engine is {self._state}; try again later", self.retry_after)
+        return self._process
+
+    def send(self, submission: Submission) -> None:
+        """Of several replicas, also one that another worker had before."""
+        process = self.check_ready()
         for name in submission.streams:
             if name in self._open:
                 raise RequestError(f"a request with the id {name!r} is already open; choose another id")
@@ -185,7 +220,7 @@ class EngineClient(WorkerSupervisor):
         submission.sent(len(message), self._abort)
         self._open |= dict.fromkeys(submission.streams, submission)
         self._bytes_in_flight += submission.num_bytes
-        self._process.send(message)
+        process.send(message)
 
     def _begin(self, submission: Submission) -> None:
         self._bytes_in_flight -= submission.num_bytes
@@ -230,6 +265,8 @@ class EngineClient(WorkerSupervisor):
                 self._open[report.request_id].admit()
         elif isinstance(report, Refused):
             self._take_refusal(report)
+        elif isinstance(report, Controlled):
+            self._take_controlled(report)
         else:
             super()._take(report)
 
@@ -264,6 +301,11 @@ class EngineClient(WorkerSupervisor):
         self._info = EngineInfo(ready.limits, ready.reasons, self._start_seconds)
 
     def _worker_ended(self) -> None:
+        for answer in self._controls.values():
+            if not answer.done():
+                answer.set_exception(
+                    EngineUnavailable("the engine stopped before it was done", self.retry_after)
+                )
         if self._watcher is not None:
             self._watcher.worker_ended(self._index)
         if self._kv_events is not None:

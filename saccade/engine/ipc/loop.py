@@ -27,6 +27,8 @@ from saccade.engine.ipc.messages import (
     Abort,
     Accepted,
     Command,
+    Control,
+    Controlled,
     Fatal,
     Ready,
     Refused,
@@ -172,6 +174,23 @@ class EngineLoop(WorkerLoop):
         elif isinstance(message, Abort):
             event = core.abort(message.request_id)
             self._ended += [event] if event else []
+        elif isinstance(message, Control):
+            self.send(self._control(core, message))
+
+    def _control(self, core: EngineCore, message: Control) -> Controlled:
+        result: str | bool | None = None
+        try:
+            if message.action == "reset_prefix_cache":
+                result = core.reset_prefix_cache()
+            elif core.profiler is None:
+                raise ConfigError("this engine has no profiler")
+            elif message.action == "start_profile":
+                core.profiler.start(message.prefix)
+            else:
+                result = str(core.profiler.stop())
+        except (ConfigError, OSError) as error:
+            return Controlled(message.number, None, str(error))
+        return Controlled(message.number, result)
 
     # --- outgoing -------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 30
 _POSITION = np.dtype("<i4")
 _Kind = TypeVar("_Kind")
+ControlAction = Literal["reset_prefix_cache", "start_profile", "stop_profile"]
 
 
 class WireError(Exception):
@@ -171,6 +172,14 @@ class Abort(Message, frozen=True):
     request_id: str
 
 
+class Control(Message, frozen=True):
+    """Something that is done between two steps. One Controlled follows, of the same number."""
+
+    number: int
+    action: ControlAction
+    prefix: str | None = None  # of the files of a profile
+
+
 class Stop(Message, frozen=True):
     """The worker ends after the step it is in."""
 
@@ -200,6 +209,12 @@ class Refused(Message, frozen=True):
     error: RequestError
 
 
+class Controlled(Message, frozen=True):
+    number: int
+    result: str | bool | None
+    error: str | None = None  # another setting, or another order of calls, would avoid it
+
+
 class StepUpdate(Message, frozen=True):
     """After every step, and regularly when idle: the heartbeat of the step loop."""
 
@@ -216,8 +231,8 @@ class Fatal(Message, frozen=True):
     is_config: bool  # other settings can fix it
 
 
-Command = Start | Submit | Abort | Stop
-Report = Ready | Accepted | Refused | StepUpdate | Fatal
+Command = Start | Submit | Abort | Control | Stop
+Report = Ready | Accepted | Refused | Controlled | StepUpdate | Fatal
 
 
 def start_message(

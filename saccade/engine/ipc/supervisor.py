@@ -12,18 +12,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from saccade.engine.ipc.messages import Fatal, Ready, Report, Start, StepUpdate, WorkerPlace, frame
+from saccade.engine.ipc.messages import Fatal, Ready, Report, Start, StepUpdate, Stop, WorkerPlace, frame
 from saccade.errors import ConfigError, EngineUnavailable
 
 FIRST_BACKOFF = 0.5  # seconds
 MAX_BACKOFF = 30.0  # a worker that lived longer starts again from the first back-off
 _MIN_HEARTBEAT_TIMEOUT = 2.0  # an idle worker reports twice a second
 _NUM_CHECKS = 4  # without a message before a worker counts as hung: one stall of our own loop is not enough
+_POLL_SECONDS = 0.02  # while a worker falls asleep or wakes up
 _GUESSED_START = 5.0  # seconds, until a start has been measured
 
 logger = logging.getLogger("saccade.engine")
 
-State = Literal["starting", "ready", "restarting", "draining", "stopped"]
+State = Literal["starting", "ready", "restarting", "draining", "sleeping", "stopped"]
 
 
 class Channel(Protocol):
@@ -84,6 +85,8 @@ class WorkerSupervisor:
         self._restarts = 0
         self._stopped_at = 0.0  # of the last worker that stopped
         self._last_error: str | None = None
+        self._awake = asyncio.Event()
+        self._is_asleep = False  # its worker has ended
 
     async def wait_ready(self) -> Ready:
         """Start, and wait until it is warm. ConfigError or EngineUnavailable if the first worker fails."""
@@ -96,6 +99,25 @@ class WorkerSupervisor:
         """Refuse new work; open work goes on."""
         if self._state != "stopped":
             self._state = "draining"
+
+    async def sleep(self) -> None:
+        """End the worker, and with it all its memory, until `wake_up`. Open work is lost."""
+        if self._state == "sleeping":
+            return
+        if self._state != "ready" or self._process is None:
+            raise EngineUnavailable(f"{self._name} is {self._state}; try again later", self.retry_after)
+        self._state = "sleeping"
+        self._awake.clear()
+        self._lose_open("the engine was put to sleep; the request was not finished")
+        self._process.send(frame(Stop()))
+        while self._state == "sleeping" and not self._is_asleep:
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def wake_up(self) -> None:
+        """Start a new worker and wait until it is warm."""
+        self._awake.set()
+        while self._state not in ("ready", "draining", "stopped"):
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def stop(self) -> None:
         """End the worker, by force if needed."""
@@ -167,7 +189,14 @@ class WorkerSupervisor:
                 self._state = "stopped"
                 self._lose_open(f"the engine stopped under the request: {reason}")
                 return
-            await self._pause(reason)
+            if self._state == "sleeping":
+                logger.info("%s sleeps, and its memory is free", self._name)
+                self._is_asleep = True
+                await self._awake.wait()
+                self._is_asleep = False
+                self._state = "starting"
+            else:
+                await self._pause(reason)
 
     async def _pause(self, reason: str) -> None:
         """Back off before the next start: a worker that keeps dying is started ever more rarely."""

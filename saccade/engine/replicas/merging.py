@@ -10,7 +10,14 @@ from saccade.engine.ipc.client import EngineInfo
 from saccade.engine.ipc.supervisor import EngineStatus, State
 
 _MINIMA = ("max_model_len", "num_blocks", "encoder_budget", "encoder_cache_slots")
-_STATES: tuple[State, ...] = ("ready", "draining", "starting", "restarting", "stopped")  # the best first
+_STATES: tuple[State, ...] = (
+    "ready",
+    "draining",
+    "starting",
+    "restarting",
+    "sleeping",
+    "stopped",
+)  # best first
 _NOT_SUMMED = ("recent_steps", "embedding_bytes_per_slot", "kv_bytes_per_block")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from saccade.engine.autoscale import Load
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineStatus, ReplicaView
+from saccade.engine.ipc.messages import ControlAction
 from saccade.engine.ipc.stream import RequestStream, Submission
 from saccade.engine.ipc.worker_places import WorkerPlaces
 from saccade.engine.replicas.merging import merged_info, merged_stats, merged_status
@@ -74,6 +75,18 @@ class ReplicaSet:
     async def stop(self) -> None:
         self._is_stopping = True
         await self._places.stop()
+
+    async def sleep(self) -> None:
+        await asyncio.gather(*(client.sleep() for client in self._places.used_workers))
+
+    async def wake_up(self) -> None:
+        await asyncio.gather(*(client.wake_up() for client in self._places.used_workers))
+
+    async def control(self, action: ControlAction, prefix: str | None = None) -> str | bool | None:
+        """In all replicas; of a reset, whether all did it, of a profile, all files."""
+        done = await asyncio.gather(*(client.control(action, prefix) for client in self._places.used_workers))
+        files = [str(one) for one in done if isinstance(one, str)]
+        return ", ".join(files) if files else all(one is not False for one in done)
 
     @property
     def info(self) -> EngineInfo | None:
