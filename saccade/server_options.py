@@ -193,9 +193,7 @@ class ServerOptions:
             raise UsageError(f"{message} {self.otlp_traces_endpoint}")
         if not all(self.api_key):
             raise UsageError("an api_key is empty, which would let everybody in; give a key or leave it out")
-        if self.operator_routes and not (self.api_key or self.api_keys or self.host in _LOOPBACK):
-            reason = f"would let everyone who reaches {self.host} put the engine to sleep"
-            raise UsageError(f"operator_routes without keys {reason}; give --api-key or --api-keys")
+        _check_operator_routes(self)
         check_proxies(self.trusted_proxies, self.tenant_header)
 
     @property
@@ -215,6 +213,12 @@ class ServerOptions:
     def proxy_networks(self) -> list[Network]:
         """What `trusted_proxies` names."""
         return [network_of(text) for text in self.trusted_proxies]
+
+
+def _check_operator_routes(server: ServerOptions) -> None:
+    if server.operator_routes and not (server.api_key or server.api_keys or server.host in _LOOPBACK):
+        reason = f"would let everyone who reaches {server.host} put the engine to sleep"
+        raise UsageError(f"operator_routes without keys {reason}; give --api-key or --api-keys")
 
 
 def _range(count: int, low: int | None, high: int | None) -> tuple[int, int]:
