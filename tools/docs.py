@@ -2,8 +2,9 @@
 
 docs/modules.md comes from module docstrings, docs/options.md from `saccade.options`, the lists of
 docs/coming_from_vllm.md from `saccade.vllm_table`, docs/metrics.md from
-`saccade.server.metrics`, the example of docs/plan.md from `saccade plan`, and the result tables from
-docs/results/*.json, which the benchmarks write with `--json`. In other files only what stands between
+`saccade.server.metrics`, docs/python.md from the public classes, the example of docs/plan.md from
+`saccade plan`, and the result tables from docs/results/*.json, which the benchmarks write with `--json`.
+In other files only what stands between
 `<!-- generated: NAME -->` and `<!-- end of generated: NAME -->` is replaced.
 """
 
@@ -31,6 +32,7 @@ from saccade.server.engine_metrics import REMOTE_COUNTERS, TIER_COUNTERS, TIER_G
 from saccade.server.metrics import Metrics
 from saccade.server_options import ServerOptions
 from saccade.vllm_table import CALLS, TABLE, Keyword
+from tools.python_reference import python_page
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -63,6 +65,7 @@ def generated_files() -> Iterator[tuple[Path, str]]:
     yield ROOT / "docs" / "modules.md", modules_page()
     yield ROOT / "docs" / "options.md", options_page()
     yield ROOT / "docs" / "metrics.md", metrics_page()
+    yield ROOT / "docs" / "python.md", python_page(_NOTE)
     tables = {**result_tables(), "plan": plan_example()}
     tables |= {f"vllm-{fate}": vllm_list(fate) for fate in ("supported", "renamed", "inert", "refused")}
     tables["vllm-calls"] = vllm_list("refused", CALLS)
