@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
 from saccade.media.load import decode_data_url, read_file
-from saccade.media.pdf import PDFS, Box, PdfPool
+from saccade.media.pdf import PDFS, Box, CpuTime, PdfPool
 from saccade.media.probe import guess_format
 from saccade.options import DocumentPolicy, MediaPolicy
 from saccade.types import Size
@@ -53,27 +53,33 @@ def load_document(
     text_layer: bool = False,
     allow_paths: bool = True,
     max_images: int | None = None,
+    num_before: int = 0,
+    time: CpuTime | None = None,
     pool: PdfPool = PDFS,
 ) -> Document:
     """A PDF as a path, bytes, a data: URL or bare base64. `pages` is a string such as "1-3,7"; None: all.
 
-    `allow_paths=False` is for strings of clients.
+    `allow_paths=False` is for strings of clients. `num_before` pages of other documents count for
+    `max_images` too, and `time` is that of all documents of a request.
     """
+    time = time or CpuTime()
     data = _bytes(source, policy, allow_paths)
     limit = policy.document.max_pages
-    count, boxes = pool.boxes(data, limit)
+    count, boxes = pool.boxes(data, limit, time)
     if count > limit:
         allowed = f"at most {limit} are allowed (max_document_pages)"
         raise RequestError(f"the PDF has {count} pages, and {allowed}", code="document_too_large")
     indices = range(count) if pages is None else read_pages(pages, count)
-    if max_images is not None and len(indices) > max_images:
+    if max_images is not None and num_before + len(indices) > max_images:
         asked = f"{len(indices)} pages of the PDF are asked for"
+        asked += f" after {num_before} of other documents" if num_before else ""
         allowed = f"at most {max_images} images per prompt are allowed"
         message = f"{asked} and {allowed} (limit_mm_per_prompt image={max_images}); choose fewer with pages"
         raise RequestError(message, code="document_too_large")
     digest = hashlib.sha256(data).digest()
     chosen = tuple(PdfPage(data, digest, index, _checked(boxes[index], index)) for index in indices)
-    return Document(chosen, tuple(pool.text(data, index) for index in indices) if text_layer else ())
+    texts = tuple(pool.text(data, index, time) for index in indices) if text_layer else ()
+    return Document(chosen, texts)
 
 
 def read_pages(given: Any, count: int) -> list[int]:

@@ -3,7 +3,8 @@
 No byte of a PDF is parsed in this process. A file that takes too long, too much memory or kills PDFium costs
 a worker and its own request.
 
-    request: command, CPU seconds, page, width, height, length, PDF ─► reply: outcome, length, body
+    request: command, CPU seconds, page, width, height, length, PDF
+    reply:   outcome, CPU seconds taken, length, body
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import struct
 import subprocess
 import sys
 import weakref
+from dataclasses import dataclass
 from enum import IntEnum
 from queue import LifoQueue
 from typing import NamedTuple
@@ -24,13 +26,15 @@ from saccade.errors import RequestError
 from saccade.types import Size
 
 REQUEST = struct.Struct(">BdIIII")
-REPLY = struct.Struct(">BI")
+REPLY = struct.Struct(">BdI")
 COUNT = struct.Struct(">I")
 BOX = struct.Struct(">dd")
 MAX_TEXT_CHARS = 200_000  # of a page
 MEMORY_MB = 1024
 SECONDS = 5.0
 """Of CPU time: to read the boxes of a document, and to render or read one page."""
+REQUEST_SECONDS = 10.0
+"""Of CPU time: after which no more boxes and texts are read for one request."""
 _HUNG_SECONDS = 60.0  # of wall time; only a stopped process takes as long
 _MAX_PROCESSES = 4
 _NO_SIZE = Size(0, 0)
@@ -60,6 +64,25 @@ class Box(NamedTuple):
     height: float
 
 
+@dataclass
+class CpuTime:
+    """What the documents of one request may still take. Used by one thread at a time."""
+
+    left: float = REQUEST_SECONDS
+
+    def check(self) -> None:
+        if self.left <= 0:
+            taken = f"the documents of the request took more than {REQUEST_SECONDS:g} s of CPU time"
+            message = f"{taken} to be read; ask for fewer pages or leave text_layer out"
+            raise RequestError(message, code="document_too_large")
+
+
+class Reply(NamedTuple):
+    outcome: Outcome
+    seconds: float  # of CPU time
+    body: bytes
+
+
 class Boxes(NamedTuple):
     num_pages: int
     boxes: tuple[Box, ...]  # of the first of them
@@ -79,9 +102,9 @@ class PdfPool:
         for _ in range(processes or min(_MAX_PROCESSES, os.cpu_count() or 1)):
             self._free.put(_Slot())
 
-    def boxes(self, data: bytes, limit: int) -> Boxes:
+    def boxes(self, data: bytes, limit: int, time: CpuTime | None = None) -> Boxes:
         """The number of pages, and the boxes of at most `limit` of them."""
-        body = self._ask(Command.BOXES, data, limit)
+        body = self._ask(Command.BOXES, data, limit, time=time)
         (num_pages,) = COUNT.unpack_from(body)
         return Boxes(num_pages, tuple(Box(*box) for box in BOX.iter_unpack(body[COUNT.size :])))
 
@@ -89,23 +112,28 @@ class PdfPool:
         """RGB bytes, row by row."""
         return self._ask(Command.RENDER, data, page, size)
 
-    def text(self, data: bytes, page: int) -> str:
-        return self._ask(Command.TEXT, data, page).decode()
+    def text(self, data: bytes, page: int, time: CpuTime | None = None) -> str:
+        return self._ask(Command.TEXT, data, page, time=time).decode()
 
-    def _ask(self, command: Command, data: bytes, page: int, size: Size = _NO_SIZE) -> bytes:
+    def _ask(
+        self, command: Command, data: bytes, page: int, size: Size = _NO_SIZE, time: CpuTime | None = None
+    ) -> bytes:
         if not is_available():
             remedy = "the operator installs it with `pip install saccade[pdf]`"
             message = f"PDFs cannot be read here: pypdfium2 is not installed; {remedy}"
             raise RequestError(message, code="unsupported")
+        time = time or CpuTime()
+        time.check()
         header = REQUEST.pack(command, self._seconds, page, *size, len(data))
         slot = self._free.get()
         try:
-            outcome, body = slot.ask(header, data)
+            reply = slot.ask(header, data)
         finally:
             self._free.put(slot)
-        if outcome is Outcome.DONE:
-            return body
-        raise self._error(outcome, command, len(data), page)
+        time.left -= reply.seconds
+        if reply.outcome is Outcome.DONE:
+            return reply.body
+        raise self._error(reply.outcome, command, len(data), page)
 
     def _error(self, outcome: Outcome, command: Command, length: int, page: int) -> RequestError:
         what = f"the PDF of {length} bytes"
@@ -127,16 +155,16 @@ class _Slot:
     def __init__(self) -> None:
         self._worker: _Worker | None = None
 
-    def ask(self, header: bytes, data: bytes) -> tuple[Outcome, bytes]:
+    def ask(self, header: bytes, data: bytes) -> Reply:
         try:
-            if self._worker is None:
+            if self._worker is None or self._worker.has_ended:
                 self._worker = _Worker()
             return self._worker.ask(header, data)
         except OSError:  # it has ended, says nothing, or cannot be started
             worker = self._worker
             self._worker = None
             is_slow = worker is not None and worker.end() == -signal.SIGPROF
-            return (Outcome.SLOW if is_slow else Outcome.DIED), b""
+            return Reply(Outcome.SLOW if is_slow else Outcome.DIED, 0.0, b"")
         except BaseException:  # the caller gave up: the next one must not read its reply
             self._worker = None
             raise
@@ -159,14 +187,19 @@ class _Worker:
         self._connection = ours
         self._end = weakref.finalize(self, _end, self._child, ours)  # at the latest with this object
 
-    def ask(self, header: bytes, data: bytes) -> tuple[Outcome, bytes]:
+    @property
+    def has_ended(self) -> bool:
+        """Such as by the kernel, for want of memory, while it waited for work."""
+        return self._child.poll() is not None
+
+    def ask(self, header: bytes, data: bytes) -> Reply:
         """Raises OSError if the process has ended."""
         self._connection.sendall(header)
         self._connection.sendall(data)
-        outcome, length = REPLY.unpack(self._read(REPLY.size))
+        outcome, seconds, length = REPLY.unpack(self._read(REPLY.size))
         if length > _MAX_REPLY:
             raise ConnectionError(f"the process that reads PDFs sends {length} bytes")
-        return Outcome(outcome), self._read(length)
+        return Reply(Outcome(outcome), seconds, self._read(length))
 
     def end(self) -> int | None:
         """The exit status: what ended it, if it had ended already."""

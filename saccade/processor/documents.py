@@ -7,14 +7,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
 from saccade.media.documents import Document, load_document
+from saccade.media.pdf import CpuTime
 from saccade.options import MediaPolicy
 from saccade.processor.images import ImageInput, reads_text_only
 
-KINDS = ("file", "document")
+_OF_CLIENTS = ("file",)
+_OF_CALLERS = ("file", "document")  # of Python, which may name paths
 
 
 class OpenDocument(NamedTuple):
@@ -51,20 +54,27 @@ def open_documents(messages: Any, policy: MediaPolicy, *, takes_images: bool, al
     return [opener.message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-class _Opener(NamedTuple):
+@dataclass
+class _Opener:
     policy: MediaPolicy
     takes_images: bool
     allow_paths: bool
+    num_pages: int = 0  # of the documents opened so far
+    time: CpuTime = field(default_factory=CpuTime)
 
     def message(self, message: Any, where: str) -> Any:
         content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, (list, tuple)) or not any(map(_is_document, content)):
+        if not isinstance(content, (list, tuple)) or not any(map(self.is_document, content)):
             return message
         parts = [
-            self.opened(part, f"{where}.content[{index}]") if _is_document(part) else part
+            self.opened(part, f"{where}.content[{index}]") if self.is_document(part) else part
             for index, part in enumerate(content)
         ]
         return {**message, "content": parts}
+
+    def is_document(self, part: Any) -> bool:
+        kinds = _OF_CALLERS if self.allow_paths else _OF_CLIENTS
+        return isinstance(part, Mapping) and part.get("type") in kinds
 
     def opened(self, part: Mapping[str, Any], where: str) -> OpenDocument:
         param = f"{where}.{part['type']}"
@@ -74,20 +84,19 @@ class _Opener(NamedTuple):
         heading = _field(part, where, "heading", "", "a string")
         try:
             document = load_document(
-                _source(part, self.allow_paths),
+                _source(part),
                 self.policy,
                 pages=part.get("pages"),
                 text_layer=text_layer,
-                allow_paths=self.allow_paths and part["type"] == "document",
+                allow_paths=part["type"] == "document",
                 max_images=self.policy.limits.get("image", 0),
+                num_before=self.num_pages,
+                time=self.time,
             )
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param=param) from None
+        self.num_pages += len(document.pages)
         return OpenDocument(document, param, part.get("detail") or "auto", heading)
-
-
-def _is_document(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in KINDS
 
 
 def _field(part: Mapping[str, Any], where: str, name: str, default: Any, expected: str) -> Any:
@@ -98,8 +107,8 @@ def _field(part: Mapping[str, Any], where: str, name: str, default: Any, expecte
     return value
 
 
-def _source(part: Mapping[str, Any], allow_paths: bool) -> Any:
-    if part["type"] == "document" and allow_paths:
+def _source(part: Mapping[str, Any]) -> Any:
+    if part["type"] == "document":
         return part.get("document")
     file = part.get("file")
     if isinstance(file, Mapping) and file.get("file_id") is not None:

@@ -15,7 +15,7 @@ from saccade.errors import RequestError
 from saccade.media import pdf
 from saccade.media.decode import decode
 from saccade.media.documents import PdfPage, load_document, read_pages
-from saccade.media.pdf import Box, PdfPool
+from saccade.media.pdf import REQUEST_SECONDS, Box, CpuTime, PdfPool
 from saccade.options import MediaPolicy, Options
 from saccade.types import Geometry, Grid, Header, MediaItem, Size
 from tests.helpers import pdfs
@@ -140,16 +140,21 @@ def test_a_slow_page_is_ended() -> None:
         PdfPool(1, seconds=0.05).render(slow, 0, Size(1500, 1500))
 
 
-def test_a_worker_that_dies_is_replaced() -> None:
+def test_a_worker_that_died_between_two_files_hurts_none() -> None:
     pool = PdfPool(1)
     assert pool.boxes(PDF, 9).num_pages == 2
     slot = pool._free.queue[0]
     assert slot._worker is not None
     os.kill(slot._worker._child.pid, signal.SIGSEGV)
     slot._worker._child.wait()
-    with pytest.raises(RequestError, match="cannot be read"):
-        pool.boxes(PDF, 9)
     assert pool.boxes(PDF, 9).num_pages == 2
+
+
+def test_the_time_that_reading_takes_is_counted() -> None:
+    time = CpuTime()
+    long = pdfs.one_page(b"0 0 m 600 700 l 3 4 l h f\n" * 40_000)
+    load_document(long, POLICY, text_layer=True, time=time)
+    assert 0 < time.left < REQUEST_SECONDS
 
 
 def test_without_pdfium_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

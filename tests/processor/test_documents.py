@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
+from saccade.media.pdf import BOX, COUNT, Outcome, Reply, _Slot
 from saccade.processor.input_processor import Processor
 from saccade.types import Size
 from tests.helpers.pdfs import LETTER, encrypted_pdf, make_pdf, pdf_url
 from tests.helpers.prompts import chat_refusal, make
+from tests.helpers.serving import image_url
 
 pytestmark = pytest.mark.transformers
 
 PDF = make_pdf([LETTER, (200, 100), (300, 300)])
+BOXES = COUNT.pack(1) + BOX.pack(*LETTER)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +81,9 @@ def test_python_callers_give_paths_and_clients_do_not(qwen: Processor, tmp_path:
     part = {"type": "document", "document": path, "pages": "2"}
     (item,) = qwen.from_chat(asked(part), allow_paths=True).items
     assert item.page == 1
-    assert chat_refusal(qwen, asked(part)).param == "messages[0].content[0].document"
+    for refused in (part, {**file_part(), "type": "document"}):
+        error = chat_refusal(qwen, asked(refused))
+        assert error.param == "messages[0].content[0].type" and "'document' is unknown" in error.message
     client = {"type": "file", "file": {"file_data": str(path)}}
     assert chat_refusal(qwen, asked(client), allow_paths=True).code == "invalid_document"
 
@@ -105,5 +110,20 @@ def test_an_error_names_the_part(qwen: Processor, part: Any, param: str, words: 
 
 
 def test_pages_and_pictures_are_counted_together(qwen: Processor) -> None:
-    error = chat_refusal(qwen, asked(file_part(), file_part(pages="1-2")))
+    picture = {"type": "image_url", "image_url": {"url": image_url()}}
+    error = chat_refusal(qwen, asked(file_part(), picture, picture))
     assert "at most 4 images per prompt" in error.message and "5 were given" in error.message
+
+
+def test_pages_of_all_documents_are_counted_before_their_text_is_read(qwen: Processor) -> None:
+    error = chat_refusal(qwen, asked(file_part(), file_part(pages="1-2", text_layer=True)))
+    assert error.param == "messages[0].content[1].file"
+    assert "2 pages of the PDF are asked for after 3 of other documents" in error.message
+
+
+def test_all_documents_of_a_request_share_their_time(qwen: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = []
+    monkeypatch.setattr(_Slot, "ask", lambda slot, *request: asks.append(request) or Reply(Outcome.DONE, 6.0, BOXES))
+    error = chat_refusal(qwen, asked(*[file_part(pages="1")] * 4))
+    assert error.code == "document_too_large" and "more than 10 s of CPU time" in error.message
+    assert len(asks) == 2, "what exceeds the time is the last that is read"
