@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ logger = logging.getLogger("saccade.server")
 _PREFIX = "SACCADE_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+_SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")  # SACCADE_PORT in pods beside a Service named saccade
 _SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -47,12 +49,19 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: st
 
 
 def log_unused(environ: Mapping[str, str]) -> None:
-    """Variables that look like options and are none are ignored. They may be a mistake."""
+    """Variables that look like options and are none are ignored. They may be a mistake, or Kubernetes'."""
     kinds = option_kinds(Options) | option_kinds(ServerOptions)
     for name in sorted(environ):
         option = name.removeprefix(_PREFIX).lower()
         if name.startswith(_PREFIX) and option not in {*kinds, "config"}:
             logger.warning("the environment variable %s is no option of saccade and is not used", name)
+        elif _is_service_link(name, environ[name]):
+            made = "is made by Kubernetes for a service named saccade and is not used"
+            logger.warning("the environment variable %s=%s %s", name, environ[name], made)
+
+
+def _is_service_link(name: str, text: str) -> bool:
+    return name == f"{_PREFIX}PORT" and _SERVICE_LINK.match(text) is not None
 
 
 def option_kinds(cls: type) -> dict[str, Any]:
@@ -141,7 +150,7 @@ def _from_environment(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> d
     found = {}
     for name, text in sorted(environ.items()):
         option = name.removeprefix(_PREFIX).lower()
-        if not name.startswith(_PREFIX) or option not in kinds:
+        if not name.startswith(_PREFIX) or option not in kinds or _is_service_link(name, text):
             continue
         try:
             found[option] = text_reader(kinds[option])(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from configparser import RawConfigParser
 from functools import cache
 from pathlib import Path
@@ -67,6 +68,12 @@ def test_the_images_extras_are_there() -> None:
     (extras,) = [rest.partition("=")[2] for name, rest in instructions() if name == "ARG" and rest.startswith("EXTRAS")]
     project = (ROOT / "pyproject.toml").read_text()
     assert all(re.search(rf"(?m)^{extra} = \[", project) for extra in extras.split(","))
+
+
+def test_the_page_about_installing_names_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    named = re.findall(r"(?m)^\| `saccade\[([\w-]+)\]`", (ROOT / "docs" / "install.md").read_text("utf-8"))
+    assert sorted(named) == sorted(set(extras) - {"dev"})
 
 
 def test_compose_gives_flags_that_exist_and_time_to_drain() -> None:

@@ -70,7 +70,15 @@ def test_an_override_that_is_no_json_object_is_refused(text: str) -> None:
 
 def test_a_bad_environment_variable_is_named() -> None:
     with pytest.raises(ConfigError, match="SACCADE_PORT"):
-        load_settings({}, {"SACCADE_PORT": "tcp://10.0.0.1:8000"}, None)
+        load_settings({}, {"SACCADE_PORT": "10.0.0.1:8000"}, None)
+
+
+@pytest.mark.parametrize("link", ["tcp://10.0.0.1:8000", "tcp://[fd00::1]:80", "udp://10.0.0.1:53"])
+def test_a_port_that_kubernetes_sets_for_a_service_is_only_logged(link: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert load_settings({}, {"SACCADE_PORT": link}, None).server.port == 8000
+    assert load_settings({"port": 3}, {"SACCADE_PORT": link}, None).server.port == 3
+    log_unused({"SACCADE_PORT": link})
+    assert f"SACCADE_PORT={link} is made by Kubernetes" in caplog.text
 
 
 def test_an_unknown_environment_variable_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
