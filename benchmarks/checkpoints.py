@@ -158,9 +158,10 @@ def qwen2_vl(
     max_shard_size: str = "5GB",
     min_pixels: int = 56 * 56,
     max_pixels: int = 28 * 28 * 1280,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """A small Qwen2-VL folder with every structural feature on: GQA, biases, M-RoPE, 2x2 merge, tied embeddings."""
-    tokenizer = qwen_tokenizer()
+    tokenizer = tokenizer or qwen_tokenizer()
     text_config = {**QWEN2_VL_TEXT, **qwen_vocabulary(tokenizer), **(text or {})}
     vision_config = {**QWEN2_VL_VISION, "hidden_size": text_config["hidden_size"], **(vision or {})}
     config = Qwen2VLConfig(

@@ -58,13 +58,16 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
-        """Anthropic's form has no `param`, so the message begins with it."""
+        """Anthropic's form has no `param`, so the message begins with it. The code is among its details."""
         other = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_KINDS.get(self.status, other)
         message = self.message
         if self.param is not None and not message.startswith(self.param):
             message = f"{self.param}: {message}"
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if self.code is not None:
+            error["details"] = {"error_code": self.code}
+        return {"type": "error", "error": error, "request_id": request_id}
 
     def headers(self) -> dict[str, str]:
         """OpenAI's clients retry some errors by themselves; `x-should-retry` prevents useless attempts."""

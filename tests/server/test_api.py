@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import openai
@@ -528,51 +526,6 @@ def test_the_openai_client_raises_our_errors_without_retrying(client: openai.Ope
 def test_the_openai_client_counts_input_tokens(client: openai.OpenAI) -> None:
     count = client.responses.input_tokens.count(model=MODEL, input="What is this?")
     assert count.input_tokens > 0
-
-
-@pytest.fixture
-def langchain(server: RunningServer) -> Callable[..., Any]:
-    from langchain_openai import ChatOpenAI  # takes seconds, which only the worker that runs these tests spends
-
-    return partial(ChatOpenAI, base_url=f"{server.url}/v1", api_key="EMPTY", model=MODEL)
-
-
-@pytest.fixture
-def litellm(server: RunningServer) -> Callable[..., Any]:
-    from litellm import completion  # takes seconds too
-
-    return partial(completion, api_base=f"{server.url}/v1", api_key="EMPTY")
-
-
-def test_langchain_answers_about_a_image(langchain: Callable[..., Any]) -> None:
-    answer = langchain(max_tokens=4).invoke([{"role": "user", "content": vision()[0]["content"]}])
-    assert answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] >= 1
-
-
-def test_langchain_streams(langchain: Callable[..., Any]) -> None:
-    assert list(langchain(max_tokens=4).stream("What is this?"))
-
-
-def test_langchain_gets_structured_output(langchain: Callable[..., Any]) -> None:
-    chat = langchain(temperature=0)
-    assert isinstance(chat.with_structured_output(Invoice).invoke("Read it."), Invoice)
-
-
-@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_answers_about_a_image(litellm: Callable[..., Any], provider: str) -> None:
-    answer = litellm(model=f"{provider}/{MODEL}", messages=vision(), max_tokens=4)
-    assert answer.choices[0].message.content is not None
-
-
-def test_litellm_streams_with_usage(litellm: Callable[..., Any]) -> None:
-    chunks = litellm(
-        model=f"openai/{MODEL}",
-        messages=messages(),
-        max_tokens=4,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    assert any(getattr(chunk, "usage", None) for chunk in chunks)
 
 
 def test_the_openapi_document_describes_the_bodies(server: RunningServer) -> None:

@@ -240,6 +240,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"thinking": {"type": "often"}}, "thinking.type"),
     ({"container": "c"}, "container"),
+    ({"thread": {"type": "create"}}, "thread"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"pattern": "("}}}}, "output_config.format"),
 ]
 

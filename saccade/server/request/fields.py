@@ -267,18 +267,18 @@ INERT: Mapping[str, tuple[Any, ...]] = {
 }
 """Unsupported fields, ignored with these values."""
 
-_STATELESS = "this server keeps nothing between requests; send the whole conversation"
+STATELESS = "this server keeps nothing between requests; send the whole conversation"
 UNSUPPORTED: Mapping[str, str] = {  # and what to do instead
     "add_special_tokens": "the chat template writes them; leave it out, or send /v1/completions",
     "audio": "models here write text",
-    "background": _STATELESS,
+    "background": STATELESS,
     "bad_words_token_ids": "send bad_words",
     "best_of": "send n, with logprobs, and choose among the answers",
     "chat_template": "the checkpoint's own is used; chat_template_kwargs sets its variables",
-    "container": _STATELESS,
-    "context_management": _STATELESS,
+    "container": STATELESS,
+    "context_management": STATELESS,
     "continue_final_message": "only /v1/chat/completions has it",
-    "conversation": _STATELESS,
+    "conversation": STATELESS,
     "documents": "put their text into messages",
     "echo": "only /v1/completions has it",
     "file_id": "this server keeps no files; send the image itself",
@@ -292,7 +292,7 @@ UNSUPPORTED: Mapping[str, str] = {  # and what to do instead
     "mcp_servers": "this server calls no tools; run them and send their results",
     "media_io_kwargs": "send mm_processor_kwargs",
     "modalities": "models here write text",
-    "previous_response_id": _STATELESS,
+    "previous_response_id": STATELESS,
     "prompt_embeds": "send text, token ids or images",
     "prompt_logprobs": "the engine computes no log probabilities of prompts",
     "repetition_detection": "send repetition_penalty, frequency_penalty or stop",

@@ -37,6 +37,9 @@ class MessageRequest(NamedTuple):
 
 def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: bool = True) -> MessageRequest:
     """`needs_length` is False when the tokens are only counted."""
+    if body.get("thread") is not None:  # Anthropic's client then sends the whole conversation by itself
+        message = f"thread is not supported by this server: {fields.STATELESS}"
+        raise RequestError(message, code="thread_unsupported_request", param="thread")
     given = reader.read(body, fields.MESSAGES)
     if "messages" not in given:
         raise RequestError("messages is missing; send a list with at least one message", param="messages")

@@ -179,7 +179,8 @@ def test_an_error_before_the_first_byte_of_a_message_has_its_status_and_form() -
     running(check)
     assert wire.sent[0]["status"] == 429
     body = json.loads(wire.body())
-    assert body == {"type": "error", "error": {"type": "rate_limit_error", "message": "too much"}, "request_id": "id-1"}
+    error = {"type": "rate_limit_error", "message": "too much", "details": {"error_code": "overloaded"}}
+    assert body == {"type": "error", "error": error, "request_id": "id-1"}
 
 
 # --- source paths ------------------------------------------------------------------------------------------
