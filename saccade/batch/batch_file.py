@@ -15,6 +15,7 @@ from saccade.errors import ConfigError
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/bill")
 MAX_LINE_BYTES = 256 << 20
 _ID = "batch_req_"
+_START = f'{{"id": "{_ID}'.encode()  # of every result
 _MAX_ID_CHARS = 512
 
 
@@ -93,7 +94,10 @@ def _refused(number: int, custom_id: str | None, why: str) -> BatchRequest:
 
 
 def finished(path: Path) -> dict[int, str | None]:
-    """Lines that have a result already, with their custom_id. A last line cut short is removed."""
+    """Lines that have a result already, with their custom_id. A last result cut short is removed.
+
+    ConfigError for any other content: nothing of a file that is not ours is removed.
+    """
     done: dict[int, str | None] = {}
     if not path.exists():
         return done
@@ -107,7 +111,7 @@ def finished(path: Path) -> dict[int, str | None]:
             end += len(line)
         else:
             return done
-        if line.endswith(b"\n") and stream.read(1):
+        if line.endswith(b"\n") or line[: len(_START)] != _START[: len(line)]:
             position = f"line {line[:40]!r} of {path} is no result of a batch"
             raise ConfigError(f"{position}; choose another file, or remove that line")
         stream.truncate(end)

@@ -78,7 +78,7 @@ def test_one_bad_line_stops_no_other(tmp_path: Path) -> None:
     assert found["batch_req_6"]["response"]["status_code"] == 200
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"id": "batch_re', b"garbage\n"])
+@pytest.mark.parametrize("damage", [b"", b'{"id": "batch_re', b'{"id": "batch_req_5", "custom'])
 def test_a_run_goes_on_where_an_earlier_one_ended(files: tuple[Path, Path], damage: bytes) -> None:
     with pytest.raises(ConfigError, match="no answer"):
         run(*files, Sender(gone_after=4), 1)
@@ -95,10 +95,15 @@ def test_results_of_another_input_are_refused(files: tuple[Path, Path], tmp_path
     files[0].write_text(line("other"))
     with pytest.raises(ConfigError, match="belongs to another input"):
         run(*files, Sender())
-    files[1].write_text("a diary\nof mine\n")
+
+
+@pytest.mark.parametrize("content", ["a diary\nof mine\n", "one line\n", "no line", '{"id": "mine"}', line("r0")])
+def test_a_file_of_something_else_stays_as_it_was(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text(content)
     with pytest.raises(ConfigError, match="no result of a batch"):
-        finished(files[1])
-    assert files[1].read_text() == "a diary\nof mine\n"
+        finished(path)
+    assert path.read_text() == content
 
 
 @pytest.mark.parametrize(
