@@ -37,15 +37,20 @@ def set_up_worker(name: str) -> None:
 
 
 class _Text(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO engine 0: message`; a traceback follows on lines of its own."""
+    """`2026-01-31T12:00:00.123Z INFO engine 0: message`; a traceback follows on indented lines.
+
+    What an exception says may be a client's text, and must not look like a line of the log.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = f"{name}: " if name else ""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        message = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], record.message)
-        return f"{_time(record)} {record.levelname} {self._name}{message}"
+        return f"{_time(record)} {record.levelname} {self._name}{_escaped(record.message)}"
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class _Json(logging.Formatter):
@@ -67,6 +72,10 @@ class _Json(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -45,6 +45,17 @@ def test_no_message_can_forge_a_line(form: str, capsys: pytest.CaptureFixture[st
     assert "\\n2026" in line and "\x1b" not in line
 
 
+def test_no_exception_can_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("info", "text")
+    try:
+        raise ValueError("one\n2026-01-31T12:00:00.123Z ERROR two\x1b[31m\u2028three")
+    except ValueError:
+        logger.exception("failed")
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.endswith("ERROR failed") and all(line.startswith("  ") for line in rest)
+    assert any("two\\x1b[31m\\u2028three" in line for line in rest)
+
+
 def test_json_has_a_field_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     logs.set_up("info", "json", "engine")
     logger.info("done", extra={"fields": {"request_id": "a-1", "status": 200}})
