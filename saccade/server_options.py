@@ -216,9 +216,14 @@ class ServerOptions:
 
 
 def _check_operator_routes(server: ServerOptions) -> None:
-    if server.operator_routes and not (server.api_key or server.api_keys or server.host in _LOOPBACK):
+    if not server.operator_routes or server.api_keys:
+        return
+    remedy = "give --api-keys with a tenant that has operator = true"
+    if server.api_key:
+        raise UsageError(f"operator_routes are for operators, and an api_key is none; {remedy}")
+    if server.host not in _LOOPBACK:
         reason = f"would let everyone who reaches {server.host} put the engine to sleep"
-        raise UsageError(f"operator_routes without keys {reason}; give --api-key or --api-keys")
+        raise UsageError(f"operator_routes without keys {reason}; {remedy}")
 
 
 def _range(count: int, low: int | None, high: int | None) -> tuple[int, int]:

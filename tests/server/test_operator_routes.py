@@ -75,6 +75,12 @@ def test_without_the_flag_there_are_no_such_routes(server: RunningServer) -> Non
 
 
 def test_open_routes_on_a_public_address_are_refused() -> None:
-    with pytest.raises(UsageError, match="put the engine to sleep; give --api-key"):
+    with pytest.raises(UsageError, match="put the engine to sleep; give --api-keys"):
         ServerOptions(operator_routes=True, host="0.0.0.0")
-    assert ServerOptions(operator_routes=True, host="0.0.0.0", api_key=("k",)).operator_routes
+    assert ServerOptions(operator_routes=True, host="0.0.0.0", api_keys="keys.toml").operator_routes
+    assert ServerOptions(operator_routes=True).operator_routes
+
+
+def test_routes_that_no_key_opens_are_refused() -> None:
+    with pytest.raises(UsageError, match="an api_key is none; give --api-keys"):
+        ServerOptions(operator_routes=True, api_key=("k",))
