@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
 
@@ -44,6 +44,12 @@ GuidedDecodingParams = StructuredOutputsParams
 """Its older name in vLLM, where `SamplingParams` takes it as `guided_decoding`."""
 
 
+class Pooling(NamedTuple):
+    """What a request gets of its last prompt token in place of an output: the end of prefill is its end."""
+
+    token_ids: tuple[int, ...] = ()  # the logits of these tokens; of none: the hidden state after the norm
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when to stop.
@@ -75,6 +81,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None  # the output has none of them, at its start or after a space
     bad_words_token_ids: Sequence[Sequence[int]] | None = None  # the same as tokens; set by the processor
     truncate_prompt_tokens: int | None = None  # only the last so many tokens of a prompt; -1: what fits
+    pooling: Pooling | None = None  # set by `embed` and `score`: nothing is sampled
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", self.stop_token_ids or ())
@@ -107,7 +114,7 @@ class SamplingParams:
         """
         changes = self.has_penalty or self.logit_bias or self.min_tokens or self.structured
         is_limited = self.allowed_token_ids is not None or self.bad_words or self.bad_words_token_ids
-        return self.logprobs is None and not changes and not is_limited
+        return self.logprobs is None and self.pooling is None and not changes and not is_limited
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
@@ -137,6 +144,8 @@ class SamplingParams:
         is_list = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
         _require(is_list, "bad_words", words, "a list of strings")
         _require(all(word.strip() for word in words), "bad_words", words, "words, not white space")
+        is_pooling = self.pooling is None or isinstance(self.pooling, Pooling)
+        _require(is_pooling, "pooling", self.pooling, "left out; use embed or score")
         is_map = self.logit_bias is None or isinstance(self.logit_bias, Mapping)
         _require(is_map, "logit_bias", self.logit_bias, "a map from token ids to numbers")
 

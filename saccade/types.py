@@ -208,8 +208,7 @@ class Tenant(NamedTuple):
 
 
 NO_TENANT = Tenant()
-OTHER_LABEL = "other"
-"""Of tenants without a label of their own."""
+OTHER_LABEL = "other"  # of tenants without a label of their own
 
 
 def family_of(request_id: str) -> str:
@@ -315,7 +314,8 @@ class Logprobs(NamedTuple):
 class Sample(NamedTuple):
     token_id: int
     logprobs: Logprobs | None
-    is_last: bool = False  # the grammar is complete: no token may follow
+    is_last: bool = False  # the grammar is complete, or the request pools: no token may follow
+    pooled: bytes | None = None  # float32, in place of the token (`SamplingParams.pooling`)
 
 
 class MediaTimes(NamedTuple):
@@ -380,6 +380,7 @@ class TokenEvent(NamedTuple):
     stop_token_id: int | None = None  # which token ended it, when one did
     error: RequestError | None = None
     usage: Usage | None = None  # with the terminal event
+    pooled: bytes | None = None  # see `Sample`; then it is the only event
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class RequestOutputBuilder:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.usage: Usage | None = None
+        self.pooled: bytes | None = None  # float32, of a request that pools
         self._min_tokens = params.min_tokens  # stop strings are ignored before
         self._caller_stops = frozenset(params.stop_token_ids)
         self._must_detokenize = bool(params.stop_strings)
@@ -80,6 +81,7 @@ class RequestOutputBuilder:
 
     def _end(self, event: TokenEvent) -> None:
         self.finish_reason = event.finish_reason
+        self.pooled = event.pooled
         if self._detokenizer.stopped is not None:  # found in the text that `finish` released
             self.finish_reason = "stop"
             self.stop_reason = self._detokenizer.stopped

@@ -16,8 +16,8 @@ from saccade.models.layers.torch_attention import PagedAttention, PagedKV
 from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
 from saccade.runner.cross_attention_metadata import rows_by_image
 from saccade.runner.forward import Embeddings, Sampled, Windows
+from saccade.runner.pooling import sample_or_pool
 from saccade.runner.recurrent_state import RecurrentStates
-from saccade.runner.sampler import sample
 from saccade.sampling_params import SamplingParams
 from saccade.types import Admission, Grid, LatencyProfile, Prompt, Request, Sample, ScheduledWindow
 
@@ -111,10 +111,8 @@ class TorchForward:
         sampling = [state for window, state in windows if window.samples]
         if not sampling:
             return {}
-        logits = self.model.logits(hidden[batch.last_rows])  # [samples, V]
-        samples = sample(logits, [state.row() for state in sampling])
-        taken = [state.take(chosen) for state, chosen in zip(sampling, samples, strict=True)]
-        return dict(zip(batch.sampled, taken, strict=True))
+        last = hidden[batch.last_rows]  # [samples, H]
+        return sample_or_pool(self.model.logits(last), last, sampling)
 
     def _scratch_admission(self, tokens: int) -> Admission:
         axes = 3 if self.model.config.text.mrope_section else 1

@@ -100,7 +100,8 @@ class ScheduledRequest:
     def last_event(
         self, reason: FinishReason, now: float, sample: Sample | None, error: RequestError | None
     ) -> TokenEvent:
-        token = sample.token_id if sample else None
+        pooled = sample.pooled if sample else None
+        token = sample.token_id if sample and pooled is None else None
         return TokenEvent(
             request_id=self.request_id,
             token_id=token,
@@ -109,6 +110,7 @@ class ScheduledRequest:
             stop_token_id=token if reason == "stop" and token in self.stop_ids else None,
             error=error,
             usage=self._usage(now),
+            pooled=pooled,
         )
 
     def _usage(self, now: float) -> Usage:

@@ -45,6 +45,9 @@ def _check_length(request: Request, config: SchedulerConfig) -> None:
     num_prompt = len(request.prompt)
     if num_prompt == 0:
         raise RequestError("the prompt is empty; it needs at least one token")
+    if request.params.pooling is not None:
+        _check_pooled_length(num_prompt, config)
+        return
     total = num_prompt + request.max_tokens
     if total > config.max_model_len or request.max_tokens < 1:
         num_media = sum(span.length for span in request.prompt.spans)
@@ -52,6 +55,15 @@ def _check_length(request: Request, config: SchedulerConfig) -> None:
             f"the prompt has {num_prompt} tokens ({num_media} of them for pictures) and max_tokens is "
             f"{request.max_tokens}, {total} together, but prompt and answer may have {config.max_model_len} "
             "with at least 1 for the answer; send less, lower max_tokens or raise --max-model-len",
+            code="context_length_exceeded",
+        )
+
+
+def _check_pooled_length(num_prompt: int, config: SchedulerConfig) -> None:
+    if num_prompt > config.max_model_len:
+        raise RequestError(
+            f"the input has {num_prompt} tokens and may have {config.max_model_len}; send less or raise "
+            "--max-model-len",
             code="context_length_exceeded",
         )
 

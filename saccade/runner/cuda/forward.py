@@ -38,8 +38,9 @@ from saccade.runner.cuda.staging import Metadata, TokenReadback, to_device
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Embeddings, Sampled, Windows
 from saccade.runner.latency_profile import layer_curve, timed_curve
+from saccade.runner.pooling import sample_or_pool
 from saccade.runner.recurrent_state import RecurrentStates
-from saccade.runner.sampler import SamplingInputs, sample
+from saccade.runner.sampler import SamplingInputs
 from saccade.types import Admission, Grid, LatencyProfile, Sample, ScheduledWindow
 
 _MEASURED_CONTEXT = 1024  # tokens of each request when decode is timed
@@ -64,6 +65,7 @@ class _Pending(NamedTuple):
     batch: DecodeBatch
     tokens: Tensor  # int64, pinned
     logits: Tensor  # [rows, vocabulary], on the device
+    hidden: Tensor | None  # [rows, H], of prefill
 
 
 class CudaForward:
@@ -333,7 +335,7 @@ class CudaForward:
 
     def _collecting(self, windows: Windows, batch: DecodeBatch, found: Decoded, to: TokenReadback) -> Sampled:
         self._sample(windows, batch, found)
-        pending = _Pending(batch, to.copy(found.tokens), found.logits)
+        pending = _Pending(batch, to.copy(found.tokens), found.logits, found.hidden)
         if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
             return lambda: _samples(pending)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -362,12 +364,11 @@ def _samples(pending: _Pending) -> dict[str, Sample]:
 
 
 def _sample_on_host(pending: _Pending) -> dict[str, Sample]:
-    """Requests with penalties, a grammar or logprobs."""
+    """Requests with penalties, a grammar, logprobs or pooling."""
     states = [pending.batch.states[i] for i in pending.batch.host_sampled]
-    rows = torch.tensor(pending.batch.host_sampled)
-    logits = pending.logits[rows.to(pending.logits.device)].float()
-    samples = sample(logits, [state.row() for state in states])
-    return {state.request.request_id: state.take(one) for state, one in zip(states, samples, strict=True)}
+    rows = torch.tensor(pending.batch.host_sampled).to(pending.logits.device)
+    hidden = None if pending.hidden is None else pending.hidden[rows]
+    return sample_or_pool(pending.logits[rows].float(), hidden, states)
 
 
 def _splicing(windows: Windows, embeddings: Embeddings) -> Splice | None:

@@ -109,7 +109,8 @@ class PrefillGraphs:
         captured.graph.replay()
         if samples:
             static.head.replay()
-        return Decoded(static.found.tokens[:samples], static.found.logits[:samples])
+        found = (static.found.tokens, static.found.logits, static.last.hidden)
+        return Decoded(*(rows[:samples] for rows in found))
 
     def _run_eager(self, windows: Sequence[Window], samples: int, splice: Splice | None) -> Decoded:
         tokens = sum(len(window.tokens) for window in windows)
@@ -131,7 +132,7 @@ class PrefillGraphs:
         if samples:
             last = _Last(hidden[:samples], request_rows[:samples])
             self._find(last, found, ArgmaxWorkspace.allocate(samples, table.device))
-        return found
+        return found._replace(hidden=hidden[:samples])
 
     def capture(self, pool: Any, max_tokens: int) -> None:
         """Graphs for every size of a step, the largest first: the others share its memory."""
