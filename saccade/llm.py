@@ -22,12 +22,15 @@ from saccade.errors import RequestError, quoted
 from saccade.options import MediaPolicy, Options, SchedulerConfig, options
 from saccade.outputs import BeamSearchOutput, RequestOutput
 from saccade.processor.beam_search import best_sequences
+from saccade.processor.call_arguments import ManyParams, PromptInput, priorities_of, spread, with_kwargs
 from saccade.processor.chat_tokenizer import ChatTokenizer
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line, sampling_defaults
 from saccade.processor.images import PrefetchMedia
 from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
+from saccade.processor.pooled_calls import Embeddings, Run, Scores, embeddings, scores
+from saccade.processor.pooling import Side
 from saccade.processor.request_builder import child_id, with_structure
 from saccade.sampling_params import BeamSearchParams, SamplingParams
 from saccade.types import Bill, MediaItem, Prompt, TokenEvent
@@ -35,10 +38,7 @@ from saccade.vllm_keywords import checked_call
 
 logger = logging.getLogger("saccade.engine")
 
-PromptInput = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
-ManyParams = SamplingParams | Sequence[SamplingParams] | None
-"""One for all prompts, one for each, or the checkpoint's own."""
 
 _CHAT_ARGUMENTS = (
     *("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
@@ -323,7 +323,7 @@ class LLM:
         is_single = isinstance(prompts, (str, Mapping))
         many: Sequence[PromptInput] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         if mm_processor_kwargs:
-            many = [_with_kwargs(prompt, mm_processor_kwargs) for prompt in many]
+            many = [with_kwargs(prompt, mm_processor_kwargs) for prompt in many]
         makers = [lambda p=p: self.engine.processor.from_prompt(p) for p in many]
         return self._run(makers, sampling_params, use_tqdm, priority, raise_errors=is_single)
 
@@ -394,6 +394,31 @@ class LLM:
         generate = partial(self.generate, use_tqdm=False)
         return [best_sequences(prompt, params, self.engine.processor, generate) for prompt in many]
 
+    def embed(
+        self, prompts: PromptInput | Sequence[PromptInput], use_tqdm: bool = True, **how: Any
+    ) -> Embeddings:
+        """One vector of length 1 for each input: what `generate` takes, or {"messages": [...]}.
+
+        `how`: dimensions, truncate_prompt_tokens.
+        """
+        how = checked_call(how, ("dimensions", "truncate_prompt_tokens"))
+        run = self._pooling(use_tqdm, is_single=isinstance(prompts, (str, Mapping)))
+        return embeddings(self.engine.processor, run, prompts, **how)
+
+    def score(
+        self, data_1: Side | Sequence[Side], data_2: Side | Sequence[Side], use_tqdm: bool = True, **how: Any
+    ) -> Scores:
+        """How well each pair fits: one with each of many, or as many with as many; text or content parts.
+
+        `how`: instruction, truncate_prompt_tokens.
+        """
+        how = checked_call(how, ("instruction", "truncate_prompt_tokens"))
+        run = self._pooling(use_tqdm, is_single=isinstance(data_2, (str, Mapping)))
+        return scores(self.engine.processor, run, data_1, data_2, **how)
+
+    def _pooling(self, use_tqdm: bool, *, is_single: bool) -> Run:
+        return partial(self._run, use_tqdm=use_tqdm, priority=None, raise_errors=is_single)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """For calls without `sampling_params`: generation_config.json's values, and ours for the rest."""
         return SamplingParams(**self.engine.defaults)
@@ -425,8 +450,8 @@ class LLM:
             advice = "step the engine until they are finished"
             raise RuntimeError(f"requests that were added by hand are still open; {advice}")
         results: dict[str, RequestOutput] = {}
-        many = _spread(sampling_params, len(makers))
-        priorities = _priorities(priority, len(makers))
+        many = spread(sampling_params, len(makers))
+        priorities = priorities_of(priority, len(makers))
         ids = [f"request-{self._count + i}" for i in range(len(makers))]
         self._count += len(makers)
         try:
@@ -460,25 +485,3 @@ class LLM:
                         speed = tokens / (time.perf_counter() - start)
                         bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
                         bar.update()
-
-
-def _with_kwargs(prompt: PromptInput, kwargs: Mapping[str, Any]) -> PromptInput:
-    given = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    return {"mm_processor_kwargs": kwargs, **given}
-
-
-def _spread(given: ManyParams, count: int) -> Sequence[SamplingParams | None]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given] * count
-    if len(given) != count:
-        counts = f"{count} prompts were given with {len(given)} sampling params"
-        raise RequestError(f"{counts}; give one for all or one each")
-    return given
-
-
-def _priorities(given: Sequence[int] | None, count: int) -> Sequence[int]:
-    if given is None:
-        return [0] * count
-    if len(given) != count:
-        raise RequestError(f"{count} prompts were given with {len(given)} priorities; give one for each")
-    return given

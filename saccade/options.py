@@ -32,6 +32,11 @@ class Options:
     default_chat_template_kwargs: dict[str, Any] = _option(  # noqa: RUF009 (a dict becomes a default factory)
         {}, 'what chat templates get where a request says nothing, as JSON such as {"enable_thinking": false}'
     )
+    task: str = _option(
+        "auto",
+        "what the model is served for: generate, embed, score, or pooling (embed or score); auto: by the "
+        "checkpoint's name and files",
+    )
     hf_overrides: dict[str, Any] = _option(  # noqa: RUF009
         {}, "values in place of config.json's, as JSON; objects in it are merged"
     )
@@ -189,6 +194,8 @@ class Options:
         _require(0 < share <= 1, "gpu_memory_utilization", share, "above 0 and at most 1")
         is_known = self.load_format in ("auto", "safetensors", "dummy")
         _require(is_known, "load_format", self.load_format, "auto, safetensors or dummy")
+        is_known = self.task in ("auto", "generate", "embed", "score", "pooling")
+        _require(is_known, "task", self.task, "auto, generate, embed, score or pooling")
         is_known = self.attention_backend in ("auto", "triton", "flashinfer")
         _require(is_known, "attention_backend", self.attention_backend, "auto, triton or flashinfer")
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:

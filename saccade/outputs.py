@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from saccade.errors import RequestError
 from saccade.types import Bill, FinishReason, Logprobs
@@ -40,6 +40,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None  # the caller's stop token or string that ended it, if one did
     logprobs: list[TokenLogprobs] | None = None  # one per token, when they were asked for
+    pooled: bytes | None = None  # float32, of `embed` and `score`
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -70,3 +71,33 @@ class RequestOutput:
     bill: Bill | None  # None when the request was refused before it could be priced
     error: RequestError | None = None  # why it was refused or failed; other requests go on
     num_cached_tokens: int = field(default=0)
+
+
+class EmbeddingOutput(NamedTuple):
+    embedding: list[float]  # of length 1
+
+
+class ScoringOutput(NamedTuple):
+    score: float
+
+
+Pooled = TypeVar("Pooled", EmbeddingOutput, ScoringOutput)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Pooled]):
+    """What `embed` and `score` return for each input or pair."""
+
+    request_id: str
+    outputs: Pooled | None  # None with an error
+    prompt_token_ids: list[int]
+    finished: bool
+    bill: Bill | None
+    error: RequestError | None = None
+    num_cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: RequestOutput, outputs: Pooled | None) -> PoolingRequestOutput[Pooled]:
+        ids = request.prompt_token_ids
+        told = (ids, True, request.bill, request.error, request.num_cached_tokens)
+        return cls(request.request_id, outputs, *told)

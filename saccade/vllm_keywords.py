@@ -139,6 +139,14 @@ def _profile_dir(value: Any) -> dict[str, Any]:
     return {"profile_dir": str(folder)} if folder else {}
 
 
+def _task_of(name: str, value: Any, tasks: Mapping[str, str]) -> dict[str, Any]:
+    if value in ("auto", "none"):
+        return {}
+    if value not in tasks:
+        raise UsageError(f"{name} must be auto, {' or '.join(tasks)}, not {quoted(value)}")
+    return {"task": tasks[value]}
+
+
 def _no_media(value: Any) -> dict[str, Any]:
     return {"limit_mm_per_prompt": dict.fromkeys(_MEDIA, 0)} if value else {}
 
@@ -151,6 +159,8 @@ _RENAMED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "kv_cache_memory_bytes": _gib,
     "profiler_config": _profile_dir,
     "kv_offloading_size": lambda value: {"kv_offload_gb": float(value)},
+    "runner": lambda value: _task_of("runner", value, {"generate": "generate", "pooling": "pooling"}),
+    "convert": lambda value: _task_of("convert", value, {"embed": "embed", "classify": "score"}),
     "data_parallel_size": lambda value: {"replicas": value},
     "shutdown_timeout": lambda value: {"drain_timeout": float(value)},
     "disable_uvicorn_access_log": lambda value: {"enable_access_log": not value},
@@ -205,6 +215,7 @@ _SPELLINGS: Mapping[str, Callable[[Any], Any]] = {
     "chat_template": _text,
     "hf_overrides": _overrides,
     "device": str,
+    "task": lambda value: {"embedding": "embed", "classify": "score"}.get(value, value),
     "max_model_len": lambda value: None if value in (-1, "auto") else value,
     "limit_mm_per_prompt": _limits,
     "generation_config": lambda value: "none" if value == "vllm" else value,

@@ -32,7 +32,7 @@ _ONE_MODEL = "a model runs on one GPU"
 _REPLICAS = f"{_ONE_MODEL}; for more requests use saccade serve --replicas"
 _LORA = "adapters are not supported; merge the adapter into the checkpoint's weights"
 _SPECULATIVE = "speculative decoding is not supported; leave it out"
-_POOLING = "only text is generated, no embeddings or scores; use another server for them"
+_POOLING = "the last token is pooled, and embeddings have length 1; leave it out"
 _EXPERTS = f"{_ONE_MODEL}, with all its experts; leave it out"
 _CODE = "no code from outside the package is loaded; leave it out"
 _QUANTIZED = "a checkpoint's own config.json says how it is quantised; use one that is, or leave it out"
@@ -51,7 +51,7 @@ _ENGINE: tuple[tuple[Fate, str, str], ...] = (
         "model dtype seed max_model_len max_num_batched_tokens max_num_seqs block_size "
         "gpu_memory_utilization enable_prefix_caching! limit_mm_per_prompt load_format generation_config "
         "override_generation_config attention_backend device revision "
-        "download_dir tokenizer tokenizer_revision hf_overrides chat_template "
+        "download_dir tokenizer tokenizer_revision hf_overrides chat_template task "
         "disable_chunked_mm_input!",
     ),
     ("renamed", "min_pixels, max_pixels, video_fps ...", "mm_processor_kwargs"),
@@ -80,7 +80,8 @@ _ENGINE: tuple[tuple[Fate, str, str], ...] = (
     ("inert", _LOADING, "safetensors_load_strategy safetensors_prefetch_num_threads "
      "safetensors_prefetch_block_size model_loader_extra_config ignore_patterns+ use_tqdm_on_load! "
      "pt_load_map_location max_parallel_loading_workers"),
-    ("inert", "the files of the checkpoint tell", "config_format model_impl runner convert task"),
+    ("inert", "the files of the checkpoint tell", "config_format model_impl"),
+    ("renamed", "task", "runner convert"),
     ("inert", "an image is hashed and cached by its bytes (--encoder-cache-gb)", "mm_processor_cache_gb "
      "mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_tensor_ipc "
      "mm_ipc_gpu_memory_gb mm_processor_device mm_device_do_normalize! disable_mm_preprocessor_cache! "

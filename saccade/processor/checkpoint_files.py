@@ -19,6 +19,7 @@ from saccade.errors import ConfigError
 from saccade.media.hashing import digest_of
 from saccade.options import Options
 from saccade.processor.families import FAMILIES, built_in_template, is_known
+from saccade.processor.tasks import Task, task_of
 
 logger = logging.getLogger("saccade.processor")
 
@@ -55,6 +56,7 @@ class Checkpoint:
     chat_template: str | None
     generation: Mapping[str, Any]  # generation_config.json
     fingerprint: bytes  # 32 bytes that change with any setting or weight file
+    task: Task = "generate"
 
 
 def open_checkpoint(
@@ -74,7 +76,8 @@ def open_checkpoint(
     _check_complete(path, weights)
     if away := files.links_out(path):
         logger.warning("%s has links that lead out of it: %s", path, ", ".join(away))
-    raw = overridden(files.read_json(path / "config.json"), options.hf_overrides)
+    given = overridden(files.read_json(path / "config.json"), options.hf_overrides)
+    raw, task = _for_task(given, model, path, options.task)
     tokenizer_path = _tokenizer_path(model, path, options, hub)
     tokenizer_config = files.read_optional(tokenizer_path / "tokenizer_config.json")
     generation = _generation(path, options.generation_config)
@@ -103,7 +106,20 @@ def open_checkpoint(
         or built_in_template(config),
         generation=generation,
         fingerprint=digest_of(*_identifying(path), *_identifying_overrides(options.hf_overrides)),
+        task=task,
     )
+
+
+def _for_task(
+    raw: Mapping[str, Any], model: str | None, path: Path, asked: str
+) -> tuple[Mapping[str, Any], Task]:
+    """The config for the task. To embed, no head is needed, and some checkpoints have none: it is tied."""
+    task = task_of(asked, model, path, raw)
+    # Where layers cross-attend, the embedding table has more rows than a head.
+    crosses = "cross_attention_layers" in (raw.get("text_config") or {})
+    if task == "embed" and raw.get("model_type") in FAMILIES and not crosses:
+        return {**raw, "tie_word_embeddings": True}, task
+    return raw, task
 
 
 def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from saccade.processor.families.base import HasMarkup, LengthBound, cross_attend
 from saccade.processor.images import ImageInput, Images, PrefetchMedia, bill_item, reads_text_only
 from saccade.processor.messages import Form, cleaned, cut_at_mark, form_of, mark_end, read_messages
 from saccade.processor.request_builder import RequestBuilder
+from saccade.processor.tasks import check_task
 from saccade.processor.template import MAX_CHARS, RESERVED
 from saccade.processor.template_pool import TemplatePool
 from saccade.processor.tokenizer import Tokenizer
@@ -232,7 +233,9 @@ class Processor:
         return replace(cut, text=self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def check_params(self, params: SamplingParams) -> None:
-        """Refuse token ids outside the vocabulary."""
+        """Refuse token ids outside the vocabulary, and sampling where the model is not served for it."""
+        if params.pooling is None:
+            check_task(self.checkpoint.task, "generate")
         size = self.checkpoint.config.text.vocab_size
         named = {
             "stop_token_ids": params.stop_token_ids,

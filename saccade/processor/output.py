@@ -120,6 +120,7 @@ class RequestOutputBuilder:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=self._token_logprobs(),
+            pooled=self.pooled,
         )
 
     def _token_logprobs(self) -> list[TokenLogprobs] | None:

@@ -174,10 +174,14 @@ class Service:
         caller.account.take(requests=1)
         self.metrics.tenants.arrived(caller.account.settings.label)
 
-    async def decode(self, exchange: Exchange) -> dict[str, Any]:
-        """The body as a JSON object. RequestError if its text cannot fit the context."""
+    async def decode(self, exchange: Exchange, inputs: Sequence[str] = ()) -> dict[str, Any]:
+        """The body as a JSON object. RequestError if its text cannot fit the context.
+
+        Fields of `inputs` hold several prompts, whose text is checked one by one when they are built.
+        """
         body = await self.in_thread(decode_object, exchange.upload.take())
-        await self.in_thread(check_text, body, self.max_chars)
+        rest = {name: value for name, value in body.items() if name not in inputs} if inputs else body
+        await self.in_thread(check_text, rest, self.max_chars)
         return body
 
     async def read(self, reader: Reader[Result], exchange: Exchange, *args: Any) -> Result:
@@ -409,14 +413,16 @@ class Service:
 
     def max_tokens(self, billed: BilledPrompt, response_options: ResponseOptions) -> int:
         """As asked; otherwise the checkpoint's default or all, within what is left of the context."""
-        left = self.limits.max_model_len - len(billed.prompt)
+        pools = response_options.params.pooling is not None
+        left = self.limits.max_model_len - len(billed.prompt) + pools  # nothing is generated
         asked = response_options.params.max_tokens
         field = response_options.length_field
         if left < (asked or 1):
             param = "messages" if billed.bill.items else None
             prompt = f"the prompt has {len(billed.prompt)} tokens{_itemised(billed.bill)}"
-            output = f" and {field} is {asked}" if asked else ""
-            limit = f"prompt and answer together may have {self.limits.max_model_len}"
+            output = f" and {field} is {asked}" if asked and not pools else ""
+            limited = "it" if pools else "prompt and answer together"
+            limit = f"{limited} may have {self.limits.max_model_len}"
             message = f"{prompt}{output}, but {limit}; send less, smaller pictures, or raise --max-model-len"
             raise RequestError(message, code="context_length_exceeded", param=field if left > 0 else param)
         return asked or min(left, response_options.usual_max_tokens or left)

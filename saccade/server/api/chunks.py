@@ -80,20 +80,23 @@ class Envelope:
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
-    bills = generation.bills
-    prompt_tokens = sum(bill.prompt_tokens for bill in bills)
     completion_tokens = sum(len(output.token_ids) for output in generation.outputs)
+    usage = prompt_usage(generation.bills, generation.cached_tokens, completion_tokens)
+    return {**usage, "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens}}
+
+
+def prompt_usage(bills: Sequence[Bill], cached_tokens: int, completion_tokens: int = 0) -> dict[str, Any]:
+    prompt_tokens = sum(bill.prompt_tokens for bill in bills)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": generation.cached_tokens,
+            "cached_tokens": cached_tokens,
             "text_tokens": sum(bill.text_tokens for bill in bills),
             "image_tokens": sum(bill.image_tokens for bill in bills),
             "video_tokens": sum(bill.video_tokens for bill in bills),
         },
-        "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
     }
 
 

@@ -49,6 +49,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "saccade",
         "root": service.names[0],
         "parent": None,
+        "task": service.processor.checkpoint.task,
         "max_model_len": service.limits.max_model_len,
         "kv_cache": {"blocks": service.limits.num_blocks, "block_size": service.limits.block_size},
         "default_sampling_params": shown_defaults(service.defaults),

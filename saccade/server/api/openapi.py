@@ -47,6 +47,9 @@ _RESPONSES = _operation(fields.RESPONSES, "input")
 _MESSAGES = _operation(fields.MESSAGES, "messages", "max_tokens", form=_ANTHROPIC_ERROR)
 _COUNT_TOKENS = _operation(fields.MESSAGES, "messages", form=_ANTHROPIC_ERROR)
 
+SCORE_ROUTES = ("/score", "/v1/score")
+RERANK_ROUTES = ("/rerank", "/v1/rerank", "/v2/rerank")
+
 BODIES: dict[str, dict[str, Any]] = {  # of POST routes
     "/v1/chat/completions": _CHAT,
     "/v1/completions": _COMPLETION,
@@ -58,6 +61,9 @@ BODIES: dict[str, dict[str, Any]] = {  # of POST routes
     "/v1/responses/input_tokens": _RESPONSES,
     "/v1/messages": _MESSAGES,
     "/v1/messages/count_tokens": _COUNT_TOKENS,
+    "/v1/embeddings": _operation(fields.EMBEDDING),
+    **dict.fromkeys(SCORE_ROUTES, _operation(fields.SCORE)),
+    **dict.fromkeys(RERANK_ROUTES, _operation(fields.RERANK, "query", "documents")),
 }
 _READ = {
     "/live": "Whether the process lives",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade.errors import RequestError
 from saccade.processor.tools import ToolPlan, tools_for_template
-from saccade.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from saccade.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, Pooling, SamplingParams
 from saccade.server.request import fields
 from saccade.server.request.fields import FieldReader
 from saccade.structured.structured_outputs import structured_as, structured_from, structured_of
@@ -126,7 +126,7 @@ def _media_kwargs(given: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, M
 
 def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: int) -> CompletionRequest:
     given = reader.read(body, fields.COMPLETION)
-    prompts = _prompts(given.get("prompt"))
+    prompts = prompts_of(given.get("prompt"))
     if len(prompts) > max_prompts:
         message = f"{len(prompts)} prompts were given and at most {max_prompts} may be"
         raise RequestError(message, param="prompt")
@@ -146,7 +146,15 @@ def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: i
     return CompletionRequest(options, prompts, echo, given.get("add_special_tokens", True))
 
 
-def _prompts(given: Any) -> list[str | Sequence[int]]:
+def pooling_options(given: Mapping[str, Any], pooling: Pooling) -> ResponseOptions:
+    """Of a request that ends with its prompt."""
+    options = _response_options(
+        given, {}, max_tokens=1, logprobs=None, structured=None, length_field="max_tokens"
+    )
+    return replace(options, params=replace(options.params, temperature=0, pooling=pooling))
+
+
+def prompts_of(given: Any, param: str = "prompt") -> list[str | Sequence[int]]:
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
@@ -156,8 +164,8 @@ def _prompts(given: Any) -> list[str | Sequence[int]]:
             return list(given)
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in given):
             return list(given)
-    message = "prompt must be a string, a list of strings, or token ids; it may not be empty"
-    raise RequestError(message, param="prompt")
+    message = f"{param} must be a string, a list of strings, or token ids; it may not be empty"
+    raise RequestError(message, param=param)
 
 
 def _is_token(value: Any) -> bool:

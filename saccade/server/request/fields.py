@@ -139,6 +139,45 @@ TOKENIZE: Mapping[str, Schema] = {
 }
 DETOKENIZE: Mapping[str, Schema] = {"model": _STR, "tokens": {"type": "array", "items": _INT}}
 
+# --- routes that pool: no output is generated ---
+
+_POOLING: Mapping[str, Schema] = {
+    "model": _STR,
+    "cache_salt": _LABEL,
+    "priority": _INT,
+    "request_id": _STR,
+    "user": _LABEL,
+    "include_bill": _BOOL,
+    "truncate_prompt_tokens": _INT,
+    "mm_processor_kwargs": _OBJ,
+}
+EMBEDDING: Mapping[str, Schema] = {
+    **_POOLING,
+    "input": {"type": ["string", "array"]},
+    "messages": CHAT["messages"],
+    "encoding_format": {"type": "string", "enum": ["float", "base64"]},
+    "dimensions": _INT,
+    "add_special_tokens": _BOOL,
+    "add_generation_prompt": _BOOL,
+    "continue_final_message": _BOOL,
+    "chat_template_kwargs": _OBJ,
+    "media_io_kwargs": CHAT["media_io_kwargs"],
+}
+_SIDES: Schema = {"type": ["string", "array", "object"]}
+SCORE: Mapping[str, Schema] = {
+    **_POOLING,
+    **dict.fromkeys(("text_1", "text_2", "data_1", "data_2", "queries", "documents", "items"), _SIDES),
+    "instruction": _STR,
+}
+RERANK: Mapping[str, Schema] = {
+    **_POOLING,
+    "query": {"type": ["string", "object"]},
+    "documents": {"type": ["array", "object"]},
+    "top_n": _INT,
+    "return_documents": _BOOL,
+    "instruction": _STR,
+}
+
 # --- the Responses and the Messages API: their own fields, and a chat's where they have none ---
 
 CHAT_EXTRAS: Mapping[str, Schema] = {

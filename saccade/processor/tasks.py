@@ -1,0 +1,39 @@
+"""What a checkpoint is served for: text, embeddings or scores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from saccade.errors import RequestError
+
+Task = Literal["generate", "embed", "score"]
+
+_RERANKERS = re.compile(r"(^|[-_.])rerank(er)?([-_.]|$)", re.IGNORECASE)
+_EMBEDDERS = re.compile(r"(^|[-_.])(embed|embedding|gme)([-_.]|$)", re.IGNORECASE)
+_DOES = {"generate": "generate text", "embed": "make embeddings", "score": "score pairs"}
+
+
+def task_of(asked: str, model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
+    """The option `task`; with "auto" by the checkpoint. "pooling" is "embed" where nothing says more."""
+    if asked in get_args(Task):
+        return cast(Task, asked)
+    found = _found(model, path, config)
+    return "embed" if asked == "pooling" and found == "generate" else found
+
+
+def _found(model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
+    """By the files of Sentence Transformers, vLLM's `classifier_from_token`, or the model's name."""
+    name = path.resolve().name if model is None or Path(model).is_dir() else model.rpartition("/")[2]
+    if (path / "1_LogitScore").is_dir() or "classifier_from_token" in config or _RERANKERS.search(name):
+        return "score"
+    return "embed" if (path / "1_Pooling").is_dir() or _EMBEDDERS.search(name) else "generate"
+
+
+def check_task(served: Task, *wanted: Task) -> None:
+    if served not in wanted:
+        first = wanted[0]
+        reason = f"the model is served to {_DOES[served]} (--task {served}), not to {_DOES[first]}"
+        raise RequestError(f"{reason}; serve it with --task {first}", code="unsupported")

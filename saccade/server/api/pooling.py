@@ -1,0 +1,140 @@
+"""/v1/embeddings, /score and /rerank: prompts run to their end, and what is pooled there is sent."""
+
+from __future__ import annotations
+
+import base64
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from saccade.processor.pooling import Side, embedding, relevance, similarity
+from saccade.server.api.chunks import bill_body, prompt_usage
+from saccade.server.generation import BilledPrompt, Generation, Timing
+from saccade.server.http.request_context import Exchange
+from saccade.server.http.text_limit import check_text
+from saccade.server.request.chat import ChatRequest, CompletionRequest, renaming
+from saccade.server.request.pooling import (
+    PoolingRequest,
+    ScoreRequest,
+    Source,
+    read_embedding,
+    read_rerank,
+    read_score,
+)
+from saccade.server.service import Service
+from saccade.types import Bill
+
+_INPUTS = ("input", "documents", "text_1", "text_2", "data_1", "data_2", "queries", "items", "query")
+
+
+@dataclass(slots=True)
+class PooledInputs:
+    vectors: list[bytes] = field(default_factory=list)  # of each source, in order
+    bills: list[Bill] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    def take(self, generation: Generation) -> None:
+        self.vectors += [output.pooled or b"" for output in generation.outputs]
+        self.bills += [generation.bill(index) for index in range(len(generation.bills))]
+        self.cached_tokens += generation.cached_tokens
+
+    def envelope(
+        self, request: PoolingRequest, prefix: str, service: Service, exchange: Exchange
+    ) -> dict[str, Any]:
+        """Id, model, usage and bill of a response."""
+        bills = [bill_body(bill) for bill in self.bills] if request.options.include_bill else []
+        return {
+            "id": f"{prefix}-{request.options.request_id or exchange.caller.request_id}",
+            "created": int(time.time()),
+            "model": service.names[0],
+            "usage": prompt_usage(self.bills, self.cached_tokens),
+            **({"bill": bills[0] if len(bills) == 1 else bills} if bills else {}),
+        }
+
+
+async def create_embedding(service: Service, exchange: Exchange) -> dict[str, Any]:
+    body = await service.decode(exchange, _INPUTS)
+    request = await service.check(read_embedding, body, exchange.caller, service.processor)
+    pooled = await _pool(service, exchange, request.pooling)
+    data = await service.in_thread(_embeddings, pooled, request.dimensions, request.is_base64)
+    return {"object": "list", "data": data, **pooled.envelope(request.pooling, "embd", service, exchange)}
+
+
+def _embeddings(pooled: PooledInputs, dimensions: int | None, is_base64: bool) -> list[dict[str, Any]]:
+    data = []
+    for index, vector in enumerate(pooled.vectors):
+        values = embedding(vector, dimensions)
+        shown = base64.b64encode(values.astype("<f4").tobytes()).decode() if is_base64 else values.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": shown})
+    return data
+
+
+async def create_score(service: Service, exchange: Exchange) -> dict[str, Any]:
+    body = await service.decode(exchange, _INPUTS)
+    request = await service.check(read_score, body, exchange.caller, service.processor)
+    pooled = await _pool(service, exchange, request.pooling)
+    found = enumerate(_scores(request, pooled))
+    data = [{"object": "score", "index": index, "score": score} for index, score in found]
+    return {"object": "list", "data": data, **pooled.envelope(request.pooling, "score", service, exchange)}
+
+
+async def rerank(service: Service, exchange: Exchange) -> dict[str, Any]:
+    """In the form of Jina and Cohere: the best first."""
+    body = await service.decode(exchange, _INPUTS)
+    request = await service.check(read_rerank, body, exchange.caller, service.processor)
+    pooled = await _pool(service, exchange, request.score.pooling)
+    scores = _scores(request.score, pooled)
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
+    results = []
+    for index in best:
+        shown = {"document": _shown(request.documents[index])} if request.returns_documents else {}
+        results.append({"index": index, **shown, "relevance_score": scores[index]})
+    return {"results": results, **pooled.envelope(request.score.pooling, "rerank", service, exchange)}
+
+
+def _shown(document: Side) -> dict[str, Any]:
+    """Images are not sent back."""
+    return {"text": document} if isinstance(document, str) else {"text": None}
+
+
+def _scores(request: ScoreRequest, pooled: PooledInputs) -> list[float]:
+    count = request.num_pairs
+    if len(pooled.vectors) == count:
+        return [relevance(vector) for vector in pooled.vectors]
+    pairs = zip(pooled.vectors[:count], pooled.vectors[count:], strict=True)
+    return [similarity(first, second) for first, second in pairs]
+
+
+async def _pool(service: Service, exchange: Exchange, request: PoolingRequest) -> PooledInputs:
+    """As many inputs at a time as may run at once."""
+    service.check_model(request.options.model)
+    size = service.options.max_num_seqs
+    sources = request.sources
+    exchange.lease.enter(min(len(sources), size))
+    pooled = PooledInputs()
+    for start in range(0, len(sources), size):
+        prepared = [
+            await _prepared(service, exchange, request, source) for source in sources[start : start + size]
+        ]
+        prompts = [billed for billed, _ in prepared]
+        with service.generation(prompts, request.options, prepared[-1][1]) as generation:
+            await service.start(generation, prompts, request.options, exchange.caller)
+            if start + size >= len(sources):
+                exchange.lease.release()
+            async for _ in generation.deltas():
+                pass
+            generation.finish()
+            pooled.take(generation)
+    return pooled
+
+
+async def _prepared(
+    service: Service, exchange: Exchange, request: PoolingRequest, source: Source
+) -> tuple[BilledPrompt, Timing]:
+    if isinstance(source, ChatRequest):
+        check_text({"messages": source.messages}, service.max_chars)
+        return await service.prepare_chat(source, exchange)
+    one = CompletionRequest(request.options, [source], add_special_tokens=request.add_special_tokens)
+    with renaming({"prompt": "input"}.get):
+        prompts, timing = await service.prepare_prompts(one, exchange.caller)
+    return prompts[0], timing

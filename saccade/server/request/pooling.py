@@ -1,0 +1,174 @@
+"""Checked requests for embeddings, scores and rankings. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from saccade.errors import RequestError, quoted
+from saccade.processor.input_processor import Processor
+from saccade.processor.pooling import (
+    PAIR_KWARGS,
+    Side,
+    check_dimensions,
+    content_of,
+    no_and_yes,
+    pair_messages,
+    paired,
+    sides_of,
+)
+from saccade.processor.tasks import check_task
+from saccade.sampling_params import Pooling
+from saccade.server.request import fields
+from saccade.server.request.chat import ChatRequest, ResponseOptions, pooling_options, prompts_of, read_chat
+from saccade.server.request.fields import FieldReader
+
+MAX_INPUTS = 2048
+"""Inputs of a request, or pairs, as OpenAI has it."""
+
+Source = str | Sequence[int] | ChatRequest
+"""What becomes one prompt."""
+
+_SCORE_FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequest:
+    options: ResponseOptions
+    sources: Sequence[Source]
+    add_special_tokens: bool = True  # the tokenizer's own, around a text
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    pooling: PoolingRequest
+    is_base64: bool
+    dimensions: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Pairs, one source each for a reranker; or, for a model that embeds, all first and then all second."""
+
+    pooling: PoolingRequest
+    num_pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class RerankRequest:
+    score: ScoreRequest
+    documents: Sequence[Side]
+    top_n: int
+    returns_documents: bool
+
+
+def read_embedding(body: Mapping[str, Any], reader: FieldReader, processor: Processor) -> EmbeddingRequest:
+    check_task(processor.checkpoint.task, "embed")
+    given = reader.read(body, fields.EMBEDDING)
+    check_dimensions(given.get("dimensions"), processor)
+    encoding = given.get("encoding_format", "float")
+    if encoding not in ("float", "base64"):
+        message = f"encoding_format must be float or base64, not {quoted(encoding)}"
+        raise RequestError(message, param="encoding_format")
+    options = pooling_options(given, Pooling())
+    adds = given.get("add_special_tokens", True)
+    pooling = PoolingRequest(options, _sources(given, reader, options), adds)
+    return EmbeddingRequest(pooling, encoding == "base64", given.get("dimensions"))
+
+
+def _sources(given: Mapping[str, Any], reader: FieldReader, options: ResponseOptions) -> list[Source]:
+    if ("input" in given) == ("messages" in given):
+        raise RequestError("give either input or messages", param="input")
+    if "messages" in given:
+        if not given.get("add_special_tokens", True):
+            raise fields.unsupported("add_special_tokens")
+        return [_chat({name: given[name] for name in given if name in fields.CHAT}, reader, options)]
+    inputs = given["input"]
+    if isinstance(inputs, list) and inputs and all(isinstance(one, dict) for one in inputs):
+        _check_count(len(inputs), "input")
+        return [_side_source(side, given, reader, options) for side in sides_of(inputs)]
+    texts = prompts_of(inputs, "input")
+    _check_count(len(texts), "input")
+    return list(texts)
+
+
+def read_score(body: Mapping[str, Any], reader: FieldReader, processor: Processor) -> ScoreRequest:
+    given = reader.read(body, fields.SCORE)
+    names = next((pair for pair in _SCORE_FIELDS if pair[0] in given and pair[1] in given), None)
+    if names is None:
+        raise RequestError("give text_1 and text_2, or queries and documents", param="text_1")
+    pairs = paired(sides_of(given[names[0]]), sides_of(given[names[1]]))
+    return _score_request(pairs, given, reader, processor, names[1])
+
+
+def read_rerank(body: Mapping[str, Any], reader: FieldReader, processor: Processor) -> RerankRequest:
+    given = reader.read(body, fields.RERANK)
+    for name in ("query", "documents"):
+        if not given.get(name):
+            raise RequestError(f"{name} is missing or empty", param=name)
+    query = given["query"]
+    whole = query if isinstance(query, dict) and "content" in query else sides_of(query)[0]
+    documents = sides_of(given["documents"])
+    pairs = [(whole, document) for document in documents]
+    score = _score_request(pairs, given, reader, processor, "documents")
+    top_n = given.get("top_n", 0)
+    if top_n < 0:
+        raise RequestError(f"top_n must be 0 (all) or more, but {top_n} was given", param="top_n")
+    return RerankRequest(score, documents, top_n or len(documents), given.get("return_documents", True))
+
+
+def _score_request(
+    pairs: Sequence[tuple[Side, Side]],
+    given: Mapping[str, Any],
+    reader: FieldReader,
+    processor: Processor,
+    param: str,
+) -> ScoreRequest:
+    task = processor.checkpoint.task
+    check_task(task, "score", "embed")
+    _check_count(len(pairs), param)
+    try:
+        if task == "embed":
+            options = pooling_options(given, Pooling())
+            sides = [side for column in zip(*pairs, strict=True) for side in column]
+            sources = [_side_source(side, given, reader, options) for side in sides]
+        else:
+            options = pooling_options(given, no_and_yes(processor))
+            sources = [_pair_source(pair, given, reader, options, processor) for pair in pairs]
+    except RequestError as error:
+        raise error.renamed(error.param or param) from None
+    return ScoreRequest(PoolingRequest(options, sources), len(pairs))
+
+
+def _pair_source(
+    pair: tuple[Side, Side],
+    given: Mapping[str, Any],
+    reader: FieldReader,
+    options: ResponseOptions,
+    processor: Processor,
+) -> ChatRequest:
+    messages = pair_messages(processor, *pair, given.get("instruction"))
+    kwargs = {"mm_processor_kwargs": given.get("mm_processor_kwargs"), "chat_template_kwargs": PAIR_KWARGS}
+    return _chat({"messages": messages, **kwargs}, reader, options)
+
+
+def _side_source(
+    side: Side, given: Mapping[str, Any], reader: FieldReader, options: ResponseOptions
+) -> Source:
+    """A text as it is; parts as a user's message."""
+    parts = content_of(side)
+    if isinstance(side, str):
+        return side
+    kwargs = {"mm_processor_kwargs": given.get("mm_processor_kwargs")}
+    return _chat({"messages": [{"role": "user", "content": parts}], **kwargs}, reader, options)
+
+
+def _chat(body: Mapping[str, Any], reader: FieldReader, options: ResponseOptions) -> ChatRequest:
+    return replace(read_chat(body, reader), response_options=options)
+
+
+def _check_count(count: int, param: str) -> None:
+    if count > MAX_INPUTS:
+        message = f"{count} inputs were given and at most {MAX_INPUTS} may be in one request; send several"
+        raise RequestError(message, code="request_too_large", param=param)
