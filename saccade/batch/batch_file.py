@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 from saccade.errors import ConfigError
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/bill")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/bill"),
+    *("/v1/embeddings", "/v1/score", "/v1/rerank"),
+)
 MAX_LINE_BYTES = 256 << 20
 _ID = "batch_req_"
 _START = f'{{"id": "{_ID}'.encode()  # of every result
