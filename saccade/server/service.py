@@ -266,7 +266,7 @@ class Service:
         caller.record.fetch_ended = time.perf_counter() if fetched else 0.0
         # Not `self.salt`: a uuid gives access to bytes, so it is never shared between tenants.
         owner = salt_of(caller.tenant, request.response_options.cache_salt)
-        messages = await self.in_thread(self._media.resolved, messages, links, fetched, owner)
+        resolved = messages = await self.in_thread(self._media.resolved, messages, links, fetched, owner)
         if any(link.kind == "file" for link in links):
             messages = await self._open_documents(messages, caller)
         # Its own pool: templates are rendered in other processes, and slow ones occupy a thread for long.
@@ -287,7 +287,7 @@ class Service:
         )
         with renaming(request.renamed.get):
             prompt = await self.in_thread(lambda: self._truncated(build(), request.response_options))
-        self._media.remember(links, messages, owner)
+        self._media.remember(links, resolved, owner)
         self._count_mistyped(links, prompt)
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms, caller.record)
         return self._with_bill(prompt), timing

@@ -52,6 +52,14 @@ def test_the_clients_of_both_apis_send_pdfs(server: RunningServer) -> None:
     assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == chat
 
 
+def test_a_pdf_is_named_again_by_its_uuid(server: RunningServer) -> None:
+    first = bill(server, file_part(uuid="report", pages="2"))
+    again = bill(server, {"type": "file", "uuid": "report", "pages": "2"})
+    assert first.status_code == again.status_code == 200
+    assert first.json()["items"] == again.json()["items"]
+    assert error_of(bill(server, {"type": "file", "uuid": "other"}))["code"] == "image_file_not_found"
+
+
 def test_a_text_document_is_text(server: RunningServer) -> None:
     document = {"type": "document", "title": "Notes", "source": {"type": "text", "data": "Two eggs."}}
     plain = {"type": "text", "text": "Notes\n\nTwo eggs."}
