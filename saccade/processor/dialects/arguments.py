@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 _MAX_STEPS = 20_000
+_MAX_DEPTH = 100  # of schemas in each other, also where one refers to itself
+_MAX_REFERENCE = 512  # characters
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -32,13 +34,14 @@ def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, 
 def parsed_object(text: str) -> dict[str, Any] | None:
     """A JSON object; None if the text is no such thing."""
     try:
-        value = json.loads(text or "{}", parse_constant=_no_constant)
+        value = json.loads(text or "{}", parse_constant=no_constant)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def _no_constant(name: str) -> NoReturn:
+def no_constant(name: str) -> NoReturn:
+    """For `json.loads`, which would take NaN and Infinity."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -50,10 +53,9 @@ def types_of(schema: Any, parameters: Mapping[str, Any]) -> frozenset[str]:
     schema = _resolved(schema, parameters)
     if not isinstance(schema, Mapping):
         return frozenset()
-    kinds = schema.get("type", ())
-    found = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
+    found = set(_kinds(schema))
     for name in ("anyOf", "oneOf"):
-        for choice in _listed(schema.get(name)):
+        for choice in _listed(schema.get(name))[:_MAX_DEPTH]:
             kind = choice.get("type") if isinstance(choice, Mapping) else None
             found |= {kind} if isinstance(kind, str) else set()
     if not found and _listed(schema.get("enum")):
@@ -67,12 +69,10 @@ def as_json(text: str, types: frozenset[str]) -> str:
     if "string" in types and not (stripped == "null" and "null" in types):
         return json.dumps(text, ensure_ascii=False)
     try:
-        value = (
-            _PYTHON[stripped] if stripped in _PYTHON else json.loads(stripped, parse_constant=_no_constant)
-        )
+        value = _PYTHON[stripped] if stripped in _PYTHON else json.loads(stripped, parse_constant=no_constant)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
-        value = text  # the check against the schema says so
-    return json.dumps(value, ensure_ascii=False)
+        return json.dumps(text, ensure_ascii=False)  # the check against the schema says so
 
 
 # --- the check ----------------------------------------------------------------------------------------------
@@ -87,22 +87,24 @@ class _Check:
         self._root = root
         self._left = _MAX_STEPS
 
-    def fits(self, value: Any, schema: Any) -> bool:
+    def fits(self, value: Any, schema: Any, depth: int = _MAX_DEPTH) -> bool:
         schema = _resolved(schema, self._root)
         self._left -= 1
-        if self._left < 0 or not isinstance(schema, Mapping):
+        if self._left < 0 or not depth or not isinstance(schema, Mapping):
             return schema is not False
-        if not _has_type(value, schema.get("type")) or not _is_listed(value, schema):
+        self._left -= sum(len(_listed(schema.get(name))) for name in ("type", "enum", "required"))
+        if not _has_type(value, schema) or not _is_listed(value, schema):
             return False
         choices = _listed(schema.get("anyOf")) or _listed(schema.get("oneOf"))
-        if choices and not any(self.fits(value, choice) for choice in choices):
+        if choices and not any(self.fits(value, choice, depth - 1) for choice in choices):
             return False
         if isinstance(value, dict):
-            return self._object_fits(value, schema)
+            return self._object_fits(value, schema, depth - 1)
         items = schema.get("items")
-        return not isinstance(value, list) or items is None or all(self.fits(entry, items) for entry in value)
+        entries = value if isinstance(value, list) and items is not None else ()
+        return all(self.fits(entry, items, depth - 1) for entry in entries)
 
-    def _object_fits(self, value: dict[str, Any], schema: Mapping[str, Any]) -> bool:
+    def _object_fits(self, value: dict[str, Any], schema: Mapping[str, Any], depth: int) -> bool:
         known = schema.get("properties")
         known = known if isinstance(known, Mapping) else {}
         if any(isinstance(name, str) and name not in value for name in _listed(schema.get("required"))):
@@ -110,12 +112,17 @@ class _Check:
         other = schema.get("additionalProperties", True)
         if schema.get("patternProperties"):
             other = True
-        return all(self.fits(entry, known.get(name, other)) for name, entry in value.items())
+        return all(self.fits(entry, known.get(name, other), depth) for name, entry in value.items())
 
 
-def _has_type(value: Any, kinds: Any) -> bool:
-    kinds = [kinds] if isinstance(kinds, str) else _listed(kinds)
-    known = [kind for kind in kinds if isinstance(kind, str) and kind in _TYPES]
+def _kinds(schema: Mapping[str, Any]) -> list[str]:
+    """The types that a schema names. Nobody has checked it: they may be anything."""
+    kinds = schema.get("type")
+    return [kinds] if isinstance(kinds, str) else [kind for kind in _listed(kinds) if isinstance(kind, str)]
+
+
+def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
+    known = [kind for kind in _kinds(schema) if kind in _TYPES]
     return not known or any(_is(value, kind) for kind in known)
 
 
@@ -143,6 +150,8 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
             return schema
+        if len(reference) > _MAX_REFERENCE:
+            break
         schema = root
         for part in reference.removeprefix("#").strip("/").split("/"):
             name = part.replace("~1", "/").replace("~0", "~")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class CallProblem:
     reason: Problem
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON can only hold as an escape
+
 OutputEvent = Reasoning | Content | CallStart | CallArguments | CallProblem
 
 
@@ -81,7 +84,7 @@ class EventSink:
         self.num_calls = 0
         self._new_id = new_id
         self._events: list[OutputEvent] = []
-        self._space = ""  # of a text, told only if more of it follows
+        self._space: list[str] = []  # of a text, told only if more of it follows
         self._drops_space = False  # until the next letter
         self._name = ""  # of the open call
         self._arguments: list[str] = []  # of the open call
@@ -106,11 +109,11 @@ class EventSink:
 
     def begin_text(self) -> None:
         """Thinking begins or has ended: white space here belongs to nothing."""
-        self._space = ""
+        self._space = []
         self._drops_space = True
 
     def start(self, name: str) -> None:
-        self._space = ""
+        self._space = []
         self._drops_space = False
         self._name = name
         self._arguments = []
@@ -121,6 +124,7 @@ class EventSink:
     def arguments(self, text: str) -> None:
         if not text:
             return
+        text = _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
         self._arguments.append(text)
         last = self._events[-1] if self._events else None
         if isinstance(last, CallArguments):
@@ -145,8 +149,8 @@ class EventSink:
     def finish(self) -> None:
         """The output has ended. White space at the end of a text without calls is part of it."""
         if self._space and not self.num_calls:
-            self._add_text(Content, self._space)
-        self._space = ""
+            self._add_text(Content, "".join(self._space))
+        self._space = []
 
     def _problem(self) -> Problem | None:
         if self._name not in self.parameters:
@@ -160,10 +164,13 @@ class EventSink:
         if self._drops_space:
             text = text.lstrip()
             self._drops_space = not text
-        text = self._space + text
+        if not text.strip():  # a list, since a model may write nothing else for a long time
+            self._space += [text] if text else []
+            return ""
         shown = text.rstrip()
-        self._space = text[len(shown) :]
-        return shown
+        told = "".join(self._space) + shown
+        self._space = [text[len(shown) :]] if len(text) > len(shown) else []
+        return told
 
     def _add_text(self, kind: type[Reasoning] | type[Content], text: str) -> None:
         last = self._events[-1] if self._events else None

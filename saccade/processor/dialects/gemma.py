@@ -6,6 +6,7 @@ import json
 import re
 from typing import NamedTuple
 
+from saccade.processor.dialects.arguments import no_constant
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.hermes import close_call
 from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
@@ -113,7 +114,7 @@ class _Values:
         if not scalar:
             raise Unreadable("syntax" if (yield from self._reader.peek()) else "incomplete")
         try:
-            json.loads(scalar)
+            json.loads(scalar, parse_constant=no_constant)
         except (ValueError, RecursionError):
             scalar = json.dumps(scalar, ensure_ascii=False)  # a word without quotes
         self._emit(scalar)

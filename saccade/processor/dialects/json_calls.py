@@ -81,6 +81,7 @@ def read_json_calls(reader: TextReader, sink: EventSink, *, known_only: bool = F
     while True:
         yield from reader.skip_space()
         yield from read_json_call(reader, sink, known_only=known_only)
+        reader.note("")
         yield from reader.skip_space()
         if not (yield from reader.skips(",")):
             break
@@ -88,26 +89,30 @@ def read_json_calls(reader: TextReader, sink: EventSink, *, known_only: bool = F
 
 
 def read_or_refuse(
-    reader: TextReader, sink: EventSink, opened: str, read: Reading[None], close: str
-) -> Reading[None]:
+    reader: TextReader, sink: EventSink, opened: str, read: Reading[None], *closes: str
+) -> Reading[str]:
     """Read what begins after `opened`. What is no call is told as text.
 
-    Of a call that breaks in its arguments all is told up to `close`: clients see what the model wrote.
+    Of a call that breaks in its arguments all is told up to one of `closes`, which is returned: clients see
+    what the model wrote. What reads several calls notes anew after each, so that none is told twice.
     """
+    close = ""
     reader.note(opened)
     try:
         yield from read
     except Unreadable as error:
         if sink.in_call:
-            yield from reader.copy_until((close,), sink.arguments)
+            close = yield from reader.copy_until(closes, sink.arguments)
             sink.end(error.reason or "syntax")
         else:
             sink.refuse(reader.noted(), error.reason)
-    else:
-        reader.noted()
+    reader.noted()
+    return close
 
 
 def checked_name(name: str | None, sink: EventSink, *, known_only: bool = False) -> str:
+    if name is None and known_only:
+        raise Unreadable(None)  # any JSON
     if name is None or len(name) > _MAX_NAME or not NAME_LETTERS.fullmatch(name):
         raise Unreadable
     if known_only and name not in sink.parameters:

@@ -36,6 +36,7 @@ def _calls(reader: TextReader, sink: EventSink, opened: str) -> Reading[None]:
 def _objects(reader: TextReader, sink: EventSink) -> Reading[None]:
     while True:
         yield from read_json_call(reader, sink, known_only=True)
+        reader.note("")
         yield from reader.skip_space()
         if not (yield from reader.skips(";")):
             return

@@ -21,8 +21,10 @@ def call_id() -> str:
 
 
 def read_mistral(reader: TextReader, sink: EventSink) -> Reading[None]:
-    while (yield from reader.copy_until((CALLS,), sink.content)):
-        yield from read_or_refuse(reader, sink, CALLS, _calls(reader, sink), CALLS)
+    opened = yield from reader.copy_until((CALLS,), sink.content)
+    while opened:  # a broken call ends where the next one begins
+        opened = yield from read_or_refuse(reader, sink, CALLS, _calls(reader, sink), CALLS)
+        opened = opened or (yield from reader.copy_until((CALLS,), sink.content))
 
 
 def _calls(reader: TextReader, sink: EventSink) -> Reading[None]:

@@ -23,6 +23,7 @@ def read_pythonic(reader: TextReader, sink: EventSink) -> Reading[None]:
     while True:
         yield from reader.skip_space()
         yield from _call(reader, sink)
+        reader.note("")
         yield from reader.skip_space()
         if not (yield from reader.skips(",")):
             break

@@ -20,7 +20,8 @@ _PARAMETER_END = "</parameter>"
 def read_qwen3_coder(reader: TextReader, sink: EventSink) -> Reading[None]:
     while opened := (yield from reader.copy_until((OPEN, FUNCTION), sink.content)):
         read = _after_tag(reader, sink) if opened == OPEN else _function(reader, sink)
-        yield from read_or_refuse(reader, sink, opened, read, _END)
+        if (yield from read_or_refuse(reader, sink, opened, read, _END, CLOSE)) == _END:
+            yield from close_call(reader, sink, CLOSE)
 
 
 def _after_tag(reader: TextReader, sink: EventSink) -> Reading[None]:

@@ -54,8 +54,10 @@ class TextReader:
 
     def noted(self) -> str:
         """What was read since `note`, which ends here."""
+        read = "".join(self._noted)
+        self._noted = []
         self._notes = False
-        return "".join(self._noted)
+        return read
 
     def peek(self, count: int = 1) -> Reading[str]:
         """The next letters without reading them: fewer at the end of the text."""
