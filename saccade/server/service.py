@@ -363,7 +363,8 @@ class Service:
             await self.start(generation, [billed], response_options, exchange.caller)
             del billed  # the engine has the images now and counts their bytes
             exchange.lease.release()
-            yield generation
+            with renaming({"response_format": response_options.structure_field}.get):
+                yield generation
 
     def generation(
         self,

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from saccade.checkpoint.tokenizer_json import read_tokenizer
 from saccade.errors import RequestError
 from saccade.fair_pool import FairPool
-from saccade.structured.schema import compiled, is_available, unavailable
+from saccade.structured.schema import compiled, is_available, is_schema, unavailable
 from saccade.structured.thinking import ThinkingGate
 from saccade.types import Request, Thinking
 
@@ -121,7 +121,7 @@ class Grammars:
         owner = request.family
         budget = self._budgets.setdefault(owner, Budget())
         hand_over = partial(self._hand_over, request_id, owner)
-        grammar = Grammar(request.eos_token_ids, budget, hand_over, request.thinking)
+        grammar = Grammar(request.eos_token_ids, budget, hand_over, request.thinking, _code(schema))
         self._open[request_id] = grammar
         self._wait_for(request_id)
         template = self._template(_Key(request.prompt.salt, schema, request.params.n), owner)
@@ -150,7 +150,7 @@ class Grammars:
                 grammar.fail(error)
             except Exception:
                 logger.exception("a grammar failed; its request ends")
-                grammar.fail(too_complex())
+                grammar.refuse(_TOO_COMPLEX)
             with self._changed:
                 if self._open.get(request_id) is grammar:
                     self._pending.pop(request_id, None)
@@ -178,10 +178,11 @@ class Grammars:
         tokenizer = self._tokenizer
         try:
             matcher = compiled(tokenizer, schema, answers)
+            is_error = matcher.is_error()
         except ValueError:  # no JSON
-            raise too_complex() from None
-        if matcher.is_error():
-            raise too_complex()
+            is_error = True
+        if is_error:
+            raise _refusal(_TOO_COMPLEX, _code(schema))
         return Template(matcher, tokenizer)
 
     @cached_property
@@ -214,8 +215,11 @@ class Grammar:
         budget: Budget,
         hand_over: Callable[[Grammar], None],
         thinking: Thinking | None = None,
+        code: str = "invalid_json_schema",
     ) -> None:
+        """`code` is that of errors."""
         self._ends = end_ids
+        self._code = code
         self._thinking = thinking
         self._gate: ThinkingGate | None = None  # where the output may think first
         self._budget = budget
@@ -262,9 +266,9 @@ class Grammar:
         self._budget.step.earn()
         self._budget.masks.earn()
         if self._matcher.is_error():
-            self.fail(too_complex())
+            self.refuse(_TOO_COMPLEX)
         elif self._budget.step.is_spent:
-            self.fail(_too_costly())
+            self.refuse(_TOO_COSTLY)
         elif self._matcher.is_stopped():
             self.is_complete = True
         else:
@@ -287,12 +291,12 @@ class Grammar:
         if matcher is None:  # the request has ended
             return
         if self._budget.masks.is_spent:
-            self.fail(_too_costly())
+            self.refuse(_TOO_COSTLY)
             return
         with self._budget.masks.spending():
             bits = self._mask(matcher)
         if bits is None:
-            self.fail(too_complex())
+            self.refuse(_TOO_COMPLEX)
         else:
             self._bits = bits
             self._is_made.set()
@@ -300,6 +304,9 @@ class Grammar:
     def release(self) -> None:
         """The request has ended: free the matcher."""
         self._matcher = None
+
+    def refuse(self, message: str) -> None:
+        self.fail(_refusal(message, self._code))
 
     def fail(self, error: RequestError) -> None:
         self.error = self.error or error
@@ -318,20 +325,18 @@ class Grammar:
         return bits
 
 
-def too_complex() -> RequestError:
-    return _refusal(
-        "the answer cannot be held to this schema or grammar, which is too complex; make it simpler"
-    )
+_TOO_COMPLEX = "the answer cannot be held to this schema or grammar, which is too complex; make it simpler"
+_COSTLY = "a schema or grammar that takes more than its share of time"
+_TOO_COSTLY = f"the answers were held to {_COSTLY}; make it simpler"
 
 
-def _too_costly() -> RequestError:
-    costly = "a schema or grammar that takes more than its share of time"
-    message = f"the answers were held to {costly}; make it simpler"
-    return _refusal(message)
+def _code(structured: str) -> str:
+    """Of errors, the same as where the server checks it."""
+    return "invalid_json_schema" if is_schema(structured) else "invalid_grammar"
 
 
-def _refusal(message: str) -> RequestError:
-    return RequestError(message, code="invalid_json_schema", param="response_format")
+def _refusal(message: str, code: str) -> RequestError:
+    return RequestError(message, code=code, param="response_format")
 
 
 def _set(bits: Bits, tokens: npt.NDArray[np.int64]) -> None:

@@ -220,9 +220,10 @@ def test_a_request_that_takes_more_than_its_share_ends_alone_with_a_sentence(
 
     alone = llm.generate(PROMPT, FREE, use_tqdm=False)[0].outputs[0].token_ids
     monkeypatch.setattr(grammar, "Budget", Spent)
-    params = [held_to(LIST, n=4), FREE]
-    costly, free = llm.generate([PROMPT, PROMPT], params, use_tqdm=False)
+    params = [held_to(LIST, n=4), SamplingParams(temperature=0, structured='start: "a" "b"'), FREE]
+    costly, spelled, free = llm.generate([PROMPT] * 3, params, use_tqdm=False)
     assert costly.error is not None and costly.error.code == "invalid_json_schema"
+    assert spelled.error is not None and spelled.error.code == "invalid_grammar"
     assert "more than its share" in costly.error.message
     assert free.outputs[0].token_ids == alone
     assert is_empty(llm)

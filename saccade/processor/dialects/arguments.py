@@ -116,7 +116,7 @@ class _Check:
 
 
 def _kinds(schema: Mapping[str, Any]) -> list[str]:
-    """The types that a schema names. Nobody has checked it: they may be anything."""
+    """The types that a schema names. It is unchecked: they may be anything."""
     kinds = schema.get("type")
     return [kinds] if isinstance(kinds, str) else [kind for kind in _listed(kinds) if isinstance(kind, str)]
 

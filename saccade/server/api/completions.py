@@ -10,7 +10,7 @@ from saccade.server.api.events import Event, EventShape, send_events
 from saccade.server.api.logprobs import completion_logprobs
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
-from saccade.server.request.chat import CompletionRequest, read_completion
+from saccade.server.request.chat import CompletionRequest, read_completion, renaming
 from saccade.server.service import Service
 
 
@@ -24,7 +24,8 @@ async def create_completion(service: Service, exchange: Exchange) -> None:
         await service.start(generation, prompts, options, exchange.caller)
         exchange.lease.release()
         shape = CompletionEvents(service, request, exchange.caller.request_id, generation)
-        await send_events(exchange.writer, generation, shape, stream=options.stream)
+        with renaming({"response_format": options.structure_field}.get):
+            await send_events(exchange.writer, generation, shape, stream=options.stream)
 
 
 class CompletionEvents(EventShape):

@@ -21,7 +21,7 @@ class Block:
     call: CallStart | None  # None: a text or thinking
     is_reasoning: bool = False
     text: str = ""  # so far; for a call its arguments as JSON
-    has_filters: bool = False  # the output reached its maximum length in this block
+    is_cut: bool = False  # the output reached its maximum length in this block
 
 
 class BlockEvent(NamedTuple):
@@ -48,7 +48,7 @@ class BlockOutput:
             self.stop_reason = delta.stop_reason
             if not self.blocks:
                 yield self._open(None)
-            self.blocks[-1].has_filters = self.finish_reason == "length"
+            self.blocks[-1].is_cut = self.finish_reason == "length"
             yield from self._close()
 
     def _add(self, part: OutputPart) -> Iterator[BlockEvent]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from saccade.processor.dialects.arguments import parsed_object
 from saccade.server.api.chunks import usage_of
 from saccade.server.api.content_blocks import Block, BlockEvent, BlockOutput
@@ -81,9 +83,9 @@ def _content(block: Block) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.call is None:
         return {"type": "text", "text": block.text}
-    arguments = parsed_object(block.text)
-    if arguments is None:
-        arguments = {"INVALID_JSON": block.text}
+    arguments: Any = {"INVALID_JSON": block.text}
+    if parsed_object(block.text) is not None:
+        arguments = msgspec.Raw(block.text.encode() or b"{}")  # as written: encoding could fail, or round
     return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": arguments}
 
 

@@ -55,9 +55,9 @@ class ResponseEvents(EventShape):
     # --- the whole ------------------------------------------------------------------------------------------
 
     def whole(self) -> dict[str, Any]:
-        has_filters = self._output.finish_reason == "length"
-        response = self._response("incomplete" if has_filters else "completed")
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if has_filters else None
+        is_cut = self._output.finish_reason == "length"
+        response = self._response("incomplete" if is_cut else "completed")
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         response["usage"] = _usage(self._generation)
         return response
 
@@ -139,7 +139,7 @@ class ResponseEvents(EventShape):
 
 
 def _status(block: Block) -> str:
-    return "incomplete" if block.has_filters else "completed"
+    return "incomplete" if block.is_cut else "completed"
 
 
 def _part(block: Block, text: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class ResponseOptions:
     request_id: str | None  # becomes part of the response's id
     priority: int  # among the requests of its tenant: lower values go first
     length_field: str = "max_tokens"  # the field with the maximum length, for errors
+    structure_field: str = "response_format"  # the field that outputs are held to, for errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,18 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
         raise RequestError("messages is missing; send a list with at least one message", param="messages")
     tools = tools_for_template(given.get("tools"), given.get("tool_choice"), reader.scope)
     length_field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    schema = _schema(given, reader.scope)
+    structured, structure_field = _structure(given, reader.scope)
+    if tools.structured:  # the schema of a required tool call has precedence
+        structured = tools.structured
+        structure_field = "tools"
     options = _response_options(
         given,
         reader.defaults,
         max_tokens=given.get(length_field),
         logprobs=_chat_logprobs(given),
-        structured=tools.structured or schema,  # the schema of a required tool call has precedence
+        structured=structured,
         length_field=length_field,
+        structure_field=structure_field,
     )
     kwargs, renamed = _media_kwargs(given)
     continues = given.get("continue_final_message", False)
@@ -134,14 +139,16 @@ def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: i
     if echo and given.get("logprobs") is not None:
         message = "echo with logprobs asks for log probabilities of the prompt, which are not computed"
         raise RequestError(f"{message}; leave one of them out", code="unsupported", param="echo")
+    structured, structure_field = _structure(given, reader.scope)
     options = _response_options(
         given,
         reader.defaults,
         # OpenAI's default for completions is 16 tokens; chats have none.
         max_tokens=given.get("max_tokens", None if "max_tokens" in reader.defaults else 16),
         logprobs=given.get("logprobs"),
-        structured=_schema(given, reader.scope),
+        structured=structured,
         length_field="max_tokens",
+        structure_field=structure_field,
     )
     return CompletionRequest(options, prompts, echo, given.get("add_special_tokens", True))
 
@@ -180,6 +187,7 @@ def _response_options(
     logprobs: int | None,
     structured: str | None,
     length_field: str,
+    structure_field: str = "response_format",
 ) -> ResponseOptions:
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
         raise fields.unsupported("best_of")
@@ -212,6 +220,7 @@ def _response_options(
         request_id=given.get("request_id", "")[:128] or None,
         priority=given.get("priority", 0),
         length_field=length_field,
+        structure_field=structure_field,
     )
 
 
@@ -227,22 +236,25 @@ def renaming(client_name: Callable[[str], str | None]) -> Iterator[None]:
         raise error.renamed(name) from None
 
 
-def _schema(given: Mapping[str, Any], scope: str) -> str | None:
-    """From OpenAI's response_format, vLLM's structured_outputs, or one of its older guided_ fields."""
-    found = [name for name in ("response_format", *fields.STRUCTURED) if given.get(name)]
+def _structure(given: Mapping[str, Any], scope: str) -> tuple[str | None, str]:
+    """What outputs follow, if anything, and the field that says so.
+
+    It is OpenAI's response_format, vLLM's structured_outputs, or one of its older guided_ fields.
+    """
+    found = [name for name in ("response_format", *fields.STRUCTURED) if name in given]
     if given.get("response_format", {}).get("type") == "text" and len(found) > 1:
         found.remove("response_format")
     if len(found) > 1:
         message = f"an answer follows one structure, but {' and '.join(found)} were given; send one of them"
         raise RequestError(message, code="unsupported", param=found[1])
+    name = found[0] if found else "response_format"
     if not found:
-        return None
-    name = found[0]
+        return None, name
     if name == "response_format":
-        return structured_from(given[name], scope)
+        return structured_from(given[name], scope), name
     if name == "structured_outputs":
-        return structured_of(given[name], scope=scope)
-    return structured_as(name.removeprefix("guided_"), given[name], name, scope)
+        return structured_of(given[name], scope=scope), name
+    return structured_as(name.removeprefix("guided_"), given[name], name, scope), name
 
 
 def _logit_bias(given: Mapping[str, Any] | None) -> dict[int, float] | None:

@@ -80,7 +80,7 @@ def test_an_answer_without_a_word_is_one_empty_block() -> None:
 
 def test_the_block_in_which_the_length_ended_is_cut() -> None:
     answer, _ = told(chat(), "Hel", finish="length")
-    assert answer.blocks[-1].has_filters and answer.finish_reason == "length"
+    assert answer.blocks[-1].is_cut and answer.finish_reason == "length"
 
 
 # --- event shapes ------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 import saccade
@@ -114,11 +116,25 @@ def test_a_message_has_thinking_blocks(tokenizer: Tokenizer) -> None:
     events = play(shape, generation, tokenizer)
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(delta.get("thinking", "") for delta in deltas) == "I see."
-    assert shape.whole()["content"] == [
+    content = as_received(shape.whole())["content"]
+    assert content == [
         {"type": "thinking", "thinking": "I see.", "signature": ""},
         {"type": "text", "text": "Hi"},
-        {**shape.whole()["content"][2], "type": "tool_use", "name": "look", "input": {"at": 1}},
+        {**content[2], "type": "tool_use", "name": "look", "input": {"at": 1}},
     ]
+
+
+def as_received(body: Any) -> Any:
+    return json.loads(msgspec.json.encode(body))
+
+
+def test_arguments_reach_a_message_as_the_model_wrote_them(tokenizer: Tokenizer) -> None:
+    """Half of a surrogate pair has no UTF-8 and 1e999 no number in Python, but JSON has both."""
+    generation = generation_of(tokenizer)
+    shape = MessageEvents("m", CHAT, "id", generation)
+    call = '{"name": "look", "arguments": {"a": "\\ud800", "b": 1e999, "c": 0.10}}'
+    play(shape, generation, tokenizer, f"</think><tool_call>{call}</tool_call>")
+    assert b'"input":{"a": "\\ud800", "b": 1e999, "c": 0.10}' in msgspec.json.encode(shape.whole())
 
 
 def test_arguments_that_are_no_json_reach_a_message_as_they_are(tokenizer: Tokenizer) -> None:

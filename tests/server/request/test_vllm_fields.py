@@ -12,6 +12,7 @@ from saccade.server.request import fields
 from saccade.server.request.chat import read_chat, read_completion
 from saccade.server.request.fields import FieldReader
 
+TOOL = {"type": "function", "function": {"name": "look"}}
 COMMON = (
     *("model", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "seed", "stop"),
     *(
@@ -135,3 +136,24 @@ def test_a_chat_goes_on_with_its_last_message_or_begins_another() -> None:
     with pytest.raises(RequestError) as caught:
         read("chat", continue_final_message=True, add_generation_prompt=True)
     assert caught.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({}, "response_format"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"response_format": {"type": "text"}, "guided_regex": "a+"}, "guided_regex"),
+        ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a+"}, "tools"),
+    ],
+)
+def test_errors_of_a_structure_name_the_field_that_asked_for_it(given: dict[str, Any], field: str) -> None:
+    assert read("chat", **given).response_options.structure_field == field
+
+
+@pytest.mark.parametrize("given", [{"guided_choice": []}, {"guided_regex": ""}, {"response_format": {}}])
+def test_an_empty_structure_is_refused_and_not_forgotten(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        read("chat", **given)
+    assert caught.value.param == next(iter(given))
