@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,14 +101,37 @@ def test_a_bad_word_is_forbidden_where_its_beginning_was_written() -> None:
     assert found == [{99}, {98, 99}, {99}, {98, 99}, {98, 99}]
 
 
+def limited_state(tokens: list[int], grammar: Any = None) -> RequestState:
+    params = SamplingParams(allowed_token_ids=tokens)
+    (request,) = RequestBuilder(frozenset(), 0).build("r", make_prompt([3]), params, 5)
+    return RequestState(Admission(request, (), (0,)), grammar)
+
+
+def allowed_bits(tokens: list[int], grammar: Any = None) -> Any:
+    return limited_state(tokens, grammar).row().allowed
+
+
+def test_allowed_tokens_become_bits_once() -> None:
+    """A list may name the whole vocabulary, which takes tens of milliseconds to read."""
+    state = limited_state([0, 33, 31, 64])
+    assert state.row().allowed is state.row().allowed
+    assert [int(word) & 0xFFFFFFFF for word in allowed_bits([0, 33, 31, 64])] == [0x80000001, 2, 1]
+
+
+def test_a_token_must_be_allowed_by_the_list_and_by_the_grammar() -> None:
+    bits = np.array([0b110, 1, 1], np.int32)
+    grammar = SimpleNamespace(allowed=lambda: bits, must_end=lambda bits: False)
+    assert allowed_bits([0, 1, 40], grammar).tolist() == [0b010, 0]
+    assert bits.tolist() == [0b110, 1, 1], "the grammar's own stay"
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_batch_with_limits_samples_what_the_reference_samples(temperature: float) -> None:
     values = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)) * 3
     free = SamplingParams(temperature=temperature, seed=1)
-    limited = SamplingParams(temperature=temperature, seed=1, allowed_token_ids=[3, 9, 9, 20])
     best = int(values[1].argmax())
     rows = [
-        Row(limited, EMPTY, EMPTY, frozenset(), 1),
+        Row(free, EMPTY, EMPTY, frozenset(), 1, allowed=allowed_bits([3, 9, 9, 20])),
         Row(free, EMPTY, EMPTY, frozenset(), 1, forbidden=frozenset({best})),
         Row(free, EMPTY, EMPTY, frozenset(), 1),
     ]

@@ -110,6 +110,8 @@ class RequestState:
         allowed = self.grammar.allowed() if self.grammar else None
         if self.grammar and allowed is not None and self.grammar.must_end(allowed):
             end_ids = frozenset()  # the schema outranks min_tokens
+        if (named := self._allowed_bits) is not None:
+            allowed = named if allowed is None else allowed[: len(named)] & named[: len(allowed)]
         return Row(
             params=request.params,
             prompt_ids=self._prompt_ids,
@@ -119,6 +121,16 @@ class RequestState:
             allowed=allowed,
             forbidden=self._forbidden(),
         )
+
+    @cached_property
+    def _allowed_bits(self) -> npt.NDArray[np.int32] | None:
+        """Of `allowed_token_ids`. Cached: a list may name the whole vocabulary."""
+        tokens = self.request.params.allowed_token_ids
+        if tokens is None:
+            return None
+        is_allowed = np.zeros((max(tokens) // 32 + 1) * 32, np.bool_)
+        is_allowed[np.array(tokens)] = True
+        return np.packbits(is_allowed, bitorder="little").view("<i4")
 
     def _forbidden(self) -> frozenset[int]:
         """Tokens that would complete a bad word."""

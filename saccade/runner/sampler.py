@@ -34,7 +34,8 @@ class Row:
     output_ids: npt.NDArray[np.int64]
     end_ids: frozenset[int]  # forbidden until min_tokens are out
     seed: int
-    allowed: npt.NDArray[np.int32] | None = None  # a bit per token, 32 to a word, lowest first; None: all
+    allowed: npt.NDArray[np.int32] | None = None  # a bit per token, 32 to a word, lowest first; None: all.
+    # Tokens after its end are not allowed.
     forbidden: frozenset[int] = frozenset()  # would complete a bad word
 
 
@@ -76,17 +77,7 @@ def _adjust(logits: Tensor, rows: Sequence[Row]) -> None:
             never = never | row.end_ids
         if never:
             logits[i].index_add_(0, *_added(never, [_NEVER] * len(never), logits))
-        if row.params.allowed_token_ids is not None:
-            _keep(logits[i], row.params.allowed_token_ids)
     _forbid(logits, rows)
-
-
-def _keep(logits: Tensor, tokens: Sequence[int]) -> None:
-    """Mask all other tokens of one row, in place."""
-    index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-    kept = logits[index]
-    logits.fill_(_NEVER)
-    logits[index] = kept
 
 
 def _added(tokens: Collection[int], values: Iterable[float], logits: Tensor) -> Added:
@@ -98,12 +89,15 @@ def _added(tokens: Collection[int], values: Iterable[float], logits: Tensor) -> 
 
 
 def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Mask tokens outside a row's grammar. The bits are copied packed and unpacked on the device."""
+    """Mask tokens that a row does not allow. The bits are copied packed and unpacked on the device."""
     masks = {i: row.allowed for i, row in enumerate(rows) if row.allowed is not None}
     if not masks:
         return
+    packed = np.zeros((len(masks), -(-logits.shape[-1] // 32)), np.int32)
+    for row_bits, mask in zip(packed, masks.values(), strict=True):
+        row_bits[: len(mask)] = mask[: len(row_bits)]
     index = torch.tensor(list(masks), device=logits.device)
-    words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)  # [n, words]
+    words = torch.from_numpy(packed).to(logits.device)  # [n, words]
     bits = (words[:, :, None] >> torch.arange(32, device=logits.device)) & 1  # [n, words, 32]
     allowed = bits.flatten(1)[:, : logits.shape[-1]].bool()  # [n, V]
     logits[index] = logits[index].masked_fill(~allowed, _NEVER)
@@ -238,10 +232,9 @@ def reference_sample(logits: Sequence[float], row: Row) -> int:
             values[token] = _NEVER
     for token in row.forbidden:
         values[token] = _NEVER
-    if (kept_ids := params.allowed_token_ids) is not None:
-        values = [v if t in kept_ids else _NEVER for t, v in enumerate(values)]
-    if row.allowed is not None:
-        values = [v if row.allowed[t // 32] >> (t % 32) & 1 else _NEVER for t, v in enumerate(values)]
+    if (bits := row.allowed) is not None:
+        allowed = {t for t in range(min(len(values), len(bits) * 32)) if bits[t // 32] >> (t % 32) & 1}
+        values = [v if t in allowed else _NEVER for t, v in enumerate(values)]
     ranked = sorted(range(len(values)), key=lambda t: -values[t])
     if params.is_greedy:
         return ranked[0]
