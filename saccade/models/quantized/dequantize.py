@@ -15,19 +15,26 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in its word of each of eight 
 _E8M0_BIAS = 127
 
 
-def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int], zero_point: Tensor | None = None) -> Tensor:
     """One scale for all, for each row, or for each block of the last two dimensions. FP8 or int8."""
-    scale = scale.float()
-    if scale.dim() == 1 and len(scale) == weight.shape[0] and weight.dim() > 1:
-        scale = scale.view(-1, *[1] * (weight.dim() - 1))
+    values = weight.float()
+    if zero_point is not None:
+        values = values - _for_each(weight.shape, zero_point.float(), block)
+    return values * _for_each(weight.shape, scale.float(), block)
+
+
+def _for_each(shape: torch.Size, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Scales of a weight of this shape, as a tensor that multiplies it."""
+    if scale.dim() == 1 and len(scale) == shape[0] and len(shape) > 1:
+        scale = scale.view(-1, *[1] * (len(shape) - 1))
     if scale.numel() == 1:
-        return weight.float() * scale.reshape(())
-    if scale.dim() != weight.dim():
-        raise ValueError(f"its scale has the shape {list(scale.shape)}, the weight {list(weight.shape)}")
-    for dim, size in enumerate(weight.shape):
-        blocks = block[dim - weight.dim()] if dim >= weight.dim() - 2 else 1
+        return scale.reshape(())
+    if scale.dim() != len(shape):
+        raise ValueError(f"its scale has the shape {list(scale.shape)}, the weight {list(shape)}")
+    for dim, size in enumerate(shape):
+        blocks = block[dim - len(shape)] if dim >= len(shape) - 2 else 1
         scale = _spread(scale, dim, size, blocks)
-    return weight.float() * scale
+    return scale
 
 
 def _spread(scale: Tensor, dim: int, size: int, block: int) -> Tensor:

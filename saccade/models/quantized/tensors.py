@@ -106,7 +106,7 @@ def _weight(parts: Parts, quantization: Quantization) -> Tensor:
     scale = _first(parts, ".weight_scale_inv", ".weight_scale", *_STACKED)
     if numbers.dtype == torch.uint8:
         return dequantize.fp4(numbers, scale, parts.get(".weight_scale_2", 1.0))
-    return dequantize.scaled(numbers, scale, quantization.block)
+    return dequantize.scaled(numbers, scale, quantization.block, parts.get(".weight_zero_point"))
 
 
 def _grouped(parts: Parts, quantization: Quantization) -> Tensor:

@@ -76,6 +76,16 @@ def test_experts_in_one_tensor_have_a_scale_each_or_for_each_block(ending: str, 
     assert torch.equal(tensors.read(name), torch.stack([meant for _, meant in packed]))
 
 
+def test_int8_with_zero_points_is_read(tmp_path: Path) -> None:
+    groups = {"group_0": {"weights": {"num_bits": 8, "symmetric": False}}}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    numbers = torch.tensor([[1, 2], [3, 4]], dtype=torch.int8)
+    zeros = torch.tensor([[1], [-1]], dtype=torch.int8)
+    parts = {"weight": numbers, "weight_scale": torch.tensor([[1.0], [2.0]]), "weight_zero_point": zeros}
+    found = opened(tmp_path, config, named(parts)).read(f"{LAYER}.weight")
+    assert found.tolist() == [[0.0, 1.0], [8.0, 10.0]]
+
+
 def test_scales_in_another_file_are_found(tmp_path: Path) -> None:
     parts, meant = fp8_tensor(random_weight(4, 8))
     save_file({f"{LAYER}.weight": parts.pop("weight")}, tmp_path / "model-1.safetensors")
