@@ -230,6 +230,7 @@ class BeamSearchParams:
 REFUSED: Mapping[str, str] = {
     "best_of": "ask for n outputs with logprobs and take those with the largest cumulative_logprob",
     "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+    "prompt_logprobs": "the engine computes no log probabilities of prompts",
     "flat_logprobs": "read logprobs, one dict for each token",
     "extra_args": "they are for plugins, and there are none",
     "skip_reading_prefix_cache": "give the prompt a cache_salt, or LLM enable_prefix_caching=False",
@@ -251,7 +252,8 @@ def _without_foreign(given: dict[str, Any]) -> dict[str, Any]:
     """`given` without vLLM's parameters that ask for nothing here. RequestError for those that do."""
     for name in given.keys() & REFUSED.keys():
         value = given.pop(name)
-        if value and not (name == "best_of" and value == given.get("n", 1)):
+        is_asked = value or (name == "prompt_logprobs" and value == 0 and value is not False)
+        if is_asked and not (name == "best_of" and value == given.get("n", 1)):
             message = f"{name}={quoted(value)} is not supported: {REFUSED[name]}"
             raise RequestError(message, code="unsupported", param=name)
     for name in given.keys() & INERT.keys():

@@ -64,6 +64,11 @@ def test_a_refused_parameter_says_what_to_use_instead(name: str) -> None:
     assert SamplingParams(**{name: None}) == SamplingParams()
 
 
+def test_log_probabilities_of_the_prompt_alone_are_refused_too() -> None:
+    with pytest.raises(RequestError, match="prompt_logprobs=0"):
+        SamplingParams(prompt_logprobs=0)
+
+
 def test_an_inert_parameter_changes_nothing() -> None:
     assert SamplingParams(**dict.fromkeys(INERT, True), best_of=1) == SamplingParams()
 

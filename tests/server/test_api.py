@@ -185,10 +185,11 @@ def test_ignored_and_unknown_fields_do_no_harm(server: RunningServer) -> None:
     assert until(lambda: any("something_new" in line for line in server.log))
 
 
-@pytest.mark.parametrize("field", ["functions", "audio", "chat_template", "bad_words", "prompt_logprobs"])
+@pytest.mark.parametrize("field", ["functions", "audio", "chat_template", "suffix", "prompt_logprobs"])
 def test_a_known_but_unsupported_field_is_named(server: RunningServer, field: str) -> None:
     response = server.chat(**{field: [1]})
-    assert response.status_code == 400 and error_of(response)["param"] == field
+    assert response.status_code == 400
+    assert (error_of(response)["param"], error_of(response)["code"]) == (field, "unsupported")
 
 
 def test_tokens_of_log_probabilities_may_be_shown_as_ids(server: RunningServer) -> None:
