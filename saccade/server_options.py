@@ -135,6 +135,13 @@ class ServerOptions:
         "serve POST /reset_prefix_cache, /sleep, /wake_up, /start_profile and /stop_profile, and GET "
         "/is_sleeping, to operators; without keys that is everyone who reaches the server",
     )
+    batch_dir: str | None = _option(
+        None,
+        "folder for /v1/files and /v1/batches, of this server alone; unfinished batches go on at the next "
+        "start; default: none, and those routes are off",
+    )
+    batch_concurrency: int = _option(4, "requests of batches that run at the same time, beside live ones")
+    batch_storage_mb: int = _option(1024, "MiB that the files of one API key may have in --batch-dir")
     drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
     heartbeat_timeout: float = _option(60.0, "seconds without a heartbeat until the engine is restarted")
     strict_params: bool = _option(False, "refuse requests with unknown fields")
@@ -151,7 +158,7 @@ class ServerOptions:
         _require(0 <= self.port <= 65535, "port", self.port, "from 0 to 65535")
         _check_range("replicas", self.replicas, *self.replica_range, at_least=1)
         _check_range("encoders", self.encoders, *self.encoder_range, at_least=0)
-        for name in ("ray_cpus", "max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"):
+        for name in _COUNTS:
             _positive(name, getattr(self, name))
         if self.max_connections is not None:
             _positive("max_connections", self.max_connections)
@@ -245,6 +252,10 @@ def _check_range(name: str, count: int, low: int, high: int, *, at_least: int) -
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_REPLICAS = 64  # and encoder workers
+_COUNTS = (
+    *("ray_cpus", "max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"),
+    *("batch_concurrency", "batch_storage_mb"),
+)
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _ROOT = re.compile(r"(/[\w.~-]+)+")

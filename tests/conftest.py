@@ -102,11 +102,12 @@ def llava_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
+def server(qwen2_vl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One `saccade serve` for all tests that do not hurt it."""
     from tests.helpers.serving import running_server
 
-    with running_server(qwen2_vl_folder) as running:
+    batches = tmp_path_factory.mktemp("batches")
+    with running_server(qwen2_vl_folder, "--batch-dir", str(batches)) as running:
         yield running
 
 

@@ -13,7 +13,7 @@ import httpcore
 from saccade.batch.batch_file import BatchRequest, BatchResult, finished, read_requests
 from saccade.errors import ConfigError
 
-_BUSY = (429, 503)
+BUSY = (429, 503)
 _MAX_TRIES = 200
 _MAX_WAIT_SECONDS = 30.0
 
@@ -101,11 +101,11 @@ class HttpSender:
         for tried in range(_MAX_TRIES):
             response = await self._post(request.url, body)
             headers = {name.lower(): value for name, value in response.headers}
-            if response.status not in _BUSY or tried == _MAX_TRIES - 1:
+            if response.status not in BUSY or tried == _MAX_TRIES - 1:
                 break
-            await asyncio.sleep(_seconds(headers.get(b"retry-after"), tried))
+            await asyncio.sleep(retry_seconds(headers.get(b"retry-after"), tried))
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        return BatchResult(request, response.status, request_id, _parsed(response.content))
+        return BatchResult(request, response.status, request_id, parsed(response.content))
 
     async def close(self) -> None:
         await self._pool.aclose()
@@ -122,13 +122,13 @@ class HttpSender:
             raise ConfigError(f"no answer from {self._url}: {reason}; {again}") from None
 
 
-def _seconds(retry_after: bytes | None, tried: int) -> float:
+def retry_seconds(retry_after: bytes | None, tried: int) -> float:
     """What the server asks for, or ever longer."""
     asked = float(retry_after) if retry_after is not None and retry_after.isdigit() else 0.1 * 2**tried
     return min(asked, _MAX_WAIT_SECONDS)
 
 
-def _parsed(content: bytes) -> object:
+def parsed(content: bytes) -> object:
     try:
         return json.loads(content)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The routes of the ASGI app, admission around those with a body, and the health checks."""
+"""The routes of the ASGI app, and the health checks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from saccade import __version__
 from saccade.engine.ipc.client import EngineUnavailable
 from saccade.errors import RequestError
-from saccade.server.accounts import LIMIT_HEADERS, LimitExceeded
+from saccade.server.accounts import LIMIT_HEADERS
 from saccade.server.api import openapi
 from saccade.server.api import tokenize as tokenize_api
+from saccade.server.api.batches import create_batch
 from saccade.server.api.chat import create_chat_completion
 from saccade.server.api.completions import create_completion
 from saccade.server.api.messages import create_message
@@ -30,14 +30,13 @@ from saccade.server.api.operator import operator_routes
 from saccade.server.api.plan import measured, plan, plan_options
 from saccade.server.api.pooling import create_embedding, create_score, rerank
 from saccade.server.api.responses import create_response
-from saccade.server.errors import ApiError, ClientGone, api_error, json_response
-from saccade.server.http.limits import read_body
+from saccade.server.batch_routes import batch_routes
+from saccade.server.endpoint import Endpoint, Handler
+from saccade.server.errors import ApiError, api_error, json_response
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
-from saccade.server.http.request_context import Caller, Exchange
-from saccade.server.http.response import ResponseWriter, while_connected
+from saccade.server.http.request_context import Exchange
 from saccade.server.http.root_path import RootPath
-from saccade.server.http.text_limit import TextTally
 from saccade.server.metrics import CONTENT_TYPE
 from saccade.server.service import Service
 from saccade.server.web_ui import STATIC, page_file
@@ -45,20 +44,22 @@ from saccade.server.worker_rows import worker_rows
 
 logger = logging.getLogger("saccade.server")
 
-Handler = Callable[[Service, Exchange], Awaitable[None]]
 JsonHandler = Callable[[Service, Exchange], Awaitable[dict[str, Any]]]
 
 _UNHEALTHY_SECONDS = 30.0  # without a heartbeat: /health fails before the engine is restarted
 _NOT_READY_SECONDS = 5.0  # without a heartbeat: /ready fails. The engine sends one every half second or step
-_IMAGE_CODES = ("invalid_image", "image_", "empty_image", "unsupported_image", "invalid_base64", "failed_to")
 
 
 def create_app(service: Service) -> Starlette:
     operators = operator_routes(service) if service.server.operator_routes else []
-    app = Starlette(routes=[*_post_routes(service), *_get_routes(service), *operators])
+    app = Starlette(
+        routes=[*_post_routes(service), *batch_routes(service), *_get_routes(service), *operators]
+    )
+    if service.batches is not None:
+        service.batches.connect(app.router)
     app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, _on_http_error)
-    for kind in (ApiError, EngineUnavailable, Exception):
+    for kind in (ApiError, RequestError, EngineUnavailable, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(
         RequestMiddleware,
@@ -72,7 +73,7 @@ def create_app(service: Service) -> Starlette:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(service.server.allowed_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["authorization", "content-type", "x-request-id", "x-api-key", "anthropic-version"],
             expose_headers=["retry-after", "x-request-id", *LIMIT_HEADERS],
         )
@@ -100,10 +101,10 @@ def _post_routes(service: Service) -> list[Route]:
         "/v1/embeddings": _json_handler(create_embedding),
         **dict.fromkeys(openapi.SCORE_ROUTES, _json_handler(create_score)),
         **dict.fromkeys(openapi.RERANK_ROUTES, _json_handler(rerank)),
+        "/v1/batches": _json_handler(create_batch),
     }
     return [
-        Route(path, _Endpoint(service, handlers[path]), methods=["POST"], name=path)
-        for path in openapi.BODIES
+        Route(path, Endpoint(service, handlers[path]), methods=["POST"], name=path) for path in openapi.BODIES
     ]
 
 
@@ -112,48 +113,6 @@ def _json_handler(handler: JsonHandler) -> Handler:
         await exchange.writer.json(await handler(service, exchange))
 
     return write
-
-
-class _Endpoint:
-    """Admits a request, runs its handler and reports its errors, in one task."""
-
-    def __init__(self, service: Service, handler: Handler) -> None:
-        self._service = service
-        self._handler = handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = ResponseWriter(scope, receive, send)
-        try:
-            await self._run(scope, receive, writer)
-        except (ClientGone, ClientDisconnect):
-            self._service.metrics.failed("client_left")
-        except Exception as error:
-            await self._fail(writer, error, scope["caller"])
-
-    async def _run(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
-        service = self._service
-        caller = scope["caller"]
-        service.check_open(caller)
-        with service.gate.lease(caller.client, caller.account) as lease:
-            tally = TextTally(service.max_chars)
-            upload = await read_body(Request(scope, receive), service.server, lease, tally)
-            lease.enter()
-            async with while_connected(receive):
-                await self._handler(service, Exchange(caller, upload, lease, writer))
-
-    async def _fail(self, writer: ResponseWriter, error: Exception, caller: Caller) -> None:
-        response = api_error(error)
-        caller.record.error = response.code or "invalid_request"
-        if response.code == "internal_error":
-            logger.exception("%s failed", caller.request_id)
-        metrics = self._service.metrics
-        metrics.failed(caller.record.error)
-        if isinstance(error, LimitExceeded):
-            metrics.refused("tenant_limit")
-            metrics.tenants.refused(caller.account.settings.label, error.limit)
-        if isinstance(error, RequestError) and (error.code or "").startswith(_IMAGE_CODES):
-            metrics.media_refused(error.code or "")
-        await writer.error(response)
 
 
 # --- routes without a body ----------------------------------------------------------------------------------

@@ -14,7 +14,14 @@ from starlette.responses import Response
 from saccade.engine.ipc.client import EngineUnavailable
 from saccade.errors import ConfigError, RequestError
 
-_STATUS_OF_CODE = {"overloaded": 429, "model_not_found": 404, "engine_error": 500}
+_STATUS_OF_CODE = {
+    "overloaded": 429,
+    "model_not_found": 404,
+    "file_not_found": 404,
+    "batch_not_found": 404,
+    "file_in_use": 409,
+    "engine_error": 500,
+}
 _RETRY_AFTER_OVERLOAD = 1.0
 _MAX_CHARS = 1000  # of a message: those of templates and libraries may repeat much of a request
 _MESSAGES = "/v1/messages"

@@ -275,6 +275,8 @@ class _Running:
             check_context(self._service.processor, started[0].limits)
             self._announce(*started)
             freeze()
+            if self._service.batches is not None:
+                self._service.batches.resume()
         except (ConfigError, EngineUnavailable) as error:
             if not self._service.gate.is_draining:
                 print(f"saccade: {error}", file=sys.stderr)
@@ -340,6 +342,8 @@ class _Running:
         gate = self._service.gate
         timeout = self._service.server.drain_timeout
         gate.is_draining = True
+        if self._service.batches is not None:
+            await self._service.batches.close()
         logger.info("shutting down: %d requests are open and may take %.0f s", gate.num_open, timeout)
         deadline = time.monotonic() + timeout
         while gate.num_open and time.monotonic() < deadline and not self._skip_drain.is_set():

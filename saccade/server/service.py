@@ -34,6 +34,7 @@ from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
 from saccade.sampling_params import SamplingParams
 from saccade.server.accounts import Account
+from saccade.server.batch_jobs import BatchJobs
 from saccade.server.errors import overloaded
 from saccade.server.generation import BilledPrompt, Generation, SubmitsRequests, Timing
 from saccade.server.http.auth import Tenants
@@ -120,14 +121,10 @@ class Service:
             status=engine.status,
             bytes_in_flight=lambda: self.gate.total_bytes(),
         )
-        self.gate = AdmissionGate(
-            _max_open(options) * server.replica_range[1],
-            server.max_inflight_mb << 20,
-            # One body of the maximum size must always fit.
-            max(int((server.max_inflight_mb << 20) * server.max_client_share), server.max_body_mb << 20),
-            engine_bytes=lambda: engine.bytes_in_flight,
-            on_refusal=self.metrics.refused,
-        )
+        self.gate = _admission_gate(options, server, engine, self.metrics)
+        self.batches: BatchJobs | None = None
+        if server.batch_dir is not None:
+            self.batches = BatchJobs(server, self.tenants, self.gate, lambda: self.max_chars)
         maximum = connection_limit(server.max_connections)
         self.connections = Connections(maximum, server.max_client_share, on_refusal=self.metrics.refused)
         self.defaults = sampling_defaults(options, processor.checkpoint.generation)
@@ -232,6 +229,8 @@ class Service:
             raise RequestError(message, code="model_not_found", param="model")
 
     async def close(self) -> None:
+        if self.batches is not None:
+            await self.batches.close()
         await self._fetcher.close()
         self.processor.close()
         for pool in (self._pool, self._template_pool):
@@ -459,6 +458,20 @@ def _name_of(model: str | None) -> str:
     if not folder.is_dir():
         return model
     return folder.resolve().name or "model"
+
+
+def _admission_gate(
+    options: Options, server: ServerOptions, engine: Engine, metrics: Metrics
+) -> AdmissionGate:
+    max_bytes = server.max_inflight_mb << 20
+    return AdmissionGate(
+        _max_open(options) * server.replica_range[1],
+        max_bytes,
+        # One body of the maximum size must always fit.
+        max(int(max_bytes * server.max_client_share), server.max_body_mb << 20),
+        engine_bytes=lambda: engine.bytes_in_flight,
+        on_refusal=metrics.refused,
+    )
 
 
 def _max_open(options: Options) -> int:

@@ -71,12 +71,12 @@ ALLOWED: dict[str, set[str]] = {
     "llm": NOUNS | {"processor", "structured", "engine"},
     "async_llm": NOUNS | {"processor", "engine.ipc"},
     "server.http": {"errors", "types", "options", "server_options", "server"},
-    "server.request": NOUNS | {"media", "structured", "processor", "plan", "server", "server.http"},
+    "server.request": NOUNS | {"media", "structured", "processor", "plan", "batch", "server", "server.http"},
     "server.api": NOUNS
-    | {"media", "processor", "processor.dialects", "plan", "server", "server.http", "server.request"},
+    | {"media", "processor", "processor.dialects", "plan", "batch", "server", "server.http", "server.request"},
     "server": NOUNS
     | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc", "engine.encoders"}
-    | {"engine.replicas", "engine.ray_cluster", "processor.dialects"}
+    | {"engine.replicas", "engine.ray_cluster", "processor.dialects", "batch"}
     | {"server.http", "server.request", "server.api"},
     "svg": set(),
     "evaluation": {"errors", "types", "options", "costs", "svg"},

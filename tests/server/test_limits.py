@@ -51,6 +51,9 @@ ROUTES = [
     ("GET", "/version"),
     ("GET", "/openapi.json"),
     ("GET", "/v1/engine"),
+    ("POST", "/v1/files"),
+    ("GET", "/v1/files/file-a/content"),
+    ("POST", "/v1/batches/batch_a/cancel"),
     ("OPTIONS", "/v1/chat/completions"),
     ("GET", "//v1/models"),
     ("GET", "/nowhere"),
@@ -67,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(qwen2_vl_folder: Path, folder: Path) -> Iterator[RunningServer]:
+def small(qwen2_vl_folder: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server with a key, strict fields and limits that a test can reach."""
     flags = (
         "--api-key",
@@ -83,7 +86,7 @@ def small(qwen2_vl_folder: Path, folder: Path) -> Iterator[RunningServer]:
     )
     limits = ("--max-body-mb", "1", "--max-inflight-mb", "2", "--max-parts", "50", "--strict-params")
     limits = (*limits, "--max-request-pixels", "100000")
-    local = ("--allowed-local-media-path", str(folder))
+    local = ("--allowed-local-media-path", str(folder), "--batch-dir", str(tmp_path_factory.mktemp("batches")))
     with running_server(qwen2_vl_folder, *flags, *limits, *local, key=KEY) as server:
         yield server
 
@@ -115,6 +118,26 @@ def test_images_that_are_too_large_together_are_refused_with_their_sizes(small: 
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_another_key_do_not_exist(small: RunningServer) -> None:
+    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("a.jsonl", b"{}\n")}}
+    with small.client() as owner, small.stranger(authorization="Bearer other-key") as other:
+        file = owner.post("/v1/files", **form).json()
+        path = f"/v1/files/{file['id']}"
+        assert owner.get(f"{path}/content").content == b"{}\n"
+        assert other.get("/v1/files").json()["data"] == []
+        refused = [other.get(path), other.get(f"{path}/content"), other.delete(path)]
+        assert [response.status_code for response in refused] == [404] * 3
+        assert owner.delete(path).json() == {"id": file["id"], "object": "file", "deleted": True}
+
+
+def test_an_upload_has_the_limit_of_a_body_and_leaves_nothing(small: RunningServer) -> None:
+    with small.client() as client:
+        form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": b"x" * (1 << 20)}}
+        response = client.post("/v1/files", **form)
+        assert response.status_code == 413 and "split the file" in error_of(response)["message"]
+        assert client.get("/v1/files").json()["data"] == []
 
 
 @pytest.mark.parametrize("authorization", [None, "Bearer wrong", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from saccade.server.request import fields
+from saccade.server.request.batches import BATCH
 from saccade.server.request.plan import PLAN
 
 _STRING = {"type": "string"}
@@ -64,6 +66,7 @@ BODIES: dict[str, dict[str, Any]] = {  # of POST routes
     "/v1/embeddings": _operation(fields.EMBEDDING),
     **dict.fromkeys(SCORE_ROUTES, _operation(fields.SCORE)),
     **dict.fromkeys(RERANK_ROUTES, _operation(fields.RERANK, "query", "documents")),
+    "/v1/batches": _operation(BATCH, "input_file_id", "endpoint", "completion_window"),
 }
 _READ = {
     "/live": "Whether the process lives",
@@ -76,8 +79,26 @@ _READ = {
     "/v1/engine": "State and counters of the engine",
     "/v1/plan/options": "GPUs that have names, and limits of a plan",
     "/v1/plan/measured": "Requests and latencies of the last hour",
+    "/v1/files": "Files for batches, and results of batches",
+    "/v1/files/{id}": "One of them",
+    "/v1/files/{id}/content": "Its bytes",
+    "/v1/batches": "Batches, the newest first",
+    "/v1/batches/{id}": "One of them",
 }
-_NAME = {"name": "name", "in": "path", "required": True, "schema": _STRING}
+_FORM = _object(purpose={"const": "batch"}, file={"type": "string", "format": "binary"})
+_FORM_BODY = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
+_OTHERS: dict[tuple[str, str], dict[str, Any]] = {
+    ("/v1/files", "post"): {"requestBody": _FORM_BODY, "responses": {"200": {"description": "The file"}}},
+    ("/v1/files/{id}", "delete"): {"responses": {"200": {"description": "It is deleted"}}},
+    ("/v1/batches/{id}/cancel", "post"): {"responses": {"200": {"description": "The batch"}}},
+}
+_PARAMETER = re.compile(r"\{(\w+)\}")
+
+
+def _of_path(method: str, path: str, operation: Mapping[str, Any]) -> dict[str, Any]:
+    names = _PARAMETER.findall(path)
+    parameters = [{"name": name, "in": "path", "required": True, "schema": _STRING} for name in names]
+    return {"operationId": f"{method} {path}", "parameters": parameters, **operation}
 
 
 def document(version: str) -> dict[str, Any]:
@@ -86,7 +107,8 @@ def document(version: str) -> dict[str, Any]:
         answered = {"200": {"description": "The answer"}, **operation["responses"]}
         paths[path] = {"post": {"operationId": path, **operation, "responses": answered}}
     for path, text in _READ.items():
-        parameters = [_NAME] if "{" in path else []
         responses = {"200": {"description": text}}
-        paths[path] = {"get": {"operationId": path, "parameters": parameters, "responses": responses}}
+        paths.setdefault(path, {})["get"] = _of_path("get", path, {"responses": responses})
+    for (path, method), operation in _OTHERS.items():
+        paths.setdefault(path, {})[method] = _of_path(method, path, operation)
     return {"openapi": "3.1.0", "info": {"title": "Saccade", "version": version}, "paths": paths}

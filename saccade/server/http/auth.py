@@ -112,6 +112,14 @@ class Tenants:
             raise ApiError(400, message, code="invalid_tenant")
         return self._named(names[0])
 
+    def account(self, name: str) -> Account | None:
+        """Of a tenant whose request came earlier. None: it would not be accepted now."""
+        if not name:
+            return None if self._by_key or self._header else self._unnamed
+        if name in self._accounts:
+            return self._accounts[name]
+        return self._named(name) if self._header else None
+
     def _by_key_of(self, path: str, headers: Mapping[bytes, bytes]) -> Account:
         if not self._by_key:
             return self._unnamed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,35 +171,52 @@ class AdmissionGate:
 
 
 async def read_body(request: Request, options: ServerOptions, lease: ByteLease, tally: TextTally) -> Upload:
-    """The whole body, counted while it arrives, so that a wrong Content-Length gains nothing.
+    """The whole body."""
+    _check_type(request)
+    body = bytearray()  # not a list of chunks: a chunk of one byte would cost forty
+
+    async def keep(chunk: bytes) -> None:
+        lease.add(len(chunk))
+        tally.take(chunk)
+        body.extend(chunk)
+
+    await receive_body(request, options, lease.gate, keep, "send smaller pictures or fewer")
+    return Upload(bytes(body))
+
+
+async def receive_body(
+    request: Request,
+    options: ServerOptions,
+    gate: AdmissionGate,
+    take: Callable[[bytes], Awaitable[None]],
+    advice: str,
+) -> None:
+    """Gives the body to `take`, counted while it arrives, so that a wrong Content-Length gains nothing.
 
     In each `body_timeout` a quota of bytes must arrive. The deadline moves when the quota is reached, so a
-    client that sends fast and then stops is refused as soon as a slow one.
+    client that sends fast and then stops is refused as soon as a slow one. `advice`: where it is too large.
     """
-    _check_type(request)
     limit = options.max_body_mb << 20
     timeout = options.body_timeout
-    _check_length(int(request.headers.get("content-length") or 0), limit)
+    _check_length(int(request.headers.get("content-length") or 0), limit, advice)
     quota = max(1, int(options.min_body_rate * 1024 * timeout))
-    body = bytearray()  # not a list of chunks: a chunk of one byte would cost forty
+    length = 0
     counted = 0  # bytes before the current deadline's quota
     try:
         async with asyncio.timeout(timeout) as deadline:
             async for chunk in request.stream():
-                _check_length(len(body) + len(chunk), limit)
-                lease.add(len(chunk))
-                tally.take(chunk)
-                body += chunk
-                if len(body) - counted >= quota:
-                    counted = len(body)
+                length += len(chunk)
+                _check_length(length, limit, advice)
+                await take(chunk)
+                if length - counted >= quota:
+                    counted = length
                     deadline.reschedule(asyncio.get_running_loop().time() + timeout)
     except TimeoutError:
-        lease.gate.on_refusal("slow_body")
-        came = f"{len(body) - counted} bytes of the body came in {timeout:g} s"
+        gate.on_refusal("slow_body")
+        came = f"{length - counted} bytes of the body came in {timeout:g} s"
         expected = f"at least {quota}, or its end, must (--body-timeout, --min-body-rate)"
         message = f"{came} and {expected}; send it faster"
         raise ApiError(408, message, code="request_timeout", retry_after=_RETRY_AFTER_TIMEOUT) from None
-    return Upload(bytes(body))
 
 
 def _check_type(request: Request) -> None:
@@ -211,10 +228,10 @@ def _check_type(request: Request) -> None:
         raise ApiError(415, message, code="unsupported_media_type")
 
 
-def _check_length(length: int, limit: int) -> None:
+def _check_length(length: int, limit: int, advice: str) -> None:
     if length > limit:
         sizes = f"the body has {length} bytes or more, and at most {limit} are allowed (--max-body-mb)"
-        raise ApiError(413, f"{sizes}; send smaller pictures or fewer", code="request_too_large")
+        raise ApiError(413, f"{sizes}; {advice}", code="request_too_large")
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

@@ -1,0 +1,138 @@
+"""/v1/files and /v1/batches, in OpenAI's form. Each tenant sees its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from saccade.batch.batch_records import BatchRecord, FileRecord
+from saccade.errors import RequestError, quoted
+from saccade.server.batch_jobs import BatchJobs
+from saccade.server.errors import ApiError, json_response
+from saccade.server.http.limits import receive_body
+from saccade.server.http.multipart import MultipartReader
+from saccade.server.http.request_context import Exchange
+from saccade.server.request.batches import read_batch
+from saccade.server.service import Service
+
+PURPOSE = "batch"
+_MAX_PAGE = {"files": 10_000, "batches": 100}
+_DEFAULT_PAGE = {"files": 10_000, "batches": 20}
+
+
+def jobs_of(service: Service) -> BatchJobs:
+    if service.batches is None:
+        message = "this server keeps no files and no batches; start it with --batch-dir DIR"
+        raise ApiError(404, message, code="not_enabled")
+    return service.batches
+
+
+def _owner(request: Request) -> str:
+    return str(request.scope["caller"].tenant)
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+async def create_file(service: Service, request: Request) -> dict[str, Any]:
+    """Written to the folder as it arrives."""
+    reader = MultipartReader(request.headers.get("content-type", ""))
+    jobs = jobs_of(service)
+    with jobs.store.draft(_owner(request)) as draft:
+
+        async def take(chunk: bytes) -> None:
+            if data := reader.take(chunk):
+                await jobs.in_thread(draft.write, data)
+
+        await receive_body(request, service.server, service.gate, take, "split the file")
+        filename = _check_form(reader)
+        record = await jobs.in_thread(draft.save, filename, PURPOSE)
+    return record.view()
+
+
+def _check_form(reader: MultipartReader) -> str:
+    """The file's name."""
+    if not reader.is_complete:
+        raise ApiError(400, "the form has no end; its last boundary is missing", code="invalid_form")
+    if reader.filename is None:
+        raise RequestError("the form has no part with the name file", param="file")
+    purpose = reader.fields.get("purpose", b"").decode("utf-8", "replace")
+    if purpose != PURPOSE:
+        raise RequestError(f"purpose must be {PURPOSE}, not {quoted(purpose)}", param="purpose")
+    if any(name.startswith("expires_after") for name in reader.fields):
+        message = "expires_after is not supported by this server: files stay until they are deleted"
+        raise RequestError(message, code="unsupported", param="expires_after")
+    return reader.filename
+
+
+async def list_files(service: Service, request: Request) -> Response:
+    files = jobs_of(service).store.files(_owner(request))
+    purpose = request.query_params.get("purpose")
+    return _page("files", [file for file in files if purpose in (None, file.purpose)], request.query_params)
+
+
+async def get_file(service: Service, request: Request) -> Response:
+    record = jobs_of(service).store.file(_owner(request), request.path_params["id"])
+    return json_response(record.view())
+
+
+async def file_content(service: Service, request: Request) -> Response:
+    store = jobs_of(service).store
+    record = store.file(_owner(request), request.path_params["id"])
+    return FileResponse(store.data(record.id), media_type="application/octet-stream")
+
+
+async def delete_file(service: Service, request: Request) -> Response:
+    file_id = request.path_params["id"]
+    jobs = jobs_of(service)
+    await jobs.in_thread(jobs.store.delete_file, _owner(request), file_id)
+    return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+async def create_batch(service: Service, exchange: Exchange) -> dict[str, Any]:
+    jobs = jobs_of(service)
+    order = await service.read(read_batch, exchange)
+    owner = exchange.caller.tenant
+    record = await jobs.in_thread(
+        jobs.store.create_batch, owner, order.endpoint, order.input_file_id, order.metadata
+    )
+    jobs.add(record)
+    return record.view()
+
+
+async def list_batches(service: Service, request: Request) -> Response:
+    return _page("batches", jobs_of(service).store.batches(_owner(request)), request.query_params)
+
+
+async def get_batch(service: Service, request: Request) -> Response:
+    record = jobs_of(service).store.batch(_owner(request), request.path_params["id"])
+    return json_response(record.view())
+
+
+async def cancel_batch(service: Service, request: Request) -> Response:
+    jobs = jobs_of(service)
+    record = jobs.store.batch(_owner(request), request.path_params["id"])
+    await jobs.cancel(record)
+    return json_response(record.view())
+
+
+def _page(kind: str, records: Sequence[FileRecord | BatchRecord], query: Mapping[str, str]) -> Response:
+    """The newest first, those after the one that `after` names."""
+    given = query.get("limit", str(_DEFAULT_PAGE[kind]))
+    if not given.isdecimal() or len(given) > 9 or not 1 <= int(given) <= _MAX_PAGE[kind]:
+        message = f"limit must be from 1 to {_MAX_PAGE[kind]}, not {quoted(given)}"
+        raise RequestError(message, param="limit")
+    ids = [record.id for record in records]
+    after = query.get("after")
+    if after is not None and after not in ids:
+        raise RequestError(f"after names {quoted(after)}, which is not in the list", param="after")
+    rest = records[ids.index(after) + 1 :] if after is not None else records
+    shown = [record.view() for record in rest[: int(given)]]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
+    return json_response({"object": "list", "data": shown, "has_more": len(rest) > len(shown), **ends})

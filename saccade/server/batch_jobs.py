@@ -1,0 +1,250 @@
+"""Runs the batches of a folder through the server's own routes, few requests at a time.
+
+A batch's file is read and its results are written in a thread with a loop of its own: a long line delays no
+stream. Its requests run on the server's loop and pass the same gate and limits as those of its API key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.types import ASGIApp
+
+from saccade.batch.batch_file import BatchRequest, BatchResult
+from saccade.batch.batch_records import STOPPABLE, BatchRecord
+from saccade.batch.batch_run import BUSY, parsed, retry_seconds, run_batch
+from saccade.batch.batch_store import BatchStore, result_lines
+from saccade.errors import ConfigError, RequestError
+from saccade.server.errors import ApiError
+from saccade.server.http.auth import Tenants
+from saccade.server.http.in_process import Answer, post
+from saccade.server.http.limits import AdmissionGate
+from saccade.server.http.text_limit import TextTally
+from saccade.server_options import ServerOptions
+
+logger = logging.getLogger("saccade.server")
+
+MAX_LINES = 50_000
+_MAX_RUNNING = 8  # batches, one of each owner; the others wait
+_GATE_SHARE = 4  # batches take at most one in so many of the gate's open requests
+_DISK_THREADS = 2
+_CHUNK = 1 << 16
+_UNNAMED_CLIENT = "address:batches"  # no tenant and no peer has this name
+_SHUTDOWN = "shutdown"
+
+Result = TypeVar("Result")
+
+
+class _Stopped(Exception):
+    """The batch was cancelled, has expired, or the server ends."""
+
+
+class _Job:
+    def __init__(self, record: BatchRecord) -> None:
+        self.record = record
+        self.loop = asyncio.get_running_loop()  # the server's
+        self.has_begun = False
+        self.stopped = asyncio.Event()
+        self.why = ""  # it stops: the status it gets, or _SHUTDOWN
+
+
+class BatchJobs:
+    """Batches of one owner run one after the other."""
+
+    def __init__(
+        self, server: ServerOptions, tenants: Tenants, gate: AdmissionGate, max_chars: Callable[[], int]
+    ) -> None:
+        assert server.batch_dir is not None
+        self.store = BatchStore(Path(server.batch_dir), server.batch_storage_mb << 20)
+        self._tenants = tenants
+        self._max_chars = max_chars
+        self._app: ASGIApp | None = None
+        self._concurrency = min(server.batch_concurrency, max(1, gate.max_open // _GATE_SHARE))
+        self._turns = asyncio.Semaphore(self._concurrency)  # of requests
+        self._owners: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._jobs: dict[str, _Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pool = ThreadPoolExecutor(_MAX_RUNNING, thread_name_prefix="saccade-batch")
+        self._disk_pool = ThreadPoolExecutor(_DISK_THREADS, thread_name_prefix="saccade-files")
+        self._is_closed = False
+
+    def connect(self, app: ASGIApp) -> None:
+        """The routes that answer the requests, without keys and browser rules around them."""
+        self._app = app
+
+    def resume(self) -> None:
+        """Goes on with batches of an earlier run of the server."""
+        for record in self.store.unfinished():
+            self.add(record)
+
+    def add(self, record: BatchRecord) -> None:
+        if self._is_closed:  # the next start resumes it
+            return
+        job = _Job(record)
+        self._jobs[record.id] = job
+        self._spawn(self._run(job))
+
+    async def cancel(self, record: BatchRecord) -> None:
+        job = self._jobs.get(record.id)
+        if record.status in ("cancelling", "cancelled"):
+            return
+        if job is None or record.status not in STOPPABLE:
+            message = f"{record.id} is {record.status} and cannot be cancelled any more"
+            raise ApiError(409, message, code="batch_not_cancellable", param="batch_id")
+        await self._end(job, "cancelled")
+
+    async def close(self) -> None:
+        """Unfinished batches stay so on disk. What only reads still works."""
+        self._is_closed = True
+        for job in self._jobs.values():
+            job.why = _SHUTDOWN
+            job.stopped.set()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._pool.shutdown(wait=False)
+        self.store.close()
+
+    async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
+        """For work of the store. Its own threads: a slow disk delays no prompt."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk_pool, work, *args)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- on the server's loop -------------------------------------------------------------------------------
+
+    async def _run(self, job: _Job) -> None:
+        record = job.record
+        loop = asyncio.get_running_loop()
+        seconds = max(0.0, record.expires_at - time.time())
+        expiry = loop.call_later(seconds, lambda: self._spawn(self._end(job, "expired")))
+        try:
+            if not seconds:
+                await self._end(job, "expired")
+            async with self._owners[record.owner]:
+                if not job.why:
+                    job.has_begun = True
+                    await loop.run_in_executor(self._pool, self._work, job)
+        except Exception:
+            logger.exception("%s cannot be finished; the next start of the server tries again", record.id)
+        finally:
+            expiry.cancel()
+            del self._jobs[record.id]
+
+    async def _end(self, job: _Job, status: str) -> None:
+        """Stops it where it runs. One that waits for its turn ends at once."""
+        job.why = status
+        if not job.has_begun:
+            await self.in_thread(self.store.finish, job.record, status)
+        elif status == "cancelled":
+            await self.in_thread(self.store.move, job.record, "cancelling")
+        job.stopped.set()
+
+    async def _send(self, job: _Job, url: str, body: bytes) -> Answer:
+        answering = asyncio.ensure_future(self._answer(job.record.owner, url, body))
+        stopping = asyncio.ensure_future(job.stopped.wait())
+        try:
+            await asyncio.wait({answering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                raise _Stopped
+            return answering.result()
+        finally:
+            answering.cancel()
+            stopping.cancel()
+
+    async def _answer(self, owner: str, url: str, body: bytes) -> Answer:
+        """Where the server is busy, the request waits: live requests come first."""
+        assert self._app is not None
+        for tried in itertools.count():
+            account = self._tenants.account(owner)
+            if account is None:
+                raise ConfigError("the API key or tenant of the batch is not one of this server's any more")
+            async with self._turns:
+                answer = await post(self._app, account, owner or _UNNAMED_CLIENT, url, body)
+            if answer.status not in BUSY:
+                break
+            await asyncio.sleep(retry_seconds(answer.retry_after, tried))
+        return answer
+
+    # --- in the batch's thread ------------------------------------------------------------------------------
+
+    def _work(self, job: _Job) -> None:
+        record = job.record
+        try:
+            if record.status != "cancelling":  # before the server started
+                check_lines(self.store.data(record.input_file_id), self._max_chars())
+                asyncio.run(self._send_all(job))
+            is_cancelled = record.status == "cancelling"
+            if not is_cancelled:
+                self.store.move(record, "finalizing")
+            self.store.finish(record, "cancelled" if is_cancelled else "completed")
+        except _Stopped:
+            if job.why == _SHUTDOWN:
+                return
+            self.store.finish(record, job.why)
+        except (ConfigError, RequestError, OSError) as error:
+            self.store.finish(record, "failed", str(error))
+        counts = f"{record.completed} of {record.total} requests answered, {record.failed} failed"
+        logger.info("%s is %s: %s", record.id, record.status, counts)
+
+    async def _send_all(self, job: _Job) -> None:
+        record = job.record
+        results = self.store.results(record)
+
+        def on_start(total: int, resumed: int) -> None:
+            record.total = total
+            record.failed = sum(is_error for _, is_error in result_lines(results)) if resumed else 0
+            record.completed = resumed - record.failed
+            if record.status == "validating":
+                self.store.move(record, "in_progress")
+
+        def on_result(result: BatchResult) -> None:
+            record.failed += result.is_error
+            record.completed += not result.is_error
+            self.store.check_bytes(record.owner, results.stat().st_size)
+
+        source = self.store.data(record.input_file_id)
+        await run_batch(
+            source, results, partial(self._send_from, job), self._concurrency, on_start, on_result
+        )
+
+    async def _send_from(self, job: _Job, request: BatchRequest) -> BatchResult:
+        endpoint = job.record.endpoint
+        if request.url != endpoint:
+            problem = f"line {request.line}: url is {request.url} and the batch's endpoint is {endpoint}"
+            return BatchResult(request._replace(problem=problem), 0, "", None)
+        body = json.dumps(request.body).encode()
+        sending = asyncio.run_coroutine_threadsafe(self._send(job, request.url, body), job.loop)
+        answer = await asyncio.wrap_future(sending)
+        return BatchResult(request, answer.status, answer.request_id, parsed(answer.content))
+
+
+def check_lines(path: Path, max_chars: int) -> None:
+    """ConfigError if there are too many, or one is larger than any request of this model. Parses none."""
+    count = 0
+    tally: TextTally | None = None
+    with path.open("rb") as stream:
+        while chunk := stream.readline(_CHUNK):
+            count += tally is None
+            tally = tally or TextTally(max_chars)
+            try:
+                tally.take(chunk)
+            except ApiError as error:
+                raise ConfigError(f"line {count}: {error.message}") from None
+            if chunk.endswith(b"\n"):
+                tally = None
+            if count > MAX_LINES:
+                raise ConfigError(f"the file has more than {MAX_LINES} lines; split it")
+    if not count:
+        raise ConfigError("the file has no lines; each must be a request")

@@ -1,0 +1,77 @@
+"""Admission around a route with a body, and the report of its errors."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from saccade.errors import RequestError
+from saccade.server.accounts import LimitExceeded
+from saccade.server.errors import ClientGone, api_error
+from saccade.server.http.limits import read_body
+from saccade.server.http.request_context import Caller, Exchange
+from saccade.server.http.response import ResponseWriter, while_connected
+from saccade.server.http.text_limit import TextTally
+from saccade.server.service import Service
+
+logger = logging.getLogger("saccade.server")
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+
+_IMAGE_CODES = ("invalid_image", "image_", "empty_image", "unsupported_image", "invalid_base64", "failed_to")
+
+
+class EndpointBase(ABC):
+    """Runs a request and reports its errors, in one task."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = ResponseWriter(scope, receive, send)
+        try:
+            await self._run(scope, receive, writer)
+        except (ClientGone, ClientDisconnect):
+            self._service.metrics.failed("client_left")
+        except Exception as error:
+            await self._fail(writer, error, scope["caller"])
+
+    @abstractmethod
+    async def _run(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None: ...
+
+    async def _fail(self, writer: ResponseWriter, error: Exception, caller: Caller) -> None:
+        response = api_error(error)
+        caller.record.error = response.code or "invalid_request"
+        if response.code == "internal_error":
+            logger.exception("%s failed", caller.request_id)
+        metrics = self._service.metrics
+        metrics.failed(caller.record.error)
+        if isinstance(error, LimitExceeded):
+            metrics.refused("tenant_limit")
+            metrics.tenants.refused(caller.account.settings.label, error.limit)
+        if isinstance(error, RequestError) and (error.code or "").startswith(_IMAGE_CODES):
+            metrics.media_refused(error.code or "")
+        await writer.error(response)
+
+
+class Endpoint(EndpointBase):
+    """Admits a request with a JSON body for its handler."""
+
+    def __init__(self, service: Service, handler: Handler) -> None:
+        super().__init__(service)
+        self._handler = handler
+
+    async def _run(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
+        service = self._service
+        caller = scope["caller"]
+        service.check_open(caller)
+        with service.gate.lease(caller.client, caller.account) as lease:
+            tally = TextTally(service.max_chars)
+            upload = await read_body(Request(scope, receive), service.server, lease, tally)
+            lease.enter()
+            async with while_connected(receive):
+                await self._handler(service, Exchange(caller, upload, lease, writer))

@@ -1,0 +1,132 @@
+"""The folder of files and batches: owners are apart, limits hold, and a restart finds what was there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from saccade.batch import batch_store
+from saccade.batch.batch_records import FileRecord
+from saccade.batch.batch_store import BatchStore
+from saccade.errors import ConfigError, RequestError
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BatchStore]:
+    store = BatchStore(tmp_path, max_bytes=100)
+    yield store
+    store.close()
+
+
+def saved(store: BatchStore, data: bytes = b"{}\n", owner: str = "a", name: str = "in.jsonl") -> FileRecord:
+    with store.draft(owner) as draft:
+        draft.write(data)
+        return draft.save(name, "batch")
+
+
+def test_a_file_of_another_owner_does_not_exist(store: BatchStore) -> None:
+    record = saved(store, b"mine")
+    assert store.file("a", record.id) is record and store.data(record.id).read_bytes() == b"mine"
+    for act in (store.file, store.delete_file):
+        with pytest.raises(RequestError, match="there is no file") as error:
+            act("b", record.id)
+        assert error.value.code == "file_not_found"
+    with pytest.raises(RequestError, match="there is no file"):
+        store.create_batch("b", CHAT, record.id, None)
+    assert store.files("b") == [] and store.files("a") == [record]
+
+
+def test_a_batch_of_another_owner_does_not_exist(store: BatchStore) -> None:
+    batch = store.create_batch("a", CHAT, saved(store).id, None)
+    assert store.batch("a", batch.id) is batch and store.batches("b") == []
+    with pytest.raises(RequestError, match="there is no batch"):
+        store.batch("b", batch.id)
+
+
+def test_no_name_of_a_client_is_in_a_path(store: BatchStore, tmp_path: Path) -> None:
+    record = saved(store, name="../../escape\n\0.jsonl", owner="../b")
+    assert record.filename == "../../escape.jsonl"
+    assert not [path for path in tmp_path.rglob("*") if "escape" in path.name or path.name.startswith("..")]
+    assert store.data(record.id).stat().st_mode & 0o077 == 0
+
+
+def test_an_owner_has_a_limit_of_bytes_and_files_being_written_count(store: BatchStore) -> None:
+    saved(store, b"x" * 40)
+    with store.draft("a") as draft:
+        draft.write(b"x" * 50)
+        with pytest.raises(RequestError, match="have 90 bytes, 11 would be added and 100 may be") as error:
+            saved(store, b"x" * 11)
+        assert error.value.code == "storage_full"
+        saved(store, b"x" * 100, owner="b")
+    saved(store, b"x" * 60)
+
+
+def test_an_owner_has_a_limit_of_files(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_store, "MAX_FILES", 1)
+    saved(store)
+    with pytest.raises(RequestError, match="you have 1 files"):
+        saved(store)
+
+
+def test_the_oldest_finished_batch_makes_place(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_store, "MAX_BATCHES", 1)
+    file = saved(store)
+    first = store.create_batch("a", CHAT, file.id, None)
+    with pytest.raises(RequestError, match="1 of your batches are unfinished"):
+        store.create_batch("a", CHAT, file.id, None)
+    store.finish(first, "completed")
+    second = store.create_batch("a", CHAT, file.id, None)
+    assert store.batches("a") == [second]
+
+
+def test_the_input_of_an_unfinished_batch_is_not_deleted(store: BatchStore) -> None:
+    file = saved(store)
+    batch = store.create_batch("a", CHAT, file.id, None)
+    with pytest.raises(RequestError, match="cancel that first"):
+        store.delete_file("a", file.id)
+    store.finish(batch, "cancelled")
+    store.delete_file("a", file.id)
+    assert store.files("a") == [] and not store.data(file.id).exists()
+
+
+def test_a_restart_finds_all_records_and_removes_what_was_not_saved(tmp_path: Path) -> None:
+    before = BatchStore(tmp_path, 100)
+    file = saved(before)
+    batch = before.create_batch("a", CHAT, file.id, {"k": "v"})
+    before.move(batch, "in_progress")
+    before.finish(done := before.create_batch("a", CHAT, file.id, None), "completed")
+    before.close()
+    (tmp_path / "files" / "file-lost.data").write_bytes(b"x")
+    (tmp_path / "files" / f"{file.id}.partial").write_bytes(b"x")
+    after = BatchStore(tmp_path, 100)
+    assert after.files("a") == [file] and after.unfinished() == [batch]
+    assert after.batch("a", done.id).status == "completed"
+    assert {path.name for path in (tmp_path / "files").iterdir()} == {f"{file.id}.json", f"{file.id}.data"}
+    after.close()
+
+
+def test_two_servers_do_not_share_a_folder(store: BatchStore, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another server"):
+        BatchStore(tmp_path, 100)
+
+
+def test_results_become_two_files_and_a_second_try_replaces_them(store: BatchStore) -> None:
+    batch = store.create_batch("a", CHAT, saved(store).id, None)
+    lines = (b'{"id":"batch_req_1","error":null}\n', b'{"id":"batch_req_2","error":{}}\n', b'{"cut')
+    for _ in range(2):
+        store.results(batch).write_bytes(b"".join(lines))
+        store.finish(batch, "completed")
+    assert batch.output_file_id and store.data(batch.output_file_id).read_bytes() == lines[0]
+    assert batch.error_file_id and store.data(batch.error_file_id).read_bytes() == lines[1]
+    assert len(store.files("a")) == 3 and not store.results(batch).exists()
+
+
+def test_a_finished_batch_changes_no_more(store: BatchStore) -> None:
+    batch = store.create_batch("a", CHAT, saved(store).id, None)
+    store.finish(batch, "completed")
+    store.move(batch, "cancelling")
+    assert batch.status == "completed" and batch.view()["completed_at"] and not batch.view()["cancelling_at"]

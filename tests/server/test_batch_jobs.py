@@ -1,0 +1,196 @@
+"""Batches inside a server: each request is sent once, cancelling stops, and a restart goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from saccade.batch.batch_records import BatchRecord
+from saccade.errors import ConfigError
+from saccade.server import batch_jobs
+from saccade.server.batch_jobs import BatchJobs, check_lines
+from saccade.server.errors import json_response
+from saccade.server.http.auth import Tenants
+from saccade.server.http.limits import AdmissionGate
+from saccade.server_options import ServerOptions
+
+CHAT = "/v1/chat/completions"
+
+
+class App:
+    """Answers a body's `status`; waits first, where it has `wait`."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.tenants: set[str] = set()
+        self.open = self.most_open = 0
+        self.go = asyncio.Event()
+        self.busy = 0  # so many requests are told to come again
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = json.loads(await Request(scope, receive).body())
+        self.asked[body["id"]] += 1
+        self.tenants.add(scope["caller"].account.name)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            if body.get("wait"):
+                await self.go.wait()
+            await asyncio.sleep(0)
+        finally:
+            self.open -= 1
+        status = 429 if self.busy else body.get("status", 200)
+        self.busy = max(0, self.busy - 1)
+        await json_response({"id": body["id"]}, status, {"retry-after": "0"})(scope, receive, send)
+
+
+class World:
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.server = ServerOptions(batch_dir=str(folder), batch_concurrency=2, **options)
+        self.app = App()
+        self.jobs = self.start()
+
+    def start(self) -> BatchJobs:
+        gate = AdmissionGate(100, 1, 1, engine_bytes=int, on_refusal=str)
+        jobs = BatchJobs(self.server, Tenants(self.server), gate, lambda: 10_000)
+        jobs.connect(self.app)
+        return jobs
+
+    def batch(self, *bodies: dict[str, Any], owner: str = "", **fields: Any) -> BatchRecord:
+        store = self.jobs.store
+        with store.draft(owner) as draft:
+            for number, body in enumerate(bodies):
+                entry = {"custom_id": f"c{number}", "method": "POST", "url": CHAT, "body": body, **fields}
+                draft.write(json.dumps(entry).encode() + b"\n")
+            file = draft.save("in.jsonl", "batch")
+        record = store.create_batch(owner, CHAT, file.id, None)
+        self.jobs.add(record)
+        return record
+
+    def lines(self, file_id: str | None) -> list[str]:
+        assert file_id is not None
+        return sorted(json.loads(line)["custom_id"] for line in self.jobs.store.data(file_id).open())
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_answers_and_errors_are_two_files(tmp_path: Path) -> None:
+    async def run() -> None:
+        world = World(tmp_path)
+        world.app.busy = 3
+        record = world.batch(*({"id": str(n), "status": 400 if n == 3 else 200} for n in range(6)))
+        await until(lambda: record.is_final)
+        assert record.status == "completed" and record.view()["request_counts"] == {
+            "total": 6,
+            "completed": 5,
+            "failed": 1,
+        }
+        assert world.lines(record.output_file_id) == ["c0", "c1", "c2", "c4", "c5"]
+        assert world.lines(record.error_file_id) == ["c3"]
+        assert world.app.asked.total() == 6 + 3 and world.app.most_open <= 2
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_cancelling_stops_sending_and_keeps_what_was_answered(tmp_path: Path) -> None:
+    async def run() -> None:
+        world = World(tmp_path)
+        first = world.batch(*({"id": str(n), "wait": n > 0} for n in range(9)))
+        second = world.batch({"id": "second"})
+        await until(lambda: world.app.open == 2 and first.completed == 1)
+        await world.jobs.cancel(second)  # waits for its turn
+        assert second.status == "cancelled"
+        await world.jobs.cancel(first)
+        await until(lambda: first.is_final)
+        assert first.status == "cancelled" and world.lines(first.output_file_id) == ["c0"]
+        assert world.app.asked.total() == 3 and world.app.open == 0
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_a_restart_goes_on_and_sends_nothing_again_that_has_an_answer(tmp_path: Path) -> None:
+    async def run() -> None:
+        world = World(tmp_path)
+        record = world.batch(*({"id": str(n), "wait": n >= 4, "status": 400 if n == 1 else 200} for n in range(8)))
+        await until(lambda: world.app.open == 2 and record.completed + record.failed == 4)
+        await world.jobs.close()
+        assert record.status == "in_progress"
+        world.app.go.set()
+        world.jobs = world.start()
+        world.jobs.resume()
+        resumed = world.jobs.store.batch("", record.id)
+        await until(lambda: resumed.is_final)
+        assert resumed.status == "completed" and (resumed.total, resumed.completed, resumed.failed) == (8, 7, 1)
+        assert all(world.app.asked[str(n)] == 1 for n in range(4))
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_requests_run_as_their_tenant_and_fail_without_one(tmp_path: Path) -> None:
+    async def run() -> None:
+        world = World(tmp_path, api_key=("key",))
+        name = next(iter(Tenants(world.server).read()))
+        known, unknown = world.batch({"id": "0"}, owner=name), world.batch({"id": "1"}, owner="gone")
+        await until(lambda: known.is_final and unknown.is_final)
+        assert known.status == "completed" and world.app.tenants == {name}
+        assert unknown.status == "failed" and "not one of this server's" in str(unknown.error)
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_a_batch_expires(tmp_path: Path) -> None:
+    async def run() -> None:
+        world = World(tmp_path)
+        first = world.batch({"id": "0", "wait": True})
+        await until(lambda: world.app.open)
+        late = world.batch({"id": "1"})
+        await world.jobs.close()
+        for record in (first, late):
+            record.expires_at = 1
+            world.jobs.store.save(record)
+        world.jobs = world.start()
+        world.jobs.resume()
+        resumed = world.jobs.store.batches("")
+        await until(lambda: all(record.is_final for record in resumed))
+        assert {record.status for record in resumed} == {"expired"} and not world.app.asked["1"]
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_a_line_for_another_endpoint_is_an_error_of_its_own(tmp_path: Path) -> None:
+    async def run() -> None:
+        world = World(tmp_path)
+        record = world.batch({"id": "0"}, url="/v1/completions")
+        await until(lambda: record.is_final)
+        assert record.status == "completed" and record.failed == 1 and not world.app.asked
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_lines_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_jobs, "MAX_LINES", 2)
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b"{}\n{}")
+    check_lines(file, 1000)
+    for content, why in ((b"{}\n" * 3, "more than 2 lines"), (b"", "no lines"), (b"{}\n" + b"[" * 200_000, "line 2")):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=why):
+            check_lines(file, 1000)
