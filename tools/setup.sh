@@ -42,7 +42,7 @@ if [ ! -e "$venv" ] && ! is_new_enough "$python"; then
     exit 1
 fi
 
-echo "saccade: installing what ${wanted/everything/tests and serving} needs into $venv; once, a minute or more."
+echo "saccade: installing for ${wanted/everything/tests and serving} into $venv; once, a minute or more."
 [ -e "$venv" ] || step 1/3 "an environment of $("$python" --version)" "$python" -m venv "$venv"
 step 2/3 "PyTorch, the largest part" pip_install torch
 step 3/3 "the rest" pip_install --editable ".[$extras]"

@@ -51,6 +51,8 @@ def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None
     )
     if config is None:
         return None
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"quantization_config must be an object, not {config!r}")
     method = _word(config, "quant_method")
     if method in _INSTEAD:
         raise ConfigError(

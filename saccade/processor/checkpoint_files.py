@@ -116,7 +116,8 @@ def _for_task(
     """The config for the task. To embed, no head is needed, and some checkpoints have none: it is tied."""
     task = task_of(asked, model, path, raw)
     # Where layers cross-attend, the embedding table has more rows than a head.
-    crosses = "cross_attention_layers" in (raw.get("text_config") or {})
+    text = raw.get("text_config")
+    crosses = isinstance(text, Mapping) and "cross_attention_layers" in text
     if task == "embed" and raw.get("model_type") in FAMILIES and not crosses:
         return {**raw, "tie_word_embeddings": True}, task
     return raw, task

@@ -18,6 +18,11 @@ def read(config: dict[str, Any], *, nested: bool = False) -> Quantization | None
     return quantization_of({"text_config": raw} if nested else raw, Path("/nowhere"))
 
 
+def test_a_config_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ConfigError, match="quantization_config must be an object, not 'fp8'"):
+        quantization_of({"text_config": {"quantization_config": "fp8"}}, Path("/nowhere"))
+
+
 def test_blocks_bits_and_zero_points_are_read() -> None:
     found = read({"quant_method": "fp8", "weight_block_size": [128, 64]}, nested=True)
     assert found == Quantization("fp8", "FP8 in blocks of 128x64", (128, 64))

@@ -433,7 +433,7 @@ def test_input_tokens_count_the_responses_form_of_a_chat(server: RunningServer) 
 
 
 def test_unknown_routes_and_methods_are_errors_in_the_same_form(server: RunningServer) -> None:
-    assert error_of(server.get("/v1/files"))["code"] == "not_found"
+    assert error_of(server.get("/v1/nothing"))["code"] == "not_found"
     assert error_of(server.get("/v1/chat/completions"))["code"] == "method_not_allowed"
 
 

@@ -236,7 +236,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
     ({"input": user(5)}, "input[0].content[0]"),
-    ({"input": user({"type": "input_file", "file_id": "f"})}, "input[0].content[0]"),
+    ({"input": user({"type": "input_file", "file_id": "f"})}, "input[0].content[0].file_id"),
     ({"input": user(text(), {"type": "input_image", "file_id": "f"})}, "input[0].content[1].file_id"),
     ({"input": user({"type": "input_image"})}, "input[0].content[0].image_url"),
     ({"input": user(image("http://example.com/a.png"))}, "input[0].content[0].image_url"),

@@ -88,7 +88,12 @@ class DequantizedTensors:
         stored = {part: self._files.read(full).to(self._device) for part, full in self._parts[name].items()}
         try:
             return _weight(stored, self._quantization)
-        except ValueError as error:
+        except (
+            ValueError,
+            IndexError,
+            ArithmeticError,
+            RuntimeError,
+        ) as error:  # PyTorch: sizes that do not fit
             raise ConfigError(f"{name} cannot be dequantised: {error}") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -279,7 +280,7 @@ def test_the_published_tensors_fill_the_published_shape() -> None:
     names = tensors()
     assert len(names) == 853
     targets = _stored_targets(names, params.targets, model.rules(), params.wholes)
-    plan = _plan(names, targets, model.rules())
+    plan = _plan(SimpleNamespace(file_of=names), targets, model.rules())
     assert len(plan) == 853
     assert all(targets[ours].numel() == int(np.prod(names[theirs])) for theirs, ours in plan.items())
 

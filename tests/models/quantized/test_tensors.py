@@ -144,6 +144,7 @@ def broken(**changes: Tensor | None) -> dict[str, Tensor]:
         (broken(scales=None), f"{LAYER}.weight cannot be dequantised: its scales is not in the checkpoint"),
         (broken(scales=torch.ones(2, 9)), "do not agree"),
         (broken(g_idx=torch.full((256,), 2)), "its g_idx names the group 2 of 2"),
+        (broken(g_idx=torch.zeros(9)), "cannot be dequantised: "),
         (named({"weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}), "stored as float8_e4m3fn without a scale"),
         (
             named({"weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(3, 1)}),
@@ -154,7 +155,7 @@ def broken(**changes: Tensor | None) -> dict[str, Tensor]:
             "its weight_shape is not in the checkpoint",
         ),
     ],
-    ids=["lacks a part", "shapes", "groups", "no scale", "scale's shape", "no shape"],
+    ids=["lacks a part", "shapes", "groups", "length", "no scale", "scale's shape", "no shape"],
 )
 def test_a_weight_that_cannot_be_read_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
