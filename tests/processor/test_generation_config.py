@@ -15,7 +15,7 @@ from saccade.errors import ConfigError
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line, sampling_defaults
-from tests.helpers.serving import RunningServer, running_server
+from tests.helpers.serving import RunningServer, running_server, until
 
 QUESTION = "Which words come to mind when you think of rain?"
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -191,7 +191,7 @@ def test_the_model_card_and_the_log_show_them(greedy_server: RunningServer) -> N
         "repetition_penalty": 1.0,
         "max_tokens": 9,
     }
-    assert any("sampling defaults" in line and "temperature=0.0" in line for line in greedy_server.log)
+    assert until(lambda: any("sampling defaults" in line and "temperature=0.0" in line for line in greedy_server.log))
 
 
 def test_flags_change_them(folder: Path) -> None:

@@ -38,7 +38,7 @@ def test_after_a_restart_a_key_finds_its_own_embeddings_only(tmp_path: Path) -> 
         assert not is_cached(first)
         assert until(lambda: entries(tmp_path) == 2)
     with running_builtin(*flags, key="a") as server:
-        assert any(f"embeddings in {tmp_path}: used" in line for line in server.log), server.log
+        assert until(lambda: any(f"embeddings in {tmp_path}: used" in line for line in server.log)), server.log
         assert not is_cached(ask(server, "b"))
         again = ask(server, "a")
         assert is_cached(again)

@@ -110,8 +110,8 @@ def test_metrics_and_routes_show_each_worker(server: RunningServer) -> None:
     text = server.get("/metrics").text
     assert 'saccade:encoder_up{encoder="0"} 1.0' in text and 'saccade:encoder_up{encoder="1"} 1.0' in text
     assert len(server.get("/health").json()["encoders"]) == 2
-    assert any("1 engine and 2 encoder workers share this CPU" in line for line in server.log)
-    assert any("encoder 1: the vision tower on cpu" in line for line in server.log)
+    assert until(lambda: any("1 engine and 2 encoder workers share this CPU" in line for line in server.log))
+    assert until(lambda: any("encoder 1: the vision tower on cpu" in line for line in server.log))
 
 
 def test_a_worker_killed_with_images_in_it_fails_no_request(server: RunningServer) -> None:

@@ -26,7 +26,7 @@ from tests.helpers.family_text import KINDS, build, reference
 from tests.helpers.images import make_photo
 from tests.helpers.parity import BLOCK, one_request
 from tests.helpers.reference import Reference
-from tests.helpers.serving import RunningServer, error_of, photo_part, running_server, text_part
+from tests.helpers.serving import RunningServer, error_of, photo_part, running_server, text_part, until
 
 pytestmark = pytest.mark.transformers
 
@@ -258,7 +258,7 @@ def test_a_server_answers_text_and_refuses_images_with_400(text_server: RunningS
 def test_the_model_card_offers_no_images(text_server: RunningServer) -> None:
     card = text_server.get("/v1/models").json()["data"][0]["multimodal"]
     assert card["limit_per_prompt"]["image"] == 0 and card["formats"] == [] and card["tokens_per_picture"] == {}
-    assert any("the model takes no pictures" in line for line in text_server.log)
+    assert until(lambda: any("the model takes no pictures" in line for line in text_server.log))
 
 
 @pytest.mark.browser
