@@ -84,6 +84,7 @@ def _server(args: argparse.Namespace) -> Iterator[_Server]:
             process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], url: str) -> None:
