@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.errors import RequestError, quoted
-from saccade.structured.schema_validation import check_schema
+from saccade.processor.dialects.call_grammar import functions_of
+from saccade.processor.dialects.call_schema import call_schema
+from saccade.processor.dialects.parser import OutputFormats
+from saccade.structured.schema_validation import check_grammar, check_schema
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -23,14 +26,25 @@ class ToolPlan:
 
     for_template: Sequence[Tool] | None  # in the chat template
     calls: bool  # the output is searched for calls
-    structured: str | None = None  # for SamplingParams: a schema of one call without tags
+    structured: str | None = None  # for SamplingParams: what the output is held to
+    is_bare: bool = False  # that is one call as JSON, not in the model's own dialect
 
 
 NO_TOOLS = ToolPlan(None, calls=False)
 
 
-def tools_for_template(tools: Any, tool_choice: Any = None, scope: str = "") -> ToolPlan:
-    """Check tools and tool_choice. A required call becomes a schema, cached for the tenant `scope`."""
+def tools_for_template(
+    tools: Any,
+    tool_choice: Any = None,
+    scope: str = "",
+    *,
+    formats: OutputFormats | None = None,
+    parallel: bool = True,
+) -> ToolPlan:
+    """Check tools and tool_choice. A required call becomes a grammar, cached for the tenant `scope`.
+
+    `formats` is how the model writes calls; `parallel`: it may make several.
+    """
     if tools is None:
         if tool_choice not in (None, "none"):
             raise RequestError("tool_choice needs tools to choose from", param="tool_choice")
@@ -40,8 +54,28 @@ def tools_for_template(tools: Any, tool_choice: Any = None, scope: str = "") -> 
         return ToolPlan(checked, calls=True)
     if tool_choice == "none":
         return NO_TOOLS
-    chosen = checked if tool_choice == "required" else [_named(checked, tool_choice)]
-    return ToolPlan(checked, calls=True, structured=_call_schema(chosen, scope))
+    is_any = tool_choice == "required"
+    chosen = checked if is_any else [_named(checked, tool_choice)]
+    bare = check_schema(call_schema(functions_of(chosen)), param="tools", scope=scope)
+    grammar = _own_grammar(chosen, formats, scope, many=is_any and parallel)
+    return ToolPlan(checked, calls=True, structured=grammar or bare, is_bare=grammar is None)
+
+
+def _own_grammar(
+    chosen: Sequence[Tool], formats: OutputFormats | None, scope: str, *, many: bool
+) -> str | None:
+    """Of calls in the model's own dialect. None where it has no grammar for them that can be enforced.
+
+    It is checked with its markers as text: token ids mean nothing to the process that checks it.
+    """
+    as_text = formats.call_grammar(chosen, many=many, by_id=False) if formats else None
+    if formats is None or as_text is None:
+        return None
+    try:
+        check_grammar(as_text, "tools", param="tools", scope=scope)
+    except RequestError:  # too large in this form
+        return None
+    return formats.call_grammar(chosen, many=many)
 
 
 def _check_tools(tools: Any) -> list[Tool]:
@@ -77,32 +111,6 @@ def _named(tools: Sequence[Tool], tool_choice: Any) -> Tool:
             return tool
     message = f"tool_choice names the function {quoted(name)}, which is not among the tools"
     raise RequestError(message, param="tool_choice")
-
-
-def _call_schema(tools: Sequence[Tool], scope: str) -> str:
-    """A schema of one call to one of the tools. Each tool's $refs are rebased."""
-    calls = []
-    for index, tool in enumerate(tools):
-        parameters = tool["function"].get("parameters") or {"type": "object"}
-        arguments = _rebased(parameters, f"#/anyOf/{index}/properties/arguments")
-        properties = {"name": {"const": tool["function"]["name"]}, "arguments": arguments}
-        required = {"required": ["name", "arguments"], "additionalProperties": False}
-        calls.append({"type": "object", "properties": properties, **required})
-    return check_schema({"anyOf": calls}, param="tools", scope=scope)
-
-
-def _rebased(schema: Any, root: str, depth: int = 64) -> Any:
-    if depth == 0:
-        raise RequestError("a function's parameters are nested more than 64 levels deep", param="tools")
-    if isinstance(schema, list):
-        return [_rebased(entry, root, depth - 1) for entry in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = {name: _rebased(value, root, depth - 1) for name, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference[1:]
-    return moved
 
 
 def calls_for_template(calls: Any, where: str) -> Any:

@@ -128,8 +128,8 @@ class Service:
         maximum = connection_limit(server.max_connections)
         self.connections = Connections(maximum, server.max_client_share, on_refusal=self.metrics.refused)
         self.defaults = sampling_defaults(options, processor.checkpoint.generation)
-        self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults)
         self._formats = _output_formats(server, processor)
+        self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults, formats=self._formats)
         self.created = int(time.time())
         self._fetcher = fetcher
         self._media = _media_resolver(server, processor, fetcher, self.metrics)

@@ -43,8 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     "media": {"errors", "types", "options"},
     "structured": {"errors", "types", "checkpoint", "fair_pool"},
     "processor.families": {"errors", "types", "costs", "checkpoint"},
-    "processor.dialects": {"errors", "types"},
-    "processor": NOUNS | {"checkpoint", "media", "structured", "processor.families"},
+    "processor.dialects": {"errors", "types", "structured"},
+    "processor": NOUNS | {"checkpoint", "media", "structured", "processor.families", "processor.dialects"},
     "scheduler": {"errors", "types", "options"},
     "kernels": set(),
     "kernels.launch": {"torch_utils"},
@@ -71,7 +71,8 @@ ALLOWED: dict[str, set[str]] = {
     "llm": NOUNS | {"processor", "structured", "engine"},
     "async_llm": NOUNS | {"processor", "engine.ipc"},
     "server.http": {"errors", "types", "options", "server_options", "server"},
-    "server.request": NOUNS | {"media", "structured", "processor", "plan", "batch", "server", "server.http"},
+    "server.request": NOUNS
+    | {"media", "structured", "processor", "processor.dialects", "plan", "batch", "server", "server.http"},
     "server.api": NOUNS
     | {"media", "processor", "processor.dialects", "plan", "batch", "server", "server.http", "server.request"},
     "server": NOUNS

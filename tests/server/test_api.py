@@ -272,14 +272,15 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_required_tool_is_called_with_arguments_of_its_schema(server: RunningServer, choice: Any) -> None:
-    (answer,) = server.chat(tools=[WEATHER], tool_choice=choice, max_tokens=100).json()["choices"]
+    asked = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    (answer,) = server.chat(**asked, max_tokens=100).json()["choices"]
     (call,) = answer["message"]["tool_calls"]
     assert answer["finish_reason"] == "tool_calls" and call["function"]["name"] == "weather"
     assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
 
 
 def test_a_streamed_tool_call_adds_up_to_the_whole_one(server: RunningServer) -> None:
-    fields = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 100}
+    fields = {"tools": [WEATHER], "tool_choice": NAMED, "max_tokens": 100}
     (call,) = server.chat(**fields).json()["choices"][0]["message"]["tool_calls"]
     events = stream(server, chat_body(**fields))[:-1]
     deltas = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", [])]

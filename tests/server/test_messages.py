@@ -20,7 +20,7 @@ WEATHER: Any = {
     "description": "The weather of a city",
     "input_schema": {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]},
 }
-ANY: Any = {"type": "any"}
+ANY: Any = {"type": "any", "disable_parallel_tool_use": True}
 GREEDY: Any = {"max_tokens": 100, "extra_body": {"temperature": 0}}
 LONG: Any = {"max_tokens": 24, "extra_body": {"temperature": 0, "ignore_eos": True}}
 

@@ -145,7 +145,9 @@ def test_json_object_gives_an_object(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 def test_a_required_tool_is_called(client: openai.OpenAI, choice: Any) -> None:
-    answer = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], tool_choice=choice, temperature=0)
+    answer = client.responses.create(
+        model=MODEL, input="Weather?", tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False, temperature=0
+    )
     (call,) = answer.output
     assert call.type == "function_call" and call.name == "weather" and answer.status == "completed"
     assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")

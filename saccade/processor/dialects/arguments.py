@@ -50,7 +50,7 @@ def no_constant(name: str) -> NoReturn:
 
 def types_of(schema: Any, parameters: Mapping[str, Any]) -> frozenset[str]:
     """The types that a property may have; none if its schema does not say."""
-    schema = _resolved(schema, parameters)
+    schema = resolved(schema, parameters)
     if not isinstance(schema, Mapping):
         return frozenset()
     found = set(_kinds(schema))
@@ -88,7 +88,7 @@ class _Check:
         self._left = _MAX_STEPS
 
     def fits(self, value: Any, schema: Any, depth: int = _MAX_DEPTH) -> bool:
-        schema = _resolved(schema, self._root)
+        schema = resolved(schema, self._root)
         self._left -= 1
         if self._left < 0 or not depth or not isinstance(schema, Mapping):
             return schema is not False
@@ -144,7 +144,7 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else ()
 
 
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """A schema, or what its `$ref` names inside of `root`; anything is allowed where that leads nowhere."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None

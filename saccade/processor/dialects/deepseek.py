@@ -7,7 +7,11 @@ V3.2   <｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="tru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from saccade.processor.dialects.argument_text import ArgumentWriter
+from saccade.processor.dialects.arguments import types_of
+from saccade.processor.dialects.call_grammar import BREAK, Function, GrammarWriter, Member, members_of
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
 from saccade.processor.dialects.json_text import copy_value
@@ -74,3 +78,33 @@ def _invoke(reader: TextReader, sink: EventSink) -> Reading[None]:
         yield from reader.skip_space()
     yield from reader.expect(_INVOKE_END)
     writer.close()
+
+
+def write_deepseek(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    """As V3 or as V3.1: the model takes the one that it knows."""
+    options = []
+    for name, parameters in functions:
+        arguments = writer.rule(writer.json(parameters))
+        fence = writer.literal(f"function{_SEPARATOR}{name}\n{_FENCE}json\n")
+        close = writer.literal(f"\n{_FENCE}")
+        options += [f"{fence} {arguments} {close}", f"{writer.literal(name + _SEPARATOR)} {arguments}"]
+    call = writer.rule(f"{writer.literal(CALL)} {writer.any_of(options)} {writer.literal(_CALL_END)}")
+    calls = writer.repeated(call, BREAK, many)
+    return f"{writer.literal(CALLS)} {calls} {writer.literal(_CALLS_END)}"
+
+
+def write_deepseek_tags(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    call = writer.any_of([_written(writer, function) for function in functions])
+    calls = writer.repeated(call, BREAK, many)
+    return f"{writer.literal(_FRAME[0])} {BREAK} {calls} {BREAK} {writer.literal(_FRAME[1])}"
+
+
+def _written(writer: GrammarWriter, function: Function) -> str:
+    def parameter(member: Member) -> str:
+        kind = "true" if "string" in types_of(member.schema, function.parameters) else "false"
+        begin = writer.literal(f'{_PARAMETER} name="{member.key}" string="{kind}">')
+        return f"{begin} {writer.value(member.schema, function.parameters, _PARAMETER_END)} {BREAK}"
+
+    begin = writer.literal(f'{_INVOKE} name="{function.name}">')
+    parameters = writer.in_turn(members_of(function.parameters), parameter)
+    return f"{begin} {BREAK} {parameters} {writer.literal(_INVOKE_END)}"

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from saccade.processor.dialects.arguments import no_constant
+from saccade.processor.dialects.arguments import no_constant, resolved, types_of
+from saccade.processor.dialects.call_grammar import (
+    BREAK,
+    NOTES,
+    Function,
+    GrammarWriter,
+    Inexpressible,
+    Member,
+    members_of,
+)
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.hermes import close_call
 from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
 from saccade.processor.dialects.reader import Reading, TextReader, Unreadable
 
 _MAX_DEPTH = 64
+_MAX_SCHEMA_DEPTH = 8  # a schema may refer to itself
+_SCALARS = frozenset({"integer", "number", "boolean", "null"})
+_LIST = NOTES | {"type", "items"}
+_CHOICE = NOTES | {"anyOf"}
 _SCALAR = re.compile(r"[^\s,{}\[\]]+")
 
 
@@ -118,3 +132,54 @@ class _Values:
         except (ValueError, RecursionError):
             scalar = json.dumps(scalar, ensure_ascii=False)  # a word without quotes
         self._emit(scalar)
+
+
+def write_gemma4(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    return _write(writer, functions, many, GEMMA4)
+
+
+def write_function_gemma(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    return _write(writer, functions, many, FUNCTION_GEMMA)
+
+
+def _write(writer: GrammarWriter, functions: Sequence[Function], many: bool, tags: _Tags) -> str:
+    calls = []
+    for name, parameters in functions:
+        values = _ValueGrammar(writer, parameters, tags.quote)
+        begin = writer.literal(f"{tags.open}call:{name}")
+        calls.append(f"{begin} {values.object(parameters)} {writer.literal(tags.close)}")
+    return writer.repeated(writer.any_of(calls), BREAK, many)
+
+
+class _ValueGrammar:
+    """Objects and lists as JSON has them, but with other quotes, and none around keys."""
+
+    def __init__(self, writer: GrammarWriter, root: Mapping[str, Any], quote: str) -> None:
+        self._writer = writer
+        self._root = root
+        self._quote = quote
+
+    def object(self, schema: Mapping[str, Any], depth: int = _MAX_SCHEMA_DEPTH) -> str:
+        def member(member: Member) -> str:
+            return f"{self._writer.literal(member.key + ':')} {self._value(member.schema, depth - 1)}"
+
+        return f'"{{" {self._writer.listed(members_of(schema), ",", member)} "}}"'
+
+    def _value(self, schema: Any, depth: int) -> str:
+        schema = resolved(schema, self._root)
+        types = types_of(schema, self._root)
+        if not depth or not isinstance(schema, Mapping):
+            raise Inexpressible
+        if "anyOf" in schema and not set(schema) - _CHOICE:
+            return self._writer.any_of([self._value(option, depth - 1) for option in schema["anyOf"]])
+        if types and types <= _SCALARS:
+            return self._writer.json(schema, self._root)
+        if types == {"string"}:
+            text = self._writer.string(schema, self._root, self._quote, or_null=False)
+            return f"{self._writer.literal(self._quote)} {text}"
+        if types == {"object"}:
+            return self.object(schema, depth)
+        if types == {"array"} and not set(schema) - _LIST:
+            item = self._writer.rule(self._value(schema.get("items"), depth - 1))
+            return f'"[" ({item} ("," {item})*)? "]"'
+        raise Inexpressible

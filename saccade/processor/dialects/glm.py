@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from saccade.processor.dialects.argument_text import ArgumentWriter
+from saccade.processor.dialects.call_grammar import BREAK, Function, GrammarWriter, Member, members_of
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.hermes import CLOSE, OPEN
 from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
@@ -12,6 +15,7 @@ KEY = "<arg_key>"
 _KEY_END = "</arg_key>"
 _VALUE = "<arg_value>"
 _VALUE_END = "</arg_value>"
+MARKERS = (OPEN, CLOSE, KEY, _KEY_END, _VALUE, _VALUE_END)
 
 
 def read_glm(reader: TextReader, sink: EventSink) -> Reading[None]:
@@ -42,3 +46,19 @@ def _next(reader: TextReader) -> Reading[str]:
         return KEY
     yield from reader.expect(CLOSE)
     return CLOSE
+
+
+def write_glm(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    """With line breaks as GLM-4.5, or without as GLM-4.7."""
+    call = writer.any_of([_written(writer, function) for function in functions])
+    return writer.repeated(call, BREAK, many)
+
+
+def _written(writer: GrammarWriter, function: Function) -> str:
+    def argument(member: Member) -> str:
+        key = writer.literal(f"{KEY}{member.key}{_KEY_END}")
+        value = writer.value(member.schema, function.parameters, _VALUE_END)
+        return f"{key} {BREAK} {writer.literal(_VALUE)} {value} {BREAK}"
+
+    arguments = writer.in_turn(members_of(function.parameters), argument)
+    return f"{writer.literal(OPEN + function.name)} {BREAK} {arguments} {writer.literal(CLOSE)}"

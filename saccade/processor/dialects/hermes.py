@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from saccade.processor.dialects.call_grammar import BREAK, Function, GrammarWriter
+from saccade.processor.dialects.call_schema import call_schema
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.json_calls import read_json_call, read_or_refuse
 from saccade.processor.dialects.reader import Reading, TextReader
@@ -19,10 +22,18 @@ def read_hermes(reader: TextReader, sink: EventSink) -> Reading[None]:
 
 
 def read_tagged_json(reader: TextReader, sink: EventSink) -> Reading[None]:
-    """One call after its opening tag, with the closing one. A brace too many is forgiven."""
-    yield from reader.skip_space()
-    yield from read_json_call(reader, sink)
-    yield from close_call(reader, sink, CLOSE)
+    """Calls after their opening tag, usually one, with the closing tag. A brace too many is forgiven."""
+    while True:
+        yield from reader.skip_space()
+        yield from read_json_call(reader, sink)
+        space: list[str] = []
+        yield from reader.copy_while(_BRACES, space.append)
+        if (yield from reader.peek()) not in ("{", ","):
+            break
+        reader.note("".join(space))
+        yield from reader.skips(",")
+    if not (yield from reader.skips(CLOSE)):
+        sink.content("".join(space))
 
 
 def close_call(reader: TextReader, sink: EventSink, close: str) -> Reading[None]:
@@ -31,6 +42,12 @@ def close_call(reader: TextReader, sink: EventSink, close: str) -> Reading[None]
     yield from reader.copy_while(_BRACES, space.append)
     if not (yield from reader.skips(close)):
         sink.content("".join(space))
+
+
+def write_hermes(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    call = f"{BREAK} {writer.json(call_schema(functions))} {BREAK}"
+    call = writer.rule(f"{writer.literal(OPEN)} {call} {writer.literal(CLOSE)}")
+    return writer.repeated(call, BREAK, many)
 
 
 def read_bare(reader: TextReader, sink: EventSink) -> Reading[None]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from saccade.processor.dialects.call_grammar import Function, GrammarWriter
+from saccade.processor.dialects.call_schema import call_schema
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.json_calls import read_json_call, read_json_calls, read_or_refuse
-from saccade.processor.dialects.pythonic import read_pythonic
+from saccade.processor.dialects.pythonic import read_pythonic, written_pythonic
 from saccade.processor.dialects.reader import Reading, TextReader
 
 PYTHON_TAG = "<|python_tag|>"
@@ -50,3 +54,17 @@ def _listed(reader: TextReader, sink: EventSink) -> Reading[None]:
         yield from read_json_calls(reader, sink, known_only=True)
     else:
         yield from read_pythonic(reader, sink)
+
+
+def write_llama(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    call = writer.rule(writer.json(call_schema(functions, "parameters")))
+    return writer.repeated(call, '";" " "?', many)
+
+
+def write_pythonic(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    """Llama 4 writes control tokens around it, or none."""
+    calls = written_pythonic(writer, functions, many)
+    if not (writer.has_token(_START) and writer.has_token(_END)):
+        return calls
+    calls = writer.rule(calls)
+    return f"({calls} | {writer.literal(_START)} {calls} {writer.literal(_END)})"

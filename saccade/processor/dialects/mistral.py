@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
+from saccade.processor.dialects.call_grammar import COMMA, Function, GrammarWriter
+from saccade.processor.dialects.call_schema import call_schema
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.json_calls import NAME_LETTERS, checked_name, read_json_calls, read_or_refuse
 from saccade.processor.dialects.json_text import copy_value
@@ -43,3 +46,16 @@ def _calls(reader: TextReader, sink: EventSink) -> Reading[None]:
     sink.start(name)
     yield from copy_value(reader, sink.arguments)
     sink.end()
+
+
+def write_mistral(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    """The newer form where the tokenizer has its markers."""
+    if not writer.has_token(ARGS):
+        call = writer.rule(writer.json(call_schema(functions)))
+        return f'{writer.literal(CALLS)} "[" {writer.repeated(call, COMMA, many)} "]"'
+    id_ = f"({writer.literal(_CALL_ID)} /[a-zA-Z0-9]{{9}}/)?" if writer.has_token(_CALL_ID) else ""
+    options = [
+        f"{writer.literal(CALLS + name)} {id_} {writer.literal(ARGS)} {writer.json(parameters)}"
+        for name, parameters in functions
+    ]
+    return writer.repeated(writer.any_of(options), "", many)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from saccade.processor.dialects.call_grammar import GrammarWriter, Inexpressible, functions_of
 from saccade.processor.dialects.events import EventSink, OutputEvent, call_id
 from saccade.processor.dialects.reader import Reading, TextReader
 from saccade.processor.dialects.registry import BARE, TOOL_DIALECTS, ToolDialect
@@ -52,6 +53,25 @@ class OutputFormats(NamedTuple):
             open_id = self.token_id(thinking.open)
             thinking = thinking._replace(open_id=open_id, close_id=self.token_id(thinking.close))
         return OutputFormat(self.calls, self.markers, thinking)
+
+    def call_grammar(
+        self, tools: Sequence[Mapping[str, Any]], *, many: bool = False, by_id: bool = True
+    ) -> str | None:
+        """A grammar in Lark of calls as the model writes them; None where its dialect has none for these.
+
+        `by_id`: markers are named by their tokens, which only this tokenizer can match.
+        """
+        if self.calls is None or self.calls.write is None:
+            return None
+        writer = GrammarWriter(self.calls.markers, self.token_id if by_id else _no_token)
+        try:
+            return writer.grammar(self.calls.write(writer, functions_of(tools), many))
+        except Inexpressible:
+            return None
+
+
+def _no_token(_: str) -> None:
+    return None
 
 
 PLAIN = OutputFormat()

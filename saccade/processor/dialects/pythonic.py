@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from saccade.processor.dialects.argument_text import ArgumentWriter
+from saccade.processor.dialects.arguments import no_constant, types_of
+from saccade.processor.dialects.call_grammar import COMMA, Function, GrammarWriter, Member, members_of
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.json_calls import NAME_LETTERS, checked_name
 from saccade.processor.dialects.reader import Reading, TextReader, Unreadable
 
 _MAX_DEPTH = 64
 _PLAIN = re.compile(r"""[^"'\\()\[\]{},]+""")
-_NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_pythonic(reader: TextReader, sink: EventSink) -> Reading[None]:
@@ -86,9 +89,29 @@ def _quoted(reader: TextReader, quote: str, pieces: list[str]) -> Reading[None]:
 
 
 def _as_json(literal: str) -> str | None:
-    """None if it is no literal."""
+    """None if it is a literal neither of JSON nor of Python."""
     try:
-        value: Any = _NAMES[literal] if literal in _NAMES else ast.literal_eval(literal)
+        return json.dumps(json.loads(literal, parse_constant=no_constant), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        value: Any = ast.literal_eval(literal)
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
+
+
+def written_pythonic(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    """Values in JSON, which is nearly Python, but for a boolean."""
+
+    def argument(function: Function, member: Member) -> str:
+        is_boolean = types_of(member.schema, function.parameters) == {"boolean"}
+        value = '("True" | "False")' if is_boolean else writer.json(member.schema, function.parameters)
+        return f"{writer.literal(member.key + '=')} {value}"
+
+    calls = []
+    for function in functions:
+        members = members_of(function.parameters)
+        arguments = writer.listed(members, ", ", partial(argument, function))
+        calls.append(f'{writer.literal(f"{function.name}(")} {arguments} ")"')
+    return f'"[" {writer.repeated(writer.any_of(calls), COMMA, many)} "]"'

@@ -5,7 +5,10 @@ Values are plain text, each between line breaks. The outer tag may be missing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from saccade.processor.dialects.argument_text import ArgumentWriter
+from saccade.processor.dialects.call_grammar import BREAK, Function, GrammarWriter, Member, members_of
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.hermes import CLOSE, OPEN, close_call, read_tagged_json
 from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
@@ -45,3 +48,20 @@ def _function(reader: TextReader, sink: EventSink) -> Reading[None]:
     yield from reader.expect(_END)
     writer.close()
     yield from close_call(reader, sink, CLOSE)
+
+
+def write_qwen3_coder(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
+    call = writer.any_of([_written(writer, function) for function in functions])
+    return writer.repeated(call, BREAK, many)
+
+
+def _written(writer: GrammarWriter, function: Function) -> str:
+    def parameter(member: Member) -> str:
+        value = writer.value(member.schema, function.parameters, f"\n{_PARAMETER_END}\n")
+        begin = writer.literal(f"{_PARAMETER}{member.key}>\n")
+        return f"{begin} {value}"
+
+    begin = writer.literal(f"{OPEN}\n{FUNCTION}{function.name}>\n")
+    parameters = writer.in_turn(members_of(function.parameters), parameter)
+    end = writer.literal(f"{_END}\n{CLOSE}")
+    return f"{begin} {parameters} {end}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from saccade.errors import UsageError
 from saccade.processor.dialects import deepseek, gemma, glm, hermes, llama, mistral, qwen3_coder
+from saccade.processor.dialects.call_grammar import Function, GrammarWriter
 from saccade.processor.dialects.events import EventSink, call_id
 from saccade.processor.dialects.reader import Reading, TextReader
 from saccade.processor.dialects.thinking import ThinkingDialect
@@ -16,14 +17,23 @@ class ToolDialect(NamedTuple):
     read: Callable[[TextReader, EventSink], Reading[None]]
     markers: tuple[str, ...] = ()  # shown to the parser where they are control tokens
     new_id: Callable[[], str] = call_id
+    write: Callable[[GrammarWriter, Sequence[Function], bool], str] | None = None  # a grammar of its calls
 
 
-_HERMES = ToolDialect(hermes.read_hermes, (hermes.OPEN, hermes.CLOSE))
-_QWEN3_CODER = ToolDialect(qwen3_coder.read_qwen3_coder, _HERMES.markers)
-_GLM = ToolDialect(glm.read_glm, _HERMES.markers)
-_MISTRAL = ToolDialect(mistral.read_mistral, mistral.MARKERS, mistral.call_id)
-_LLAMA = ToolDialect(llama.read_llama, llama.MARKERS)
-_DEEPSEEK = ToolDialect(deepseek.read_deepseek, deepseek.MARKERS)
+_HERMES = ToolDialect(hermes.read_hermes, (hermes.OPEN, hermes.CLOSE), write=hermes.write_hermes)
+_QWEN3_CODER = ToolDialect(qwen3_coder.read_qwen3_coder, _HERMES.markers, write=qwen3_coder.write_qwen3_coder)
+_GLM = ToolDialect(glm.read_glm, glm.MARKERS, write=glm.write_glm)
+_MISTRAL = ToolDialect(mistral.read_mistral, mistral.MARKERS, mistral.call_id, mistral.write_mistral)
+_LLAMA = ToolDialect(llama.read_llama, llama.MARKERS, write=llama.write_llama)
+_PYTHONIC = _LLAMA._replace(write=llama.write_pythonic)
+_DEEPSEEK = ToolDialect(deepseek.read_deepseek, deepseek.MARKERS, write=deepseek.write_deepseek)
+_DEEPSEEK_TAGS = ToolDialect(
+    deepseek.read_deepseek_tags, (deepseek.DSML,), write=deepseek.write_deepseek_tags
+)
+_GEMMA4 = ToolDialect(gemma.read_gemma4, tuple(gemma.GEMMA4), write=gemma.write_gemma4)
+_FUNCTION_GEMMA = ToolDialect(
+    gemma.read_function_gemma, tuple(gemma.FUNCTION_GEMMA), write=gemma.write_function_gemma
+)
 BARE = ToolDialect(hermes.read_bare)
 """An output that a grammar held to one call as JSON."""
 
@@ -34,15 +44,15 @@ TOOL_DIALECTS: Mapping[str, ToolDialect] = {
     "mistral": _MISTRAL,
     "llama3_json": _LLAMA,
     "llama4_json": _LLAMA,
-    "pythonic": _LLAMA,
-    "llama4_pythonic": _LLAMA,
+    "pythonic": _PYTHONIC,
+    "llama4_pythonic": _PYTHONIC,
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
-    "deepseek_v32": ToolDialect(deepseek.read_deepseek_tags, (deepseek.DSML,)),
+    "deepseek_v32": _DEEPSEEK_TAGS,
     "glm45": _GLM,
     "glm47": _GLM,
-    "gemma4": ToolDialect(gemma.read_gemma4, tuple(gemma.GEMMA4)),
-    "functiongemma": ToolDialect(gemma.read_function_gemma, tuple(gemma.FUNCTION_GEMMA)),
+    "gemma4": _GEMMA4,
+    "functiongemma": _FUNCTION_GEMMA,
 }
 """Some have two names: vLLM's, and that of a later model."""
 

@@ -21,7 +21,7 @@ class ParsedOutput:
     def __init__(self, request: ChatRequest, generation: Generation, index: int = 0) -> None:
         plan = request.tools
         self._parser = generation.output_format.parser(
-            plan.for_template, finds_calls=plan.calls, is_bare=plan.structured is not None
+            plan.for_template, finds_calls=plan.calls, is_bare=plan.is_bare
         )
         self._generation = generation
         self._index = index

@@ -66,7 +66,11 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
     given = reader.read(body, fields.CHAT)
     if "messages" not in given:
         raise RequestError("messages is missing; send a list with at least one message", param="messages")
-    tools = tools_for_template(given.get("tools"), given.get("tool_choice"), reader.scope)
+    parallel = given.get("parallel_tool_calls", True)
+    choice = given.get("tool_choice")
+    tools = tools_for_template(
+        given.get("tools"), choice, reader.scope, formats=reader.formats, parallel=parallel
+    )
     length_field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     structured, structure_field = _structure(given, reader.scope)
     if tools.structured:  # the schema of a required tool call has precedence
@@ -92,7 +96,7 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
         response_options=options,
         messages=given["messages"],
         tools=tools,
-        parallel_tool_calls=given.get("parallel_tool_calls", True),
+        parallel_tool_calls=parallel,
         add_generation_prompt=given.get("add_generation_prompt", not continues),
         continue_final_message=continues,
         chat_template_kwargs=_template_kwargs(given),

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from saccade.errors import RequestError, quoted
+from saccade.processor.dialects.parser import OutputFormats
 
 logger = logging.getLogger("saccade.server")
 
@@ -359,8 +360,15 @@ _TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {  # in Python, and 
 class FieldReader:
     """Checks bodies against a table. Logs each unknown field once."""
 
-    def __init__(self, *, strict: bool, defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        strict: bool,
+        defaults: Mapping[str, Any] | None = None,
+        formats: OutputFormats | None = None,
+    ) -> None:
         self.defaults: Mapping[str, Any] = defaults or {}  # of sampling parameters
+        self.formats = formats  # how the model writes calls
         self.scope = ""  # tenant whose requests share cached schema checks
         self._strict = strict
         self._logged: set[str] = set()

@@ -72,6 +72,8 @@ READABLE: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", hermes(PARIS[:-1]), "", [IN_PARIS]),
     ("hermes", hermes(PARIS + "}"), "", [IN_PARIS]),
     ("hermes", hermes('{"name": "now"}'), "", [NOW]),
+    ("hermes", hermes(f'{PARIS}\n{{"name": "now"}}'), "", [IN_PARIS, NOW]),
+    ("hermes", hermes(f'{PARIS}, {{"name": "now"}}') + "Ok", "Ok", [IN_PARIS, NOW]),
     ("hermes", hermes('{"arguments": {"city": "ü"}, "id": [1], "name": "look"}'), "", [("look", {"city": "ü"})]),
     ("hermes", hermes('{"name": "look", "arguments": "{\\"days\\": 1}"}'), "", [("look", {"days": 1})]),
     (
@@ -174,6 +176,8 @@ BROKEN: list[tuple[str, str, str, list[str], list[str]]] = [
     ("hermes", f"<tool_call>{'[' * 5000}", f"<tool_call>{'[' * 5000}", [], ["syntax"]),
     ("hermes", '<tool_call>{"name": "look", "arguments": {"city": "Par', "", ['{"city": "Par'], ["incomplete"]),
     ("hermes", hermes('{"name": "look", "arguments": {"a",}}') + " So.", " So.", ['{"a",}}\n'], ["syntax"]),
+    ("hermes", hermes('{"name": "now"}, and so on'), ", and so on\n</tool_call>", ["{}"], ["syntax"]),
+    ("hermes", hermes('{"name": "now"}\n{5}'), "\n{5}\n</tool_call>", ["{}"], ["syntax"]),
     ("hermes", hermes('{"name": "gone", "arguments": {}}'), "", ["{}"], ["unknown_tool"]),
     ("hermes", hermes('{"name": "look", "arguments": {"days": "x"}}'), "", ['{"days": "x"}'], ["schema"]),
     ("hermes", hermes('{"name": "look", "arguments": {"unit": "K"}}'), "", ['{"unit": "K"}'], ["schema"]),

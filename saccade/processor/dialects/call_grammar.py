@@ -1,0 +1,193 @@
+"""Writes the grammar of a required tool call, so that the model calls as it was trained to.
+
+Each dialect has a `write_` function beside its parser; this module has what they share. A schema that a
+dialect of plain text cannot hold an output to is `Inexpressible`: such calls are written as bare JSON.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from saccade.processor.dialects.arguments import resolved, types_of
+from saccade.structured.structural_tag import embedded_schema, quoted_text
+
+BREAK = r'"\n"?'
+COMMA = '"," " "?'
+NOTES = frozenset({"title", "description", "default", "examples", "example", "deprecated", "$schema", "$id"})
+_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "strict"}
+_STRING = NOTES | {"type", "minLength", "maxLength"}
+_KEY = re.compile(r"[\w.-]{1,64}")
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class Inexpressible(Exception):
+    """The dialect has no grammar for this schema."""
+
+
+class Function(NamedTuple):
+    name: str
+    parameters: Mapping[str, Any]  # an object's schema
+
+
+class Member(NamedTuple):
+    """An argument, or a property of an object."""
+
+    key: str
+    schema: Any
+    is_required: bool
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
+    return [Function(tool["function"]["name"], parameters_of_call(tool)) for tool in tools]
+
+
+def parameters_of_call(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments are an object, also where the schema does not say so. Without a schema there are none."""
+    parameters: Mapping[str, Any] = tool["function"].get("parameters") or {"additionalProperties": False}
+    return parameters if "type" in parameters or "$ref" in parameters else {"type": "object", **parameters}
+
+
+def members_of(schema: Mapping[str, Any]) -> list[Member]:
+    """In the schema's order. Names that are not listed are left out, even where the schema allows them."""
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or ()
+    is_map = not properties and schema.get("additionalProperties") not in (None, False)
+    if set(schema) - _OBJECT or schema.get("type") != "object" or is_map or set(required) - set(properties):
+        raise Inexpressible
+    if not all(map(_KEY.fullmatch, properties)):
+        raise Inexpressible
+    return [Member(key, value, key in required) for key, value in properties.items()]
+
+
+class GrammarWriter:
+    """The rules of one grammar in Lark. Methods return expressions.
+
+    `token_id` gives the token of a marker, where it is one: the library takes such a token by its id only.
+    """
+
+    def __init__(self, markers: Sequence[str], token_id: Callable[[str], int | None]) -> None:
+        found = ((marker, token_id(marker)) for marker in markers)
+        self._ids = {marker: i for marker, i in found if i is not None}
+        pattern = "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))
+        self._marker = re.compile(f"({pattern})") if pattern else None
+        self._lines: list[str] = []
+
+    def has_token(self, marker: str) -> bool:
+        return marker in self._ids
+
+    def grammar(self, calls: str) -> str:
+        """After thinking most models break the line."""
+        return "\n".join([f"start: SPACE? {calls}", r"SPACE: /[ \n]{1,4}/", *self._lines])
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        name = f"part_{len(self._lines)}"
+        self._lines.append(f"{name}{attributes}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        name = f"PART_{len(self._lines)}"
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        return " ".join(
+            f"<[{self._ids[part]}]>" if part in self._ids else quoted_text(part) for part in self._split(text)
+        )
+
+    def _split(self, text: str) -> list[str]:
+        """Markers that are tokens, and the text between them."""
+        return [part for part in (self._marker.split(text) if self._marker else [text]) if part]
+
+    def json(self, schema: Any, root: Mapping[str, Any] | None = None) -> str:
+        """A value as JSON. `root` has the definitions that the schema refers to."""
+        if root is None or not isinstance(schema, Mapping):
+            return embedded_schema(schema)
+        if not all(_is_definition(reference) for reference in _references(schema)):
+            raise Inexpressible
+        definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+        return embedded_schema({**definitions, **schema})
+
+    def any_of(self, options: Sequence[str]) -> str:
+        return self.rule(" | ".join(options))
+
+    def repeated(self, call: str, separator: str, many: bool) -> str:
+        return f"{call} ({separator} {call})*" if many else call
+
+    def in_turn(self, members: Sequence[Member], write: Callable[[Member], str]) -> str:
+        """Members one after the other, each with its own end."""
+        written = [(member, write(member)) for member in members]
+        return " ".join(f"({text})" if member.is_required else f"({text})?" for member, text in written)
+
+    def listed(self, members: Sequence[Member], separator: str, write: Callable[[Member], str]) -> str:
+        """The same with a separator between them. Made from the last one to the first."""
+        first = rest = ""  # what may follow, as the first of all and after another
+        for member in reversed(members):
+            name = self.rule(write(member))
+            begins = f"{name} {rest}"
+            goes_on = f"{quoted_text(separator)} {name}"
+            if member.is_required:
+                first = self.rule(begins)
+            else:
+                first = self.rule(f"{begins} | {first}") if first else f"{self.rule(begins)}?"
+            rest = self.rule(f"{goes_on} {rest}" if member.is_required else f"({goes_on})? {rest}")
+        return first
+
+    def value(self, schema: Any, root: Mapping[str, Any], end: str) -> str:
+        """An argument as `ArgumentWriter.copy_text` reads it: a string as it is, other types as JSON."""
+        types = types_of(schema, root)
+        if "string" not in types:
+            return f"{self.json(schema, root)} {self.literal(end)}"
+        return self.string(resolved(schema, root), root, end, or_null="null" in types)
+
+    def string(self, schema: Mapping[str, Any], root: Mapping[str, Any], end: str, *, or_null: bool) -> str:
+        """Plain text and what ends it."""
+        for name in ("anyOf", "oneOf"):
+            if name in schema and not set(schema) - NOTES - {name}:
+                options = [resolved(option, root) for option in schema[name]]
+                strings = (option for option in options if "string" in types_of(option, root))
+                return self.string(next(strings), root, end, or_null=or_null)
+        if "enum" in schema or "const" in schema:
+            choices = schema["enum"] if "enum" in schema else [schema["const"]]
+            texts = ["null" if choice is None and or_null else choice for choice in choices]
+            if not all(isinstance(text, str) and text and end not in text for text in texts):
+                raise Inexpressible
+            return f"{self.terminal(' | '.join(map(quoted_text, texts)))} {self.literal(end)}"
+        if set(schema) - _STRING:
+            raise Inexpressible
+        low = schema.get("minLength", 0)
+        high = schema.get("maxLength")
+        if not isinstance(low, int) or not isinstance(high, int | None):
+            raise Inexpressible
+        return self._text_until(end, low, high)
+
+    def _text_until(self, end: str, low: int, high: int | None) -> str:
+        """Text of `low` to `high` letters. What would end it must not come too early."""
+        more = "*" if high is None else f"{{0,{max(0, high - low)}}}"
+        letters = (rf"[^<\n]{{{low}}}" if low else "") + rf"(.|\n){more}"
+        head, *rest = self._split(end)
+        if head in self._ids:  # no text contains it
+            return f"/{letters}/ {self.literal(end)}"
+        if not rest:
+            return self.rule(f"/{letters}/ {quoted_text(end)}", "[lazy]")
+        first = re.escape(head[0])
+        if low or high is not None:
+            return f"/[^{first}]{{{low},{'' if high is None else high}}}/ {self.literal(end)}"
+        # The end has a token inside of it. What comes before the token may also be part of the text.
+        close = self.terminal(quoted_text(head))
+        piece = self.terminal(f"/[^{first}]+|{first}/")
+        return self.rule(f"({piece} | {close})* {close} {self.literal(''.join(rest))}")
+
+
+def _is_definition(reference: Any) -> bool:
+    return isinstance(reference, str) and reference.startswith(("#/$defs/", "#/definitions/"))
+
+
+def _references(schema: Any) -> list[Any]:
+    if isinstance(schema, list):
+        return [reference for entry in schema for reference in _references(entry)]
+    if not isinstance(schema, Mapping):
+        return []
+    inner = [reference for value in schema.values() for reference in _references(value)]
+    return [schema["$ref"], *inner] if "$ref" in schema else inner
