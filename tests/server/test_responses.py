@@ -155,7 +155,8 @@ def test_a_required_tool_is_called(client: openai.OpenAI, choice: Any) -> None:
 
 def test_a_call_and_its_result_go_back_as_they_came(client: openai.OpenAI) -> None:
     question: Any = [{"role": "user", "content": "Weather?"}]
-    first = client.responses.create(model=MODEL, input=question, tools=[WEATHER], tool_choice="required", temperature=0)
+    named: Any = {"type": "function", "name": "weather"}
+    first = client.responses.create(model=MODEL, input=question, tools=[WEATHER], tool_choice=named, temperature=0)
     (call,) = first.output
     assert call.type == "function_call"
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
@@ -201,9 +202,10 @@ def test_the_clients_own_stream_ends_with_a_parsed_response(client: openai.OpenA
 
 
 def test_a_streamed_call_tells_its_arguments(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "name": "weather"}
     events = list(
         client.responses.create(
-            model=MODEL, input="Weather?", tools=[WEATHER], tool_choice="required", temperature=0, stream=True
+            model=MODEL, input="Weather?", tools=[WEATHER], tool_choice=named, temperature=0, stream=True
         )
     )
     kinds = [event.type.removeprefix("response.") for event in events]
