@@ -399,9 +399,9 @@ class LLM:
     ) -> Embeddings:
         """One vector of length 1 for each input: what `generate` takes, or {"messages": [...]}.
 
-        `how`: dimensions, truncate_prompt_tokens.
+        Of late interaction one for each token. `how`: dimensions, input_type, truncate_prompt_tokens.
         """
-        how = checked_call(how, ("dimensions", "truncate_prompt_tokens"))
+        how = checked_call(how, ("dimensions", "input_type", "truncate_prompt_tokens"))
         run = self._pooling(use_tqdm, is_single=isinstance(prompts, (str, Mapping)))
         return embeddings(self.engine.processor, run, prompts, **how)
 

@@ -74,7 +74,7 @@ class RequestOutput:
 
 
 class EmbeddingOutput(NamedTuple):
-    embedding: list[float]  # of length 1
+    embedding: list[float] | list[list[float]]  # of length 1; of late interaction one such list a token
 
 
 class ScoringOutput(NamedTuple):

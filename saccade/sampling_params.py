@@ -48,6 +48,7 @@ class Pooling(NamedTuple):
     """What a request gets of its last prompt token in place of an output: the end of prefill is its end."""
 
     token_ids: tuple[int, ...] = ()  # the logits of these tokens; of none: the hidden state after the norm
+    every_token: bool = False  # instead one vector for each prompt token (late interaction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,14 @@ class SamplingParams:
         changes = self.has_penalty or self.logit_bias or self.min_tokens or self.structured
         is_limited = self.allowed_token_ids is not None or self.bad_words or self.bad_words_token_ids
         return self.logprobs is None and self.pooling is None and not changes and not is_limited
+
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """Something is made from the hidden state of every prompt token, which no cache keeps.
+
+        Then the whole prompt is computed: no cached prefix is taken.
+        """
+        return self.pooling is not None and self.pooling.every_token
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):

@@ -12,6 +12,7 @@ from typing import Any
 
 from saccade.checkpoint.compat import normalize
 from saccade.checkpoint.defaults import LANGUAGE_TYPE, TEXT_DEFAULTS, TOWER_DEFAULTS, VISION_DEFAULTS
+from saccade.checkpoint.late_interaction import TOKEN_DIM
 from saccade.checkpoint.moe_config import MoEConfig, first_of, moe_config
 from saccade.checkpoint.schema import CONFIG, GENERATION, Table, first_wrong
 from saccade.errors import ConfigError
@@ -79,6 +80,7 @@ class TextConfig:
     experts: MoEConfig | None = None
     num_deepstack: int = 0  # extra vectors per image embedding; number k is added after decoder layer k
     rope_switch: int | None = None  # LongRoPE: longer prompts use the long factors; None: no LongRoPE
+    token_dim: int | None = None  # of late interaction: width of a token's vector; None: no such model
     mla: MLAConfig | None = None  # then the KV cache has one head, whose vector is key and value
 
     @property
@@ -214,6 +216,7 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack:
         num_cross_layers=len(text.get("cross_attention_layers") or ()),
         num_deepstack=num_deepstack,
         rope_switch=_rope_switch(rope, text),
+        token_dim=raw.get(TOKEN_DIM),
         mla=mla,
     )
 

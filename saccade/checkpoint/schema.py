@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from saccade.checkpoint.late_interaction import TOKEN_DIM
+
 _MAXIMUM = 4096  # values in a list of any length: as many as layers
 
 
@@ -199,6 +201,7 @@ CONFIG: Table = {
     "vision_feature_layer": either(ANY_LAYER, list_of(ANY_LAYER)),
     "multimodal_projector_bias": FLAG,
     "spatial_merge_size": MERGE,
+    TOKEN_DIM: WIDTH,
 }
 GENERATION: Table = {"eos_token_id": TOKENS, "chat_format": WORD}
 
@@ -230,4 +233,5 @@ PROCESSOR: Table = {
     "candidate_resolutions": PAIRS,
     "downsample_ratio": MERGE,
     "normalize": FLAG,
+    **dict.fromkeys(("visual_prompt_prefix", "query_prefix"), WORD),
 }

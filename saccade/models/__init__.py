@@ -17,7 +17,7 @@ from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.state_dict import Parameters
 from saccade.models.tensor_files import StoredTensors, TensorFiles
 from saccade.models.vision.backend import TorchVision, VisionOps
-from saccade.models.weights import fill_random, load_weights
+from saccade.models.weights import fill_random, load_weights, projected_rules
 
 _TEXT = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class), imported on demand
@@ -78,7 +78,8 @@ def load_model(
         raise ConfigError(f"load_format={load_format!r} {problem}")
     else:
         tensors = _tensors(path, config, device)
-        load_weights(tensors, params.targets, model.rules(), progress=progress, wholes=params.wholes)
+        rules = model.rules() if config.text.token_dim is None else projected_rules(model.rules())
+        load_weights(tensors, params.targets, rules, progress=progress, wholes=params.wholes)
     loaded: VisionLanguageModel = model
     return loaded
 

@@ -38,6 +38,17 @@ def under(rules: Iterable[Rule], sources: Sequence[str], target: str) -> tuple[R
     return tuple(prefixed)
 
 
+def projected_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Of a base model in one of late interaction, under `vlm.` or without `model.`; and of its projection."""
+    names = ("embedding_proj_layer", "custom_text_proj")
+    found = [Rule(f"{name}.*", "decoder.projection.*") for name in names]
+    for rule in rules:
+        bare = rule.source.removeprefix("model.")
+        for source in dict.fromkeys((rule.source, bare)):
+            found += [Rule(source, rule.target), Rule(f"vlm.{source}", rule.target)]
+    return tuple(found)
+
+
 def load_weights(
     tensors: StoredTensors,
     targets: Mapping[str, Tensor],

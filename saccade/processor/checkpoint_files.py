@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from saccade.checkpoint import files
 from saccade.checkpoint.config import ModelConfig, check_values, model_config
 from saccade.checkpoint.hf_processor import refusal
+from saccade.checkpoint.late_interaction import TOKEN_DIM, unwrapped
 from saccade.checkpoint.schema import IMAGES, PROCESSOR, Table
 from saccade.errors import ConfigError
 from saccade.media.hashing import digest_of
 from saccade.options import Options
+from saccade.processor import late_interaction
 from saccade.processor.families import FAMILIES, built_in_template, is_known
 from saccade.processor.tasks import Task, task_of
 
@@ -76,7 +78,7 @@ def open_checkpoint(
     _check_complete(path, weights)
     if away := files.links_out(path):
         logger.warning("%s has links that lead out of it: %s", path, ", ".join(away))
-    given = overridden(files.read_json(path / "config.json"), options.hf_overrides)
+    given = unwrapped(overridden(files.read_json(path / "config.json"), options.hf_overrides))
     raw, task = _for_task(given, model, path, options.task)
     tokenizer_path = _tokenizer_path(model, path, options, hub)
     tokenizer_config = files.read_optional(tokenizer_path / "tokenizer_config.json")
@@ -85,11 +87,7 @@ def open_checkpoint(
     if not is_known(config) and (options.hf_overrides or tokenizer_path != path):
         reason = "Transformers reads the files of this family itself"
         raise ConfigError(f"hf_overrides and tokenizer cannot be used: {reason}; change a copy of {path}")
-    settings = {name: files.read_optional(path / name) for name in _MEDIA_FILES}
-    if is_known(config):  # for the fallback, Transformers reads and checks these files
-        for name, table in _MEDIA_FILES.items():
-            check_values(name, settings[name], table)
-    images, video, processor = settings.values()
+    images, video, processor = _media_settings(path, is_checked=is_known(config))
     nested = processor.pop("image_processor", None)
     nested_video = processor.pop("video_processor", None)
     return Checkpoint(
@@ -101,6 +99,7 @@ def open_checkpoint(
         tokenizer_config=tokenizer_config,
         tokenizer_path=tokenizer_path,
         chat_template=_given_template(options.chat_template)
+        or late_interaction.chat_template(processor, config.text.token_dim)
         or _chat_template(tokenizer_path, tokenizer_config)
         or _chat_template(path, {})
         or built_in_template(config),
@@ -110,11 +109,22 @@ def open_checkpoint(
     )
 
 
+def _media_settings(path: Path, *, is_checked: bool) -> Iterable[dict[str, Any]]:
+    """Those of `_MEDIA_FILES`. Not checked for the fallback: Transformers reads them itself."""
+    settings = {name: files.read_optional(path / name) for name in _MEDIA_FILES}
+    for name, table in _MEDIA_FILES.items() if is_checked else ():
+        check_values(name, settings[name], table)
+    return settings.values()
+
+
 def _for_task(
     raw: Mapping[str, Any], model: str | None, path: Path, asked: str
 ) -> tuple[Mapping[str, Any], Task]:
     """The config for the task. To embed, no head is needed, and some checkpoints have none: it is tied."""
     task = task_of(asked, model, path, raw)
+    if TOKEN_DIM in raw and raw.get("model_type") not in FAMILIES:
+        reason = f"its base model is of model_type {raw.get('model_type')!r}, which runs through Transformers"
+        raise ConfigError(f"late interaction is not supported: {reason}; known are {', '.join(FAMILIES)}")
     # Where layers cross-attend, the embedding table has more rows than a head.
     text = raw.get("text_config")
     crosses = isinstance(text, Mapping) and "cross_attention_layers" in text

@@ -8,11 +8,14 @@ from typing import Any
 
 from saccade.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from saccade.processor.input_processor import Processor
+from saccade.processor.late_interaction import QUERY_KWARGS, template_kwargs
 from saccade.processor.pooling import (
     PAIR_KWARGS,
     Side,
     check_dimensions,
+    columns,
     embedding,
+    embedding_pooling,
     no_and_yes,
     pair_messages,
     paired,
@@ -20,9 +23,10 @@ from saccade.processor.pooling import (
     relevance,
     sides_of,
     similarity,
+    token_dim,
 )
 from saccade.processor.tasks import check_task
-from saccade.sampling_params import Pooling, SamplingParams
+from saccade.sampling_params import SamplingParams
 from saccade.types import Prompt
 
 Run = Callable[[Sequence[Callable[[], Prompt]], SamplingParams], list[RequestOutput]]
@@ -37,25 +41,33 @@ def embeddings(
     inputs: Input | Sequence[Input],
     *,
     dimensions: int | None = None,
+    input_type: str | None = None,
     truncate_prompt_tokens: int | None = None,
 ) -> Embeddings:
-    """An input is what `LLM.generate` takes, or {"messages": [...]} for the chat template."""
+    """An input is what `LLM.generate` takes, or {"messages": [...]} for the chat template.
+
+    `input_type`, of late interaction: "query" puts a text into the prompt that queries were trained with.
+    """
     check_task(processor.checkpoint.task, "embed")
     check_dimensions(dimensions, processor)
     many: Sequence[Input] = [inputs] if isinstance(inputs, (str, Mapping)) else inputs
-    params = pooling_params(Pooling(), truncate_prompt_tokens=truncate_prompt_tokens)
-    outs = run([partial(_prompt, processor, one) for one in many], params)
-    return [PoolingRequestOutput.of(out, _embedding(out, dimensions)) for out in outs]
+    dim = token_dim(processor)
+    kwargs = template_kwargs(input_type, dim)
+    params = pooling_params(embedding_pooling(processor), truncate_prompt_tokens=truncate_prompt_tokens)
+    outs = run([partial(_prompt, processor, one, kwargs) for one in many], params)
+    return [PoolingRequestOutput.of(out, _embedding(out, dim, dimensions)) for out in outs]
 
 
-def _embedding(out: RequestOutput, dimensions: int | None) -> EmbeddingOutput | None:
+def _embedding(out: RequestOutput, dim: int | None, dimensions: int | None) -> EmbeddingOutput | None:
     pooled = _pooled(out)
-    return None if pooled is None else EmbeddingOutput(embedding(pooled, dimensions).tolist())
+    return None if pooled is None else EmbeddingOutput(embedding(pooled, dimensions, dim).tolist())
 
 
-def _prompt(processor: Processor, given: Input) -> Prompt:
+def _prompt(processor: Processor, given: Input, kwargs: Mapping[str, Any]) -> Prompt:
     if isinstance(given, Mapping) and "messages" in given:
-        return processor.from_chat(given["messages"], allow_paths=True)
+        return processor.from_chat(given["messages"], chat_template_kwargs=kwargs, allow_paths=True)
+    if isinstance(given, str):
+        return side_prompt(processor, given, kwargs)
     return processor.from_prompt(given)
 
 
@@ -68,12 +80,12 @@ def scores(
     instruction: str | None = None,
     truncate_prompt_tokens: int | None = None,
 ) -> Scores:
-    """A model that embeds gives the cosine similarity, a reranker the probability of yes."""
+    """A model that embeds gives the cosine similarity or MaxSim, a reranker the probability of yes."""
     check_task(processor.checkpoint.task, "score", "embed")
     pairs = paired(sides_of(first), sides_of(second))
     more = {"truncate_prompt_tokens": truncate_prompt_tokens}
     if processor.checkpoint.task == "embed":
-        return _similarities(processor, partial(_run_embed, run, more), pairs)
+        return _similarities(processor, run, pooling_params(embedding_pooling(processor), **more), pairs)
     makers = [partial(pair_prompt, processor, *pair, instruction) for pair in pairs]
     outs = run(makers, pooling_params(no_and_yes(processor), **more))
     return [PoolingRequestOutput.of(out, _relevance(out)) for out in outs]
@@ -84,31 +96,30 @@ def pair_prompt(processor: Processor, query: Side, document: Side, instruction: 
     return processor.from_chat(messages, chat_template_kwargs=PAIR_KWARGS, allow_paths=True)
 
 
-def _run_embed(
-    run: Run, more: Mapping[str, Any], makers: Sequence[Callable[[], Prompt]]
-) -> list[RequestOutput]:
-    return run(makers, pooling_params(Pooling(), **more))
-
-
 def _similarities(
-    processor: Processor,
-    embed: Callable[[Sequence[Callable[[], Prompt]]], list[RequestOutput]],
-    pairs: Sequence[tuple[Side, Side]],
+    processor: Processor, run: Run, params: SamplingParams, pairs: Sequence[tuple[Side, Side]]
 ) -> Scores:
-    outs = embed([partial(side_prompt, processor, side) for pair in pairs for side in pair])
+    first, second = columns(pairs)
+    dim = token_dim(processor)
+    asking = QUERY_KWARGS if dim is not None else {}
+    prompts = [partial(side_prompt, processor, side, asking) for side in first]
+    outs = run([*prompts, *(partial(side_prompt, processor, side, {}) for side in second)], params)
+    lefts = outs[: len(first)] if len(first) > 1 else outs[:1] * len(second)
     found = []
-    for left, right in zip(outs[::2], outs[1::2], strict=True):
-        first, second = _pooled(left), _pooled(right)
-        score = ScoringOutput(similarity(first, second)) if first and second else None
+    for left, right in zip(lefts, outs[len(first) :], strict=True):
+        query, document = _pooled(left), _pooled(right)
+        score = ScoringOutput(similarity(query, document, dim)) if query and document else None
         found.append(PoolingRequestOutput.of(left if left.error else right, score))
     return found
 
 
-def side_prompt(processor: Processor, side: Side) -> Prompt:
-    """Text as it is; parts as a user's message."""
-    if isinstance(side, str):
+def side_prompt(processor: Processor, side: Side, kwargs: Mapping[str, Any]) -> Prompt:
+    """Text as it is, unless the chat template has a use for `kwargs`; parts as a user's message."""
+    if isinstance(side, str) and not kwargs:
         return processor.from_prompt(side)
-    return processor.from_chat([{"role": "user", "content": side.get("content")}], allow_paths=True)
+    content = side if isinstance(side, str) else side.get("content")
+    messages = [{"role": "user", "content": content}]
+    return processor.from_chat(messages, chat_template_kwargs=kwargs, allow_paths=True)
 
 
 def _relevance(out: RequestOutput) -> ScoringOutput | None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from saccade.errors import ConfigError, RequestError, quoted
 from saccade.processor.input_processor import Processor
+from saccade.processor.late_interaction import EVERY_TOKEN, max_sim, token_vectors
 from saccade.sampling_params import Pooling, SamplingParams
 
 Vector = npt.NDArray[np.float32]
@@ -50,22 +51,39 @@ def pooling_params(pooling: Pooling, **more: Any) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0, pooling=pooling, **more)
 
 
-def embedding(pooled: bytes, dimensions: int | None = None) -> Vector:
-    """Of length 1; with `dimensions` the first so many (Matryoshka)."""
+def token_dim(processor: Processor) -> int | None:
+    """Of late interaction; None: a model with one vector for an input."""
+    return processor.checkpoint.config.text.token_dim
+
+
+def embedding_pooling(processor: Processor) -> Pooling:
+    return Pooling() if token_dim(processor) is None else EVERY_TOKEN
+
+
+def embedding(pooled: bytes, dimensions: int | None = None, dim: int | None = None) -> Vector:
+    """Of length 1; with `dimensions` the first so many (Matryoshka). With `dim` one for each token."""
+    if dim is not None:
+        return token_vectors(pooled, dim)
     vector = np.frombuffer(pooled, np.float32)[:dimensions]
     norm = float(np.linalg.norm(vector.astype(np.float64)))
     return (vector / max(norm, 1e-12)).astype(np.float32)
 
 
 def check_dimensions(dimensions: int | None, processor: Processor) -> None:
+    dim = token_dim(processor)
+    if dim is not None and dimensions not in (None, dim):
+        message = f"dimensions must be {dim}, the size of this model's token vectors"
+        raise RequestError(f"{message}, but {quoted(dimensions)} was given", param="dimensions")
     size = processor.checkpoint.config.text.hidden_size
     if dimensions is not None and not 1 <= dimensions <= size:
         message = f"dimensions must be from 1 to {size}, the size of this model's embeddings"
         raise RequestError(f"{message}, but {quoted(dimensions)} was given", param="dimensions")
 
 
-def similarity(first: bytes, second: bytes) -> float:
-    """The cosine of the angle between two embeddings."""
+def similarity(first: bytes, second: bytes, dim: int | None = None) -> float:
+    """The cosine of the angle between two embeddings; with `dim` MaxSim of their token vectors."""
+    if dim is not None:
+        return max_sim(token_vectors(first, dim), token_vectors(second, dim))
     return float(embedding(first).astype(np.float64) @ embedding(second).astype(np.float64))
 
 
@@ -146,6 +164,12 @@ def paired(first: Sequence[Side], second: Sequence[Side]) -> list[tuple[Side, Si
         counts = f"{len(first)} and {len(second)} texts were given"
         raise RequestError(f"{counts}; give one and some others, or as many on both sides")
     return list(zip(first, second, strict=True))
+
+
+def columns(pairs: Sequence[tuple[Side, Side]]) -> tuple[Sequence[Side], Sequence[Side]]:
+    """Both sides; of the first one alone where it is the same in all pairs."""
+    first, second = zip(*pairs, strict=True)
+    return (first[:1] if all(side is first[0] for side in first) else first), second
 
 
 def _text(text: str) -> dict[str, str]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from saccade.errors import RequestError
+from saccade.checkpoint.late_interaction import TOKEN_DIM
+from saccade.errors import ConfigError, RequestError
 
 Task = Literal["generate", "embed", "score"]
 
@@ -18,6 +19,11 @@ _DOES = {"generate": "generate text", "embed": "make embeddings", "score": "scor
 
 def task_of(asked: str, model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
     """The option `task`; with "auto" by the checkpoint. "pooling" is "embed" where nothing says more."""
+    if TOKEN_DIM in config:
+        if asked in ("generate", "score"):
+            reason = "the checkpoint projects its tokens to vectors (late interaction)"
+            raise ConfigError(f"task={asked} cannot be used: {reason}; serve it with --task embed")
+        return "embed"
     if asked in get_args(Task):
         return cast(Task, asked)
     found = _found(model, path, config)

@@ -1,12 +1,16 @@
-"""What requests get of their last rows, on the host: a sampled token, or with pooling a vector."""
+"""What requests get of their rows, on the host: a sampled token, or with pooling vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from saccade.models.layers.decoder import Decoder
 from saccade.runner.batch import RequestState
+from saccade.runner.forward import Windows
 from saccade.runner.sampler import sample
 from saccade.sampling_params import Pooling
 from saccade.types import Sample
@@ -20,7 +24,12 @@ def sample_or_pool(
     Without `hidden`, in decode steps, no request pools.
     """
     wanted = [(row, state.request.params.pooling) for row, state in enumerate(states)]
-    pooled = {row: _pooled(pooling, row, logits, hidden) for row, pooling in wanted if pooling is not None}
+    pooled = {}
+    for row, pooling in wanted:
+        if pooling is not None and pooling.every_token:
+            pooled[row] = _bytes(torch.cat(states[row].rows))
+        elif pooling is not None:
+            pooled[row] = _pooled(pooling, row, logits, hidden)
     samples = sample(logits, [state.row() for state in states])
     for row, vector in pooled.items():
         samples[row] = Sample(samples[row].token_id, None, is_last=True, pooled=vector)
@@ -34,4 +43,28 @@ def _pooled(pooling: Pooling, row: int, logits: Tensor, hidden: Tensor | None) -
     else:
         assert hidden is not None, "a request pools at the end of its prompt"
         vector = hidden[row]
-    return vector.float().cpu().numpy().tobytes()
+    return _bytes(vector)
+
+
+def _bytes(vectors: Tensor) -> bytes:
+    return vectors.float().cpu().numpy().tobytes()
+
+
+def needs_rows(windows: Windows) -> bool:
+    return any(state.needs_rows for _, state in windows)
+
+
+def keep_rows(windows: Windows, hidden: Tensor, decoder: Decoder) -> None:
+    """Make what requests need of the rows of their windows. `hidden` is [T, H], normed, of all windows."""
+    row = 0
+    for window, state in windows:
+        end = row + window.end - window.start
+        if state.needs_rows:
+            assert window.start == sum(map(len, state.rows)), "the whole prompt is computed, from its start"
+            state.rows.append(_token_vectors(hidden[row:end], decoder))
+        row = end
+
+
+def _token_vectors(rows: Tensor, decoder: Decoder) -> Tensor:  # float32 [T, token_dim]
+    assert decoder.projection is not None, "only models of late interaction pool every token"
+    return F.normalize(decoder.projection(rows).float(), dim=-1)

@@ -16,7 +16,7 @@ from saccade.models.layers.torch_attention import PagedAttention, PagedKV
 from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
 from saccade.runner.cross_attention_metadata import rows_by_image
 from saccade.runner.forward import Embeddings, Sampled, Windows
-from saccade.runner.pooling import sample_or_pool
+from saccade.runner.pooling import keep_rows, needs_rows, sample_or_pool
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.sampling_params import SamplingParams
 from saccade.types import Admission, Grid, LatencyProfile, Prompt, Request, Sample, ScheduledWindow
@@ -86,7 +86,10 @@ class TorchForward:
             return dict
         states = [state for _, state in windows]
         batch = build_batch([window for window, _ in windows], states, self.block_size, self.kv.k.device)
-        samples = self._sample(batch, windows, self._forward(batch, windows, embeddings))
+        hidden = self._forward(batch, windows, embeddings)
+        if needs_rows(windows):
+            keep_rows(windows, hidden, self.model.decoder)
+        samples = self._sample(batch, windows, hidden)
         return lambda: samples
 
     def logits(self, windows: Windows, embeddings: Embeddings) -> Tensor:

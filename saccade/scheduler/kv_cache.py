@@ -47,7 +47,10 @@ class BlockHashes:
         block_size: int,
         generated: Sequence[int],
         prompt_ids: Sequence[int] = (),
+        *,
+        may_find: bool = True,  # False: every token is to be computed, so nothing cached is found
     ) -> None:
+        self.may_find = may_find
         self._identity = identity
         self._prompt_ids = prompt_ids  # only `token_ids` needs them
         self._generated = generated  # the request's own list, which grows as it decodes
@@ -206,7 +209,7 @@ class BlockPool:
 
         The last token is always left to compute, because the next one is sampled from it.
         """
-        if not self._enable_caching:
+        if not self._enable_caching or not hashes.may_find:
             return []
         end = (num_tokens - 1) // self.block_size
         if first:  # in the middle, after the first block of what others may have pending
@@ -243,7 +246,8 @@ class BlockPool:
         Goes on where it was last looked up, and stops at the first block that is missing: hashes no further.
         """
         last = (end - 1) // self.block_size
-        if not self._enable_caching or last >= (num_tokens - 1) // self.block_size:
+        is_possible = self._enable_caching and hashes.may_find
+        if not is_possible or last >= (num_tokens - 1) // self.block_size:
             return False
         first = min(max(hashes.num_known - 1, 0), last)
         digests = map(hashes.digest, range(first, last + 1))
@@ -258,7 +262,7 @@ class BlockPool:
 
     def count_offloaded(self, hashes: BlockHashes, num_tokens: int, first: int) -> int:
         """Blocks from number `first` on that can be restored from host memory."""
-        if not self.host.num_blocks:
+        if not self.host.num_blocks or not hashes.may_find:
             return 0
         end = (num_tokens - 1) // self.block_size
         return len(self._match(hashes, first, end, self.host.successor, self.host.by_digest.get))

@@ -57,7 +57,8 @@ class ScheduledRequest:
         self.samples_on_device = self.request.params.samples_on_device
         self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
         known = (prompt.identity, prompt.salt, self.block_size)
-        self.hashes = BlockHashes(*known, self.output, prompt.token_ids)
+        may_find = not self.request.params.needs_prompt_rows
+        self.hashes = BlockHashes(*known, self.output, prompt.token_ids, may_find=may_find)
         self.num_tokens = len(prompt)
         self.max_total_tokens = len(prompt) + self.request.max_tokens
 

@@ -28,7 +28,7 @@ from saccade.server.api.messages import create_message
 from saccade.server.api.models import model_card, model_list
 from saccade.server.api.operator import operator_routes
 from saccade.server.api.plan import measured, plan, plan_options
-from saccade.server.api.pooling import create_embedding, create_score, rerank
+from saccade.server.api.pooling import create_embedding, create_pooling, create_score, rerank
 from saccade.server.api.responses import create_response
 from saccade.server.batch_routes import batch_routes
 from saccade.server.endpoint import Endpoint, Handler
@@ -99,6 +99,7 @@ def _post_routes(service: Service) -> list[Route]:
         "/v1/messages": create_message,
         "/v1/messages/count_tokens": _json_handler(tokenize_api.message_tokens),
         "/v1/embeddings": _json_handler(create_embedding),
+        "/pooling": _json_handler(create_pooling),
         **dict.fromkeys(openapi.SCORE_ROUTES, _json_handler(create_score)),
         **dict.fromkeys(openapi.RERANK_ROUTES, _json_handler(rerank)),
         "/v1/batches": _json_handler(create_batch),

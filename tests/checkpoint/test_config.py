@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from saccade.checkpoint.config import model_config
+from saccade.checkpoint.late_interaction import unwrapped
 from saccade.errors import ConfigError
 from saccade.options import Options, options
 from tests.helpers.published import PUBLISHED
@@ -97,6 +98,27 @@ def test_mm_processor_kwargs_set_the_pixel_limits_and_refuse_anything_else() -> 
 def test_an_option_out_of_range_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Options(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model_type": "colqwen2", "vlm_config": PUBLISHED, "embedding_dim": 320, "dtype": "float16"},
+        {"model_type": "colqwen3", "vlm_config": PUBLISHED, "embed_dim": 320, "torch_dtype": "float16"},
+        {**PUBLISHED, "architectures": ["ColQwen2"], "dim": 320, "torch_dtype": "float16"},
+    ],
+)
+def test_late_interaction_is_its_base_model_with_vectors_of_some_width(given: dict[str, Any]) -> None:
+    once = unwrapped(given)
+    read = model_config(unwrapped(once))  # another process reads it again
+    assert read.text.token_dim == 320 and read.dtype == "float16" and read.model_type == "qwen2_vl"
+    assert unwrapped(PUBLISHED) is PUBLISHED and model_config(PUBLISHED).text.token_dim is None
+
+
+@pytest.mark.parametrize("given", [{"vlm_config": 5}, {"vlm_config": PUBLISHED, "embedding_dim": "wide"}])
+def test_a_broken_config_of_late_interaction_is_named(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"vlm_config is '5'|late_interaction_dim is 'wide'"):
+        model_config(unwrapped({"model_type": "colqwen2", **given}))
 
 
 def test_a_config_that_cannot_be_read_is_named_by_its_type() -> None:

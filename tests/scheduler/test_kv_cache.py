@@ -59,6 +59,15 @@ def test_an_equal_beginning_is_found_again(pool: BlockPool) -> None:
     assert pool.find(chain_of(12), num_tokens=12) == blocks
 
 
+def test_a_request_that_needs_every_row_finds_nothing_and_others_find_its_blocks(pool: BlockPool) -> None:
+    prompt = make_prompt((12,), b"")
+    whole = BlockHashes(prompt.identity, b"", BLOCK, [], may_find=False)
+    blocks = filled(pool, chain_of(12), 2)
+    assert pool.find(whole, num_tokens=12) == [] and not pool.has_prefix(whole, 4, 12)
+    assert pool.find_prefix(whole, num_tokens=12, first=1).num_blocks == 0
+    assert pool.find(chain_of(12), num_tokens=12) == blocks
+
+
 def test_the_search_ends_at_the_first_block_that_differs(pool: BlockPool) -> None:
     blocks = filled(pool, chain_of([1, 2, 3, 4, 5, 6, 7, 8]), 2)
     assert pool.find(chain_of([1, 2, 3, 4, 0, 6, 7, 8, 9]), num_tokens=9) == blocks[:1]

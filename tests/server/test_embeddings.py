@@ -94,6 +94,7 @@ def test_messages_with_an_image_have_a_bill_and_are_cached(embedder: RunningServ
         ({"input": "a", "dimensions": 65}, "dimensions", "from 1 to 64"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "float or base64"),
         ({"messages": []}, "messages", "at least one message"),
+        ({"input": "a", "input_type": "query"}, "input_type", "does not tell queries from documents"),
     ],
 )
 def test_wrong_inputs_get_a_clear_error(

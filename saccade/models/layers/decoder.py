@@ -56,6 +56,10 @@ class Decoder:
         self.head_gemm: Gemm = F.linear
         if not text.tie_word_embeddings:
             self.head = params.new("head.weight", text.vocab_size, text.hidden_size)
+        self.projection: Linear | None = None  # of late interaction: hidden states to token vectors
+        if text.token_dim is not None:
+            inner = params.within("projection")
+            self.projection = Linear(inner, text.hidden_size, text.token_dim, bias=True)
 
     def make_rotary(self, text: TextConfig, device: torch.device) -> Rotary:
         return Rotary(text, device)

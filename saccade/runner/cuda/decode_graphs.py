@@ -48,6 +48,7 @@ class Decoded(NamedTuple):
     tokens: Tensor  # int64 [size]: the argmax, on the device; sampling overwrites its rows
     logits: Tensor  # [size, vocabulary] in the model's dtype; valid until the next run
     hidden: Tensor | None = None  # [size, H] after the norm, of prefill; as long as the logits
+    rows: Tensor | None = None  # [T, H] after the norm: of all tokens of a prefill, where asked for
 
 
 class DecodeGraphs:

@@ -38,7 +38,7 @@ from saccade.runner.cuda.staging import Metadata, TokenReadback, to_device
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Embeddings, Sampled, Windows
 from saccade.runner.latency_profile import layer_curve, timed_curve
-from saccade.runner.pooling import sample_or_pool
+from saccade.runner.pooling import keep_rows, needs_rows, sample_or_pool
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.sampler import SamplingInputs
 from saccade.types import Admission, Grid, LatencyProfile, Sample, ScheduledWindow
@@ -246,7 +246,7 @@ class CudaForward:
             return self._decode(decode)
         tokens = sum(window.end - window.start for window, _ in prefill)
         size = self._mixed_graphs.fitting(tokens, len(prefill), len(decode)) if self._mixed_graphs else None
-        if self._mixed_graphs is None or size is None:
+        if self._mixed_graphs is None or size is None or needs_rows(prefill):
             self._prefill(prefill, embeddings)
             return self._decode(decode)
         chunks = [self._window(window, state) for window, state in prefill]
@@ -265,7 +265,10 @@ class CudaForward:
 
     def _run_prefill(self, windows: Windows, chunks: Sequence[Window], embeddings: Embeddings) -> Sampled:
         self._tables.flush()
-        found = self._prefill_graphs.run(chunks, _splicing(windows, embeddings))
+        all_rows = needs_rows(windows)
+        found = self._prefill_graphs.run(chunks, _splicing(windows, embeddings), all_rows=all_rows)
+        if found.rows is not None:
+            keep_rows(windows, found.rows, self._decoder.decoder)
         sampling = [(window, state) for window, state in windows if window.samples]
         if not sampling:
             return dict

@@ -30,6 +30,7 @@ from saccade.kernels.ops.prepare_inputs import (
 )
 from saccade.kernels.ops.qk_norm import qk_rms_norm
 from saccade.models.cuda.decoder import Crossing, FusedDecoder, Mixers, Mixing
+from saccade.models.cuda.gemms import Gemms, Residual
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.decode_graphs import Decoded
@@ -92,14 +93,19 @@ class PrefillGraphs:
         self._captured: dict[tuple[int, bool, bool], _Captured] = {}
         self._static: _Static | None = None
 
-    def run(self, windows: Sequence[Window], splice: Splice | None = None) -> Decoded:
-        """The most likely next token of each window that samples, in the order of the windows."""
+    def run(
+        self, windows: Sequence[Window], splice: Splice | None = None, *, all_rows: bool = False
+    ) -> Decoded:
+        """The most likely next token of each window that samples, in the order of the windows.
+
+        With `all_rows` the rows of all tokens, too: launched without a graph, since those end with last rows.
+        """
         tokens = sum(len(window.tokens) for window in windows)
         samples = sum(window.samples for window in windows)
         captured = self._fitting(tokens, windows)
         static = self._static
-        if captured is None or static is None:
-            return self._run_eager(windows, samples, splice)
+        if captured is None or static is None or all_rows:
+            return self._run_eager(windows, samples, splice, all_rows)
         self.write(static.staging.open(), windows, captured.sizes)
         static.staging.send(captured.metadata)
         self._plan(windows, captured.sizes)
@@ -112,7 +118,9 @@ class PrefillGraphs:
         found = (static.found.tokens, static.found.logits, static.last.hidden)
         return Decoded(*(rows[:samples] for rows in found))
 
-    def _run_eager(self, windows: Sequence[Window], samples: int, splice: Splice | None) -> Decoded:
+    def _run_eager(
+        self, windows: Sequence[Window], samples: int, splice: Splice | None, all_rows: bool
+    ) -> Decoded:
         tokens = sum(len(window.tokens) for window in windows)
         table = self.decoder.decoder.table
         expanded = self._expanded(windows)
@@ -127,12 +135,16 @@ class PrefillGraphs:
         embeds = table.new_zeros(tokens, self.width)
         if splice is not None:
             splice(embeds)
-        hidden, request_rows = self._forward(embeds, self.new_metadata(windows, sizes), sizes, tables)
+        metadata = self.new_metadata(windows, sizes)
+        x, gemms = self._layers(embeds, metadata, sizes, tables)
+        parts = Parts.of(metadata, sizes)
+        every = gemms.normed(x, self.decoder.decoder) if all_rows else None
+        hidden = gemms.normed(x, self.decoder.decoder, parts.last) if every is None else every[parts.last]
         found = self._new_found(samples)
         if samples:
-            last = _Last(hidden[:samples], request_rows[:samples])
+            last = _Last(hidden[:samples], parts.request_rows[:samples])
             self._find(last, found, ArgmaxWorkspace.allocate(samples, table.device))
-        return found._replace(hidden=hidden[:samples])
+        return found._replace(hidden=hidden[:samples], rows=every)
 
     def capture(self, pool: Any, max_tokens: int) -> None:
         """Graphs for every size of a step, the largest first: the others share its memory."""
@@ -261,19 +273,21 @@ class PrefillGraphs:
         argmax(found.logits, workspace, found.tokens, TokenSink(self.tables.last_tokens, last.request_rows))
 
     def _forward_into(self, static: _Static, metadata: Tensor, sizes: Sizes) -> None:
-        found = self._forward(static.embeds[: sizes.tokens], metadata, sizes)
-        for target, source in zip(static.last, found, strict=True):
-            target.copy_(source)
+        x, gemms = self._layers(static.embeds[: sizes.tokens], metadata, sizes)
+        parts = Parts.of(metadata, sizes)
+        static.last.hidden.copy_(gemms.normed(x, self.decoder.decoder, parts.last))
+        static.last.request_rows.copy_(parts.request_rows)
 
-    def _forward(self, embeds: Tensor, metadata: Tensor, sizes: Sizes, tables: Tensor | None = None) -> _Last:
+    def _layers(
+        self, embeds: Tensor, metadata: Tensor, sizes: Sizes, tables: Tensor | None = None
+    ) -> tuple[Residual, Gemms]:
         """`tables`: of cross-attention, where they are not those of CUDA graphs."""
         attend = self.begin(embeds, metadata, sizes, 1 if sizes.is_short else None)
         gemms = self.decoder.gemms(sizes.tokens, in_parts=self.decoder.norm_eps is None)
         nets = self.begin_nets(metadata, sizes)
         cross = self.begin_cross(metadata, sizes, tables)
-        x = self.decoder.forward(embeds, Mixers(attend, nets, cross, self.positions(metadata, sizes)), gemms)
-        parts = Parts.of(metadata, sizes)
-        return _Last(gemms.normed(x, self.decoder.decoder, parts.last), parts.request_rows)
+        mixers = Mixers(attend, nets, cross, self.positions(metadata, sizes))
+        return self.decoder.forward(embeds, mixers, gemms), gemms
 
     def positions(self, metadata: Tensor, sizes: Sizes) -> Tensor:
         """Of the first axis."""

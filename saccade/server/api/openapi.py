@@ -63,7 +63,7 @@ BODIES: dict[str, dict[str, Any]] = {  # of POST routes
     "/v1/responses/input_tokens": _RESPONSES,
     "/v1/messages": _MESSAGES,
     "/v1/messages/count_tokens": _COUNT_TOKENS,
-    "/v1/embeddings": _operation(fields.EMBEDDING),
+    **dict.fromkeys(("/v1/embeddings", "/pooling"), _operation(fields.EMBEDDING)),
     **dict.fromkeys(SCORE_ROUTES, _operation(fields.SCORE)),
     **dict.fromkeys(RERANK_ROUTES, _operation(fields.RERANK, "query", "documents")),
     "/v1/batches": _operation(BATCH, "input_file_id", "endpoint", "completion_window"),

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from saccade.processor.late_interaction import check_size
 from saccade.processor.pooling import Side, embedding, relevance, similarity
 from saccade.server.api.chunks import bill_body, prompt_usage
 from saccade.server.generation import BilledPrompt, Generation, Timing
@@ -14,6 +15,7 @@ from saccade.server.http.request_context import Exchange
 from saccade.server.http.text_limit import check_text
 from saccade.server.request.chat import ChatRequest, CompletionRequest, renaming
 from saccade.server.request.pooling import (
+    EmbeddingRequest,
     PoolingRequest,
     ScoreRequest,
     Source,
@@ -53,27 +55,37 @@ class PooledInputs:
 
 
 async def create_embedding(service: Service, exchange: Exchange) -> dict[str, Any]:
+    return await _embed(service, exchange, "embd", {"object": "embedding"}, "embedding")
+
+
+async def create_pooling(service: Service, exchange: Exchange) -> dict[str, Any]:
+    """The same in vLLM's form."""
+    return await _embed(service, exchange, "pool", {"object": "pooling"}, "data")
+
+
+async def _embed(
+    service: Service, exchange: Exchange, prefix: str, row: dict[str, Any], name: str
+) -> dict[str, Any]:
     body = await service.decode(exchange, _INPUTS)
     request = await service.check(read_embedding, body, exchange.caller, service.processor)
     pooled = await _pool(service, exchange, request.pooling)
-    data = await service.in_thread(_embeddings, pooled, request.dimensions, request.is_base64)
-    return {"object": "list", "data": data, **pooled.envelope(request.pooling, "embd", service, exchange)}
+    shown = await service.in_thread(_embeddings, pooled, request)
+    data = [{**row, "index": index, name: values} for index, values in enumerate(shown)]
+    return {"object": "list", "data": data, **pooled.envelope(request.pooling, prefix, service, exchange)}
 
 
-def _embeddings(pooled: PooledInputs, dimensions: int | None, is_base64: bool) -> list[dict[str, Any]]:
-    data = []
-    for index, vector in enumerate(pooled.vectors):
-        values = embedding(vector, dimensions)
-        shown = base64.b64encode(values.astype("<f4").tobytes()).decode() if is_base64 else values.tolist()
-        data.append({"object": "embedding", "index": index, "embedding": shown})
-    return data
+def _embeddings(pooled: PooledInputs, request: EmbeddingRequest) -> list[Any]:
+    found = [embedding(vector, request.dimensions, request.pooling.token_dim) for vector in pooled.vectors]
+    if request.is_base64:
+        return [base64.b64encode(values.astype("<f4").tobytes()).decode() for values in found]
+    return [values.tolist() for values in found]
 
 
 async def create_score(service: Service, exchange: Exchange) -> dict[str, Any]:
     body = await service.decode(exchange, _INPUTS)
     request = await service.check(read_score, body, exchange.caller, service.processor)
     pooled = await _pool(service, exchange, request.pooling)
-    found = enumerate(_scores(request, pooled))
+    found = enumerate(await service.in_thread(_scores, request, pooled))
     data = [{"object": "score", "index": index, "score": score} for index, score in found]
     return {"object": "list", "data": data, **pooled.envelope(request.pooling, "score", service, exchange)}
 
@@ -83,7 +95,7 @@ async def rerank(service: Service, exchange: Exchange) -> dict[str, Any]:
     body = await service.decode(exchange, _INPUTS)
     request = await service.check(read_rerank, body, exchange.caller, service.processor)
     pooled = await _pool(service, exchange, request.score.pooling)
-    scores = _scores(request.score, pooled)
+    scores = await service.in_thread(_scores, request.score, pooled)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
     results = []
     for index in best:
@@ -98,11 +110,12 @@ def _shown(document: Side) -> dict[str, Any]:
 
 
 def _scores(request: ScoreRequest, pooled: PooledInputs) -> list[float]:
-    count = request.num_pairs
-    if len(pooled.vectors) == count:
-        return [relevance(vector) for vector in pooled.vectors]
-    pairs = zip(pooled.vectors[:count], pooled.vectors[count:], strict=True)
-    return [similarity(first, second) for first, second in pairs]
+    first = pooled.vectors[: -request.num_pairs]
+    second = pooled.vectors[-request.num_pairs :]
+    if not first:
+        return [relevance(vector) for vector in second]
+    pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
+    return [similarity(*pair, request.pooling.token_dim) for pair in pairs]
 
 
 async def _pool(service: Service, exchange: Exchange, request: PoolingRequest) -> PooledInputs:
@@ -112,11 +125,15 @@ async def _pool(service: Service, exchange: Exchange, request: PoolingRequest) -
     sources = request.sources
     exchange.lease.enter(min(len(sources), size))
     pooled = PooledInputs()
+    num_tokens = 0
     for start in range(0, len(sources), size):
         prepared = [
             await _prepared(service, exchange, request, source) for source in sources[start : start + size]
         ]
         prompts = [billed for billed, _ in prepared]
+        num_tokens += sum(len(billed.prompt) for billed in prompts)
+        if request.token_dim is not None:
+            check_size(num_tokens, request.token_dim)
         with service.generation(prompts, request.options, prepared[-1][1]) as generation:
             await service.start(generation, prompts, request.options, exchange.caller)
             if start + size >= len(sources):

@@ -158,6 +158,7 @@ EMBEDDING: Mapping[str, Schema] = {
     "messages": CHAT["messages"],
     "encoding_format": {"type": "string", "enum": ["float", "base64"]},
     "dimensions": _INT,
+    "input_type": {"type": "string", "enum": ["query", "document"]},
     "add_special_tokens": _BOOL,
     "add_generation_prompt": _BOOL,
     "continue_final_message": _BOOL,

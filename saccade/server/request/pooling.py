@@ -8,18 +8,21 @@ from typing import Any
 
 from saccade.errors import RequestError, quoted
 from saccade.processor.input_processor import Processor
+from saccade.processor.late_interaction import QUERY_KWARGS, template_kwargs
 from saccade.processor.pooling import (
     PAIR_KWARGS,
     Side,
     check_dimensions,
+    columns,
     content_of,
+    embedding_pooling,
     no_and_yes,
     pair_messages,
     paired,
     sides_of,
+    token_dim,
 )
 from saccade.processor.tasks import check_task
-from saccade.sampling_params import Pooling
 from saccade.server.request import fields
 from saccade.server.request.chat import ChatRequest, ResponseOptions, pooling_options, prompts_of, read_chat
 from saccade.server.request.fields import FieldReader
@@ -38,6 +41,7 @@ class PoolingRequest:
     options: ResponseOptions
     sources: Sequence[Source]
     add_special_tokens: bool = True  # the tokenizer's own, around a text
+    token_dim: int | None = None  # of late interaction, where all tokens of a request are limited
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,8 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Pairs, one source each for a reranker; or, for a model that embeds, all first and then all second."""
+    """Pairs, one source each for a reranker; for a model that embeds the first ones, or one for all, and then
+    the second ones."""
 
     pooling: PoolingRequest
     num_pairs: int
@@ -71,26 +76,36 @@ def read_embedding(body: Mapping[str, Any], reader: FieldReader, processor: Proc
     if encoding not in ("float", "base64"):
         message = f"encoding_format must be float or base64, not {quoted(encoding)}"
         raise RequestError(message, param="encoding_format")
-    options = pooling_options(given, Pooling())
+    dim = token_dim(processor)
+    kwargs = template_kwargs(given.get("input_type"), dim)
+    options = pooling_options(given, embedding_pooling(processor))
     adds = given.get("add_special_tokens", True)
-    pooling = PoolingRequest(options, _sources(given, reader, options), adds)
+    pooling = PoolingRequest(options, _sources(given, reader, options, kwargs), adds, dim)
     return EmbeddingRequest(pooling, encoding == "base64", given.get("dimensions"))
 
 
-def _sources(given: Mapping[str, Any], reader: FieldReader, options: ResponseOptions) -> list[Source]:
+def _sources(
+    given: Mapping[str, Any], reader: FieldReader, options: ResponseOptions, kwargs: Mapping[str, Any]
+) -> list[Source]:
     if ("input" in given) == ("messages" in given):
         raise RequestError("give either input or messages", param="input")
+    if ("messages" in given or kwargs) and not given.get("add_special_tokens", True):
+        raise fields.unsupported("add_special_tokens")
     if "messages" in given:
-        if not given.get("add_special_tokens", True):
-            raise fields.unsupported("add_special_tokens")
-        return [_chat({name: given[name] for name in given if name in fields.CHAT}, reader, options)]
+        own = {**kwargs, **(given.get("chat_template_kwargs") or {})}
+        chat = {name: given[name] for name in given if name in fields.CHAT}
+        return [_chat({**chat, "chat_template_kwargs": own}, reader, options)]
     inputs = given["input"]
     if isinstance(inputs, list) and inputs and all(isinstance(one, dict) for one in inputs):
         _check_count(len(inputs), "input")
-        return [_side_source(side, given, reader, options) for side in sides_of(inputs)]
+        return [_side_source(side, given, reader, options, kwargs) for side in sides_of(inputs)]
     texts = prompts_of(inputs, "input")
     _check_count(len(texts), "input")
-    return list(texts)
+    if not kwargs:
+        return list(texts)
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError("token ids are taken as they are; leave input_type out", param="input_type")
+    return [_side_source(str(text), given, reader, options, kwargs) for text in texts]
 
 
 def read_score(body: Mapping[str, Any], reader: FieldReader, processor: Processor) -> ScoreRequest:
@@ -130,15 +145,18 @@ def _score_request(
     _check_count(len(pairs), param)
     try:
         if task == "embed":
-            options = pooling_options(given, Pooling())
-            sides = [side for column in zip(*pairs, strict=True) for side in column]
-            sources = [_side_source(side, given, reader, options) for side in sides]
+            options = pooling_options(given, embedding_pooling(processor))
+            first, second = columns(pairs)
+            asking = {} if token_dim(processor) is None else QUERY_KWARGS
+            sources = [_side_source(side, given, reader, options, asking) for side in first]
+            sources += [_side_source(side, given, reader, options, {}) for side in second]
         else:
             options = pooling_options(given, no_and_yes(processor))
             sources = [_pair_source(pair, given, reader, options, processor) for pair in pairs]
     except RequestError as error:
         raise error.renamed(error.param or param) from None
-    return ScoreRequest(PoolingRequest(options, sources), len(pairs))
+    pooling = PoolingRequest(options, sources, token_dim=token_dim(processor))
+    return ScoreRequest(pooling, len(pairs))
 
 
 def _pair_source(
@@ -154,14 +172,18 @@ def _pair_source(
 
 
 def _side_source(
-    side: Side, given: Mapping[str, Any], reader: FieldReader, options: ResponseOptions
+    side: Side,
+    given: Mapping[str, Any],
+    reader: FieldReader,
+    options: ResponseOptions,
+    kwargs: Mapping[str, Any],
 ) -> Source:
-    """A text as it is; parts as a user's message."""
+    """A text as it is, unless the chat template has a use for `kwargs`; parts as a user's message."""
     parts = content_of(side)
-    if isinstance(side, str):
+    if isinstance(side, str) and not kwargs:
         return side
-    kwargs = {"mm_processor_kwargs": given.get("mm_processor_kwargs")}
-    return _chat({"messages": [{"role": "user", "content": parts}], **kwargs}, reader, options)
+    how = {"mm_processor_kwargs": given.get("mm_processor_kwargs"), "chat_template_kwargs": kwargs}
+    return _chat({"messages": [{"role": "user", "content": parts}], **how}, reader, options)
 
 
 def _chat(body: Mapping[str, Any], reader: FieldReader, options: ResponseOptions) -> ChatRequest:
