@@ -202,7 +202,7 @@ class _Running:
         self._prompt_ids = list(prompt.token_ids)
         self._bill = bill
         self._prepare_ms = prepare_ms
-        self._outputs = [RequestOutputBuilder(i, processor.tokenizer, params) for i in range(params.n)]
+        self._outputs = processor.output_builders(prompt, params)
         self._reading = set(range(params.n))
 
     @property

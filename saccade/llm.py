@@ -130,7 +130,7 @@ class Engine:
                 params = replace(params, max_tokens=min(params.max_tokens or left, left))
             max_tokens = params.max_tokens or left
             requests = self._requests.build(request_id, prompt, params, max_tokens, priority=priority)
-            outputs = [RequestOutputBuilder(i, self.processor.tokenizer, params) for i in range(params.n)]
+            outputs = self.processor.output_builders(prompt, params)
             ids = list(prompt.token_ids)
             opened = _Open(request_id, prompt, ids, outputs, prepare_ms, self.bill(prompt), params.n)
             with self._in_step():

@@ -41,6 +41,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the caller's stop token or string that ended it, if one did
     logprobs: list[TokenLogprobs] | None = None  # one per token, when they were asked for
     pooled: bytes | None = None  # float32, of `embed` and `score`
+    reasoning: str | None = None  # the thinking before the answer, without its markers; None: there is none
+    content: str = ""  # the text without the thinking
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -82,6 +82,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None  # the output has none of them, at its start or after a space
     bad_words_token_ids: Sequence[Sequence[int]] | None = None  # the same as tokens; set by the processor
     truncate_prompt_tokens: int | None = None  # only the last so many tokens of a prompt; -1: what fits
+    thinking_token_budget: int | None = None  # tokens of thinking before it is closed; None: no limit
     pooling: Pooling | None = None  # set by `embed` and `score`: nothing is sampled
 
     def __post_init__(self) -> None:
@@ -114,7 +115,8 @@ class SamplingParams:
         Then the device samples by itself and starts the next step before the host has seen the token.
         """
         changes = self.has_penalty or self.logit_bias or self.min_tokens or self.structured
-        is_limited = self.allowed_token_ids is not None or self.bad_words or self.bad_words_token_ids
+        limits = (self.allowed_token_ids, self.thinking_token_budget)
+        is_limited = any(limit is not None for limit in limits) or self.bad_words or self.bad_words_token_ids
         return self.logprobs is None and self.pooling is None and not changes and not is_limited
 
     @property
@@ -128,7 +130,7 @@ class SamplingParams:
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
             _require(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")
-        for name in ("seed", "max_tokens", "logprobs", "truncate_prompt_tokens"):
+        for name in ("seed", "max_tokens", "logprobs", "truncate_prompt_tokens", "thinking_token_budget"):
             value = getattr(self, name)
             _require(value is None or _is_int(value), name, value, "a whole number or nothing")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
@@ -201,6 +203,8 @@ class SamplingParams:
             _require(_is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")
 
     def _check_limits(self) -> None:
+        budget = self.thinking_token_budget
+        _require(budget is None or budget >= 0, "thinking_token_budget", budget, "0 or more")
         cut = self.truncate_prompt_tokens
         allowed = "1 or more, or -1 for what fits"
         _require(cut is None or cut == -1 or cut >= 1, "truncate_prompt_tokens", cut, allowed)
@@ -243,7 +247,6 @@ REFUSED: Mapping[str, str] = {
     "flat_logprobs": "read logprobs, one dict for each token",
     "extra_args": "they are for plugins, and there are none",
     "skip_reading_prefix_cache": "give the prompt a cache_salt, or LLM enable_prefix_caching=False",
-    "thinking_token_budget": "limit max_tokens",
     "repetition_detection": "use repetition_penalty, frequency_penalty or stop",
 }
 """vLLM's parameters that are refused, and what to use instead."""

@@ -190,7 +190,7 @@ class Prompt:
 
 
 class Thinking(NamedTuple):
-    """How an output may think before it answers: structured output begins after it."""
+    """How an output may think before it answers: structured output begins after it, and it may be limited."""
 
     open: str  # marker before the thinking
     close: str  # marker after it
@@ -226,7 +226,7 @@ class Request:
     seed: int  # of its sampling noise; set for every request, so a resumed one repeats itself
     tenant: Tenant = NO_TENANT
     priority: int = 0  # among the requests of its tenant: lower values go first
-    thinking: Thinking | None = None  # before structured output; None: that begins at once
+    thinking: Thinking | None = None  # before structured output or within a budget; None: neither
 
     @property
     def family(self) -> str:

@@ -247,7 +247,7 @@ OFFLINE: Mapping[str, str] = {
     "allowed_local_media_path": "offline, every local file may be named",
     "allowed_media_domains": "offline, nothing is fetched",
     "otlp_traces_endpoint": "only a server sends traces",
-    "reasoning_parser": "offline, outputs are text as it was generated",
+    "reasoning_parser": "offline, the chat template tells how a model thinks; see the outputs' reasoning",
 }
 """Options of the server that vLLM's `LLM(...)` takes, too, and why they change nothing there."""
 

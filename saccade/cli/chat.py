@@ -14,13 +14,15 @@ from saccade.errors import RequestError
 from saccade.llm import Engine
 from saccade.media.load import load_image
 from saccade.options import MediaPolicy, Options
-from saccade.outputs import RequestOutput
+from saccade.outputs import CompletionOutput, RequestOutput
 from saccade.sampling_params import SamplingParams
 from saccade.types import Bill
 
 with contextlib.suppress(ImportError):  # not in every build of Python
     import readline  # noqa: F401  # arrow keys and a history for `input`
 
+_DIM = "\x1b[2m"
+_PLAIN = "\x1b[0m"
 _HELP = (
     "Type a question; /image FILE adds a picture to the next one, /new starts over, /quit leaves; "
     "Ctrl-C ends an answer early."
@@ -110,19 +112,20 @@ class Conversation:
             print("\n[ended early; the question is not part of the conversation]", file=sys.stderr)
             return
         self.images = []
-        self.messages += [message, {"role": "assistant", "content": out.outputs[0].text}]
+        answer = {"role": "assistant", "content": out.outputs[0].content}
+        if out.outputs[0].reasoning:
+            answer["reasoning_content"] = out.outputs[0].reasoning
+        self.messages += [message, answer]
         assert out.bill is not None
         print(bill_line(out.bill, len(out.outputs[0].token_ids)), file=sys.stderr)
 
     def _stream(self, messages: list[dict[str, Any]]) -> RequestOutput:
         self.engine.add_chat("chat", messages, self.params)
-        shown = 0
+        answer = _Answer()
         try:
             while True:
                 for out in self.engine.step():
-                    text = out.outputs[0].text
-                    print(text[shown:], end="", flush=True)
-                    shown = len(text)
+                    answer.show(out.outputs[0])
                     if out.error:
                         raise out.error
                     if out.finished:
@@ -130,6 +133,26 @@ class Conversation:
                         return out
         finally:
             self.engine.abort_request("chat")
+
+
+class _Answer:
+    """Prints an answer as it grows. Thinking goes to stderr, dimmed in a terminal, as the bill does."""
+
+    def __init__(self) -> None:
+        self._num_thought = 0  # characters printed
+        self._num_said = 0
+
+    def show(self, output: CompletionOutput) -> None:
+        thought = (output.reasoning or "")[self._num_thought :]
+        said = output.content[self._num_said :]
+        self._num_thought += len(thought)
+        if thought:
+            is_terminal = sys.stderr.isatty()
+            print(f"{_DIM}{thought}{_PLAIN}" if is_terminal else thought, end="", flush=True, file=sys.stderr)
+        if said and not self._num_said and self._num_thought:
+            print("\n", file=sys.stderr)
+        self._num_said += len(said)
+        print(said, end="", flush=True)
 
 
 def bill_line(bill: Bill, answer_tokens: int) -> str:

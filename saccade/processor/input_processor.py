@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +17,13 @@ from saccade.media.hashing import identity, salt_of
 from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint_files import Checkpoint
+from saccade.processor.dialects.parser import OutputFormat, OutputFormats, output_formats
 from saccade.processor.documents import open_documents
 from saccade.processor.families import built_in_template
 from saccade.processor.families.base import HasMarkup, LengthBound, cross_attended
 from saccade.processor.images import ImageInput, Images, PrefetchMedia, bill_item, reads_text_only
 from saccade.processor.messages import Form, cleaned, cut_at_mark, form_of, mark_end, read_messages
+from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.request_builder import RequestBuilder
 from saccade.processor.tasks import check_task
 from saccade.processor.template import MAX_CHARS, RESERVED
@@ -34,6 +36,7 @@ from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, Span
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
 _MAX_CHARS = 64 << 20  # of a rendered chat, whatever context config.json claims
+_MARKER_TOKENS = 16  # at the end of a prompt, where a marker of thinking may be
 _SHOWN_CHARS = 500  # of a template's error message
 
 Ids = npt.NDArray[np.int64]
@@ -96,7 +99,27 @@ class Processor:
         return self.checkpoint.config.eos_token_ids or frozenset(() if fallback is None else (fallback,))
 
     def request_builder(self, seed: int | None) -> RequestBuilder:
-        return RequestBuilder(self.eos_token_ids, seed, self.tokenizer.encode_text)
+        return RequestBuilder(
+            self.eos_token_ids,
+            seed,
+            self.tokenizer.encode_text,
+            lambda prompt: self.format_of(prompt).thinking,
+        )
+
+    @cached_property
+    def _formats(self) -> OutputFormats:
+        return output_formats(self.checkpoint.chat_template, self.tokenizer.token_id)
+
+    def output_builders(self, prompt: Prompt, params: SamplingParams) -> list[RequestOutputBuilder]:
+        """For Python callers: they get the thinking apart."""
+        how = self.format_of(prompt)
+        return [RequestOutputBuilder(i, self.tokenizer, params, output_format=how) for i in range(params.n)]
+
+    def format_of(self, prompt: Prompt) -> OutputFormat:
+        """How the model writes what follows a prompt, as its chat template tells."""
+        end = prompt.token_ids[-_MARKER_TOKENS:]
+        text = self.tokenizer.decode(end, skip_special_tokens=False) if prompt.text is None else prompt.text
+        return self._formats.after(text)
 
     def largest_item(self) -> Geometry | None:
         """The most expensive image or frame group the limits allow; None when they allow none."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from saccade.outputs import CompletionOutput, TokenLogprobs
 from saccade.processor.detokenize import Detokenizer
+from saccade.processor.dialects.events import Content, OutputEvent, Reasoning
+from saccade.processor.dialects.parser import OutputFormat
 from saccade.processor.tokenizer import Tokenizer
 from saccade.sampling_params import SamplingParams
 from saccade.types import FinishReason, Logprobs, TokenEvent, Usage
@@ -18,8 +21,12 @@ class RequestOutputBuilder:
         tokenizer: Tokenizer,
         params: SamplingParams,
         shown_ids: frozenset[int] = frozenset(),
+        output_format: OutputFormat | None = None,
     ) -> None:
-        """`shown_ids` are control tokens that stay in the text, because a parser looks for them."""
+        """`shown_ids` are control tokens that stay in the text, because a parser looks for them.
+
+        `output_format`: tells thinking from the rest, for callers of `output`.
+        """
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
@@ -35,6 +42,9 @@ class RequestOutputBuilder:
         self._num_shown = 0  # tokens without the stop token, which is counted but not shown
         self._num_detokenized = 0  # tokens of these that the detokenizer has taken
         self._tokenizer = tokenizer
+        self._parts: _Parts | None = None
+        if output_format is not None and output_format.thinking is not None:
+            self._parts = _Parts(tokenizer, params, output_format)
         self._decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         self._detokenizer = Detokenizer(
             tokenizer,
@@ -113,14 +123,19 @@ class RequestOutputBuilder:
         return len(self.token_ids)
 
     def output(self) -> CompletionOutput:
+        text = self.text
+        if self._parts is not None:
+            self._parts.read(self.token_ids[: self._num_shown], is_finished=self.is_finished)
         return CompletionOutput(
             index=self.index,
-            text=self.text,
+            text=text,
             token_ids=list(self.token_ids),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=self._token_logprobs(),
             pooled=self.pooled,
+            reasoning=self._parts.reasoning if self._parts else None,
+            content=self._parts.content if self._parts else text,
         )
 
     def _token_logprobs(self) -> list[TokenLogprobs] | None:
@@ -131,3 +146,43 @@ class RequestOutputBuilder:
         ]:
             self._shown_logprobs.append(TokenLogprobs(token_id, entry, self._token_text))
         return list(self._shown_logprobs)
+
+
+class _Parts:
+    """The thinking of an output and the rest of it, so far. It sees markers that the text may hide."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, output_format: OutputFormat) -> None:
+        markers = output_format.shown_markers(finds_calls=False)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_ids=frozenset(i for marker in markers if (i := tokenizer.token_id(marker)) is not None),
+        )
+        self._min_tokens = params.min_tokens
+        self._parser = output_format.parser(None, finds_calls=False)
+        self._num_read = 0
+        self._reasoning = ""
+        self.content = ""
+
+    @property
+    def reasoning(self) -> str | None:
+        return self._reasoning if self._parser.has_thought else None
+
+    def read(self, token_ids: Sequence[int], *, is_finished: bool) -> None:
+        """All tokens so far, of which some were read before."""
+        text = ""
+        for index in range(self._num_read, len(token_ids)):
+            text += self._detokenizer.push(token_ids[index], may_stop=index + 1 >= self._min_tokens)
+        self._num_read = len(token_ids)
+        self._take(self._parser.push(text))
+        if is_finished:
+            self._take(self._parser.push(self._detokenizer.finish()) + self._parser.finish())
+
+    def _take(self, events: Sequence[OutputEvent]) -> None:
+        for event in events:
+            if isinstance(event, Reasoning):
+                self._reasoning += event.text
+            elif isinstance(event, Content):
+                self.content += event.text

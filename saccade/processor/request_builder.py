@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from saccade.errors import RequestError
 from saccade.sampling_params import SamplingParams
 from saccade.structured.schema_validation import check_structured
 from saccade.structured.structured_outputs import structured_of
@@ -18,10 +19,15 @@ class RequestBuilder:
         eos_token_ids: frozenset[int],
         seed: int | None,
         encode: Callable[[str], list[int]] | None = None,
+        thinking_after: Callable[[Prompt], Thinking | None] | None = None,
     ) -> None:
-        """`encode`: text to tokens without special ones, for bad words."""
+        """`encode`: text to tokens without special ones, for bad words.
+
+        `thinking_after`: how outputs of a prompt may think, for a budget.
+        """
         self._eos_token_ids = eos_token_ids
         self._encode = encode
+        self._thinking_after = thinking_after
         self._seeds = random.Random(seed)  # for requests that bring none
 
     def build(
@@ -36,10 +42,17 @@ class RequestBuilder:
         priority: int = 0,
         thinking: Thinking | None = None,
     ) -> list[Request]:
-        """`first`: number of the first output, where a request has several prompts."""
+        """`first`: number of the first output, where a request has several prompts.
+
+        `thinking`: how outputs may begin, if they are held to a structure after it.
+        """
+        if params.thinking_token_budget is not None and self._thinking_after is not None:
+            thinking = thinking or self._thinking_after(prompt)
+        params = _with_budget(params, thinking)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         if params.bad_words and self._encode is not None:
             params = replace(params, bad_words=None, bad_words_token_ids=self._bad_words(params.bad_words))
+        is_held = params.structured is not None or params.thinking_token_budget is not None
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         return [
             Request(
@@ -51,7 +64,7 @@ class RequestBuilder:
                 seed=(seed + index) % 2**63,
                 tenant=tenant,
                 priority=priority,
-                thinking=thinking if params.structured is not None else None,
+                thinking=thinking if is_held else None,
             )
             for index in range(params.n)
         ]
@@ -61,6 +74,19 @@ class RequestBuilder:
         assert self._encode is not None
         spelled = [self._encode(space + word.strip()) for word in words for space in ("", " ")]
         return tuple(dict.fromkeys(tuple(ids) for ids in spelled if ids))
+
+
+def _with_budget(params: SamplingParams, thinking: Thinking | None) -> SamplingParams:
+    """Without the budget where there is no thinking. RequestError if thinking cannot be closed."""
+    if params.thinking_token_budget is None:
+        return params
+    if thinking is None:
+        return replace(params, thinking_token_budget=None)
+    if thinking.close_id is None:
+        name = "thinking_token_budget"
+        reason = f"{thinking.close} is not one token of this model, so its thinking cannot be closed"
+        raise RequestError(f"{name} is not supported: {reason}; leave it out", code="unsupported", param=name)
+    return params
 
 
 def child_id(request_id: str, index: int) -> str:

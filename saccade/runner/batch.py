@@ -18,7 +18,8 @@ from torch import Tensor
 
 from saccade.models.layers.torch_attention import AttentionBatch
 from saccade.runner.sampler import Row
-from saccade.structured.grammar import Grammar
+from saccade.structured.grammar import Bits, Grammar
+from saccade.structured.thinking import ThinkingBudget
 from saccade.types import Admission, Key, Request, Sample, ScheduledWindow, Span
 
 Ints = npt.NDArray[np.int64]
@@ -50,6 +51,7 @@ class RequestState:
         self._appended: list[int] = list(admission.output_token_ids)  # output tokens not in the array yet
         self.num_tokens = self.num_prompt + len(self._appended)
         self.last_token = (self._appended or prompt.token_ids)[-1]
+        self._budget = _thinking_budget(admission)
 
     def append(self, token: int) -> None:
         """Called for every token of a step, so it is cheap: few requests need the array."""
@@ -68,6 +70,8 @@ class RequestState:
     def take(self, sample: Sample) -> Sample:
         """Append a sampled token; returns the sample, marked as last if the grammar is complete."""
         self.append(sample.token_id)
+        if self._budget is not None:
+            self._budget.take(sample.token_id)
         if self.grammar is None:
             return sample
         self.grammar.advance(sample.token_id)
@@ -108,6 +112,9 @@ class RequestState:
 
     def row(self) -> Row:
         request = self.request
+        if self._budget is not None and (forced := self._budget.forced) is not None:
+            only = _bits((forced,))  # it outranks whatever else limits the next token
+            return Row(request.params, self._prompt_ids, self._output(), frozenset(), request.seed, only)
         end_ids = request.eos_token_ids | frozenset(request.params.stop_token_ids)
         allowed = self.grammar.allowed() if self.grammar else None
         if self.grammar and allowed is not None and self.grammar.must_end(allowed):
@@ -125,14 +132,10 @@ class RequestState:
         )
 
     @cached_property
-    def _allowed_bits(self) -> npt.NDArray[np.int32] | None:
+    def _allowed_bits(self) -> Bits | None:
         """Of `allowed_token_ids`. Cached: a list may name the whole vocabulary."""
         tokens = self.request.params.allowed_token_ids
-        if tokens is None:
-            return None
-        is_allowed = np.zeros((max(tokens) // 32 + 1) * 32, np.bool_)
-        is_allowed[np.array(tokens)] = True
-        return np.packbits(is_allowed, bitorder="little").view("<i4")
+        return None if tokens is None else _bits(tokens)
 
     def _forbidden(self) -> frozenset[int]:
         """Tokens that would complete a bad word."""
@@ -142,6 +145,25 @@ class RequestState:
         longest = max(map(len, bad))
         last = self._output()[-longest:].tolist()
         return frozenset(word[-1] for word in bad if last[len(last) - len(word) + 1 :] == list(word[:-1]))
+
+
+def _thinking_budget(admission: Admission) -> ThinkingBudget | None:
+    """Advanced past the tokens that the request has already."""
+    thinking = admission.request.thinking
+    tokens = admission.request.params.thinking_token_budget
+    if thinking is None or tokens is None:
+        return None
+    budget = ThinkingBudget(thinking, tokens)
+    for token in admission.output_token_ids:
+        budget.take(token)
+    return budget
+
+
+def _bits(tokens: Sequence[int]) -> Bits:
+    """One for each of these tokens."""
+    is_set = np.zeros((max(tokens) // 32 + 1) * 32, np.bool_)
+    is_set[np.array(tokens)] = True
+    return np.packbits(is_set, bitorder="little").view("<i4")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig
 from saccade.processor.checkpoint_files import BUILTIN_NAME
-from saccade.processor.dialects.parser import PLAIN, OutputFormat, OutputFormats
-from saccade.processor.dialects.registry import thinking_dialect, tool_dialect
+from saccade.processor.dialects.parser import PLAIN, OutputFormat, OutputFormats, output_formats
 from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
@@ -444,10 +443,12 @@ def _media_resolver(
 
 
 def _output_formats(server: ServerOptions, processor: Processor) -> OutputFormats:
-    template = processor.checkpoint.chat_template
-    calls = tool_dialect(server.tool_call_parser, template)
-    thinking = thinking_dialect(server.reasoning_parser, template)
-    return OutputFormats(calls, thinking, processor.tokenizer.token_id)
+    return output_formats(
+        processor.checkpoint.chat_template,
+        processor.tokenizer.token_id,
+        tool_call_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
+    )
 
 
 def _name_of(model: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Thinking before structured output: tells from the tokens where the thinking ends."""
+"""Thinking before an answer: tells from the tokens where it ends, and ends it when its budget is used up."""
 
 from __future__ import annotations
 
@@ -52,3 +52,26 @@ class ThinkingGate:
         self.is_open = not found
         rest = rest.lstrip()  # such as the brace of a token ">{"
         return self._tokenizer.tokenize_bytes(rest) if rest else []
+
+
+class ThinkingBudget:
+    """Counts the tokens that one output thinks. Its markers must be one token each."""
+
+    def __init__(self, thinking: Thinking, budget: int) -> None:
+        self._thinking = thinking
+        self._is_open = thinking.is_open
+        self._is_first = True
+        self._left = budget
+
+    @property
+    def forced(self) -> int | None:
+        """The next token, where it must be the closing marker."""
+        return self._thinking.close_id if self._is_open and self._left <= 0 else None
+
+    def take(self, token: int) -> None:
+        if self._is_open:
+            self._is_open = token != self._thinking.close_id
+            self._left -= 1
+        elif self._is_first:
+            self._is_open = token == self._thinking.open_id
+        self._is_first = False

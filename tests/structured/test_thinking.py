@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from saccade import SamplingParams
 from saccade.structured.grammar import Grammar, Grammars
-from saccade.structured.thinking import ThinkingGate
+from saccade.structured.thinking import ThinkingBudget, ThinkingGate
 from saccade.types import Prompt, Request, Thinking
 
 SCHEMA = '{"enum": ["ab", "cd"]}'
@@ -70,6 +70,34 @@ def test_a_model_that_does_not_think_begins_with_the_structure() -> None:
     gate = ThinkingGate(TOKENS._replace(is_open=False), Bytes())
     assert gate.take(5) == [5] and gate.opener is None
     assert gate.take(1) == [1] and not gate.is_open
+
+
+# --- a budget of tokens -------------------------------------------------------------------------------------------
+
+
+def forced(thinking: Thinking, budget: int, tokens: list[int]) -> list[int | None]:
+    """Before each token and after the last."""
+    counted = ThinkingBudget(thinking, budget)
+    found = [counted.forced]
+    for token in tokens:
+        counted.take(token)
+        found.append(counted.forced)
+    return found
+
+
+def test_thinking_is_closed_when_its_budget_is_used_up() -> None:
+    assert forced(TOKENS, 2, [7, 8, 2, 9, 9]) == [None, None, 2, None, None, None]
+    assert forced(TOKENS, 0, [2, 1]) == [2, None, None]
+
+
+def test_thinking_that_ends_by_itself_is_left_alone() -> None:
+    assert forced(TOKENS, 3, [7, 2, 9, 9, 9]) == [None] * 6
+
+
+def test_an_output_that_opens_its_thinking_has_the_whole_budget_after_it() -> None:
+    may_think = TOKENS._replace(is_open=False)
+    assert forced(may_think, 1, [1, 7, 2, 9]) == [None, None, 2, None, None]
+    assert forced(may_think, 1, [7, 1, 7, 7]) == [None] * 5  # a marker inside of an answer is none
 
 
 # --- in the engine ------------------------------------------------------------------------------------------------

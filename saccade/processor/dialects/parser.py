@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 from saccade.processor.dialects.call_grammar import GrammarWriter, Inexpressible, functions_of
 from saccade.processor.dialects.events import EventSink, OutputEvent, call_id
 from saccade.processor.dialects.reader import Reading, TextReader
-from saccade.processor.dialects.registry import BARE, TOOL_DIALECTS, ToolDialect
+from saccade.processor.dialects.registry import (
+    BARE,
+    TOOL_DIALECTS,
+    ToolDialect,
+    thinking_dialect,
+    tool_dialect,
+)
 from saccade.processor.dialects.thinking import ThinkingDialect
 from saccade.types import Thinking
 
@@ -68,6 +74,18 @@ class OutputFormats(NamedTuple):
             return writer.grammar(self.calls.write(writer, functions_of(tools), many))
         except Inexpressible:
             return None
+
+
+def output_formats(
+    template: str | None,
+    token_id: Callable[[str], int | None],
+    *,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+) -> OutputFormats:
+    """Of a checkpoint, by its chat template or by names."""
+    calls = tool_dialect(tool_call_parser, template)
+    return OutputFormats(calls, thinking_dialect(reasoning_parser, template), token_id)
 
 
 def _no_token(_: str) -> None:

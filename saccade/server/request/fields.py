@@ -46,6 +46,7 @@ SAMPLING: Mapping[str, Schema] = {
     "allowed_token_ids": {"type": "array", "items": _INT},
     "bad_words": {"type": "array", "items": _STR},
     "truncate_prompt_tokens": _INT,
+    "thinking_token_budget": _INT,
 }
 STRUCTURED: Mapping[str, Schema] = {  # the first is vLLM's newer spelling of the others
     "structured_outputs": _OBJ,
@@ -281,7 +282,10 @@ MESSAGES: Mapping[str, Schema] = {
         "properties": {"type": {"enum": ["auto", "any", "tool", "none"]}, "name": _STR},
     },
     "output_config": {"type": "object", "properties": {"format": _OBJ, "effort": _EFFORT}},
-    "thinking": {"type": "object", "properties": {"type": {"enum": ["enabled", "disabled", "adaptive"]}}},
+    "thinking": {
+        "type": "object",
+        "properties": {"type": {"enum": ["enabled", "disabled", "adaptive"]}, "budget_tokens": _INT},
+    },
 }
 
 IGNORED: Set[str] = (
@@ -340,7 +344,6 @@ UNSUPPORTED: Mapping[str, str] = {  # and what to do instead
     "return_tokens_as_token_ids": "only /v1/chat/completions and /v1/completions have it",
     "stop_regex": "send stop or stop_token_ids",
     "suffix": "models here do not fill in the middle",
-    "thinking_token_budget": "send max_tokens",
     "top_logprobs": "only /v1/chat/completions has it",
     "truncation": "send less, or truncate_prompt_tokens",
     "use_beam_search": "send n and a temperature; beam search is LLM.beam_search in Python",

@@ -15,6 +15,7 @@ _NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 _ENDINGS = (
     (".image_url", ".source"),
@@ -70,6 +71,9 @@ def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     chat["response_format"] = _format(given.get("output_config"))
     chat["reasoning_effort"] = given.get("output_config", {}).get("effort")
     chat["chat_template_kwargs"] = {**_thinking(given), **chat.get("chat_template_kwargs", {})} or None
+    budget = given.get("thinking", {}).get("budget_tokens")
+    if budget is not None:
+        chat["thinking_token_budget"] = budget
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
     choice = given.get("tool_choice", {"type": "auto"})
     if not tools and choice.get("type") in ("auto", "none"):
@@ -81,7 +85,7 @@ def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(given: Mapping[str, Any]) -> Mapping[str, bool]:
-    """For the chat template. A budget is not enforced: max_tokens bounds thinking and answer together."""
+    """For the chat template."""
     kind = given.get("thinking", {"type": "adaptive"}).get("type")
     if not isinstance(kind, str) or kind not in _THINKING:
         message = f"thinking must have the type {', '.join(_THINKING)}, not {quoted(kind)}"

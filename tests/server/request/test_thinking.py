@@ -57,6 +57,13 @@ def test_what_a_client_says_of_thinking_reaches_the_template(
     assert request_.chat_template_kwargs == kwargs
 
 
+def test_a_budget_of_thinking_is_one_of_tokens() -> None:
+    params = message(thinking={"type": "enabled", "budget_tokens": 1024}).response_options.params
+    assert params.thinking_token_budget == 1024
+    assert chat(thinking_token_budget=7).response_options.params.thinking_token_budget == 7
+    assert chat().response_options.params.thinking_token_budget is None
+
+
 @pytest.mark.parametrize(
     ("read", "param"),
     [
@@ -64,6 +71,8 @@ def test_what_a_client_says_of_thinking_reaches_the_template(
         (lambda: response(reasoning={"effort": "x" * 99}), "reasoning.effort"),
         (lambda: message(output_config={"effort": 5}), "output_config.effort"),
         (lambda: message(thinking={}), "thinking.type"),
+        (lambda: message(thinking={"type": "enabled", "budget_tokens": -1}), "thinking.budget_tokens"),
+        (lambda: message(thinking={"type": "enabled", "budget_tokens": "a"}), "thinking.budget_tokens"),
         (lambda: response({"type": "reasoning", "content": 5}), "input[0].content"),
         (
             lambda: message({"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}),

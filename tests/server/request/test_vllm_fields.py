@@ -59,7 +59,6 @@ REFUSED: dict[str, Any] = {
     "best_of": 2,
     "documents": [{"title": "a"}],
     "chat_template": "{{ messages }}",
-    "thinking_token_budget": 5,
     "prompt_embeds": "AAAA",
     "suffix": "a",
 }
@@ -104,7 +103,7 @@ def test_a_field_without_effect_is_logged_once(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_what_limits_tokens_reaches_the_sampler(kind: str) -> None:
-    given = {"allowed_token_ids": [4, 5], "bad_words": ["no"], "truncate_prompt_tokens": 7}
+    given = {"allowed_token_ids": [4, 5], "bad_words": ["no"], "truncate_prompt_tokens": 7, "thinking_token_budget": 0}
     params = read(kind, **given).response_options.params
     assert {name: getattr(params, name) for name in given} == given
     assert not params.samples_on_device
@@ -121,6 +120,7 @@ def test_what_limits_tokens_reaches_the_sampler(kind: str) -> None:
         ("bad_words", [" "]),
         ("truncate_prompt_tokens", 0),
         ("truncate_prompt_tokens", -2),
+        ("thinking_token_budget", -1),
     ],
     ids=lambda value: str(value)[:20],
 )
