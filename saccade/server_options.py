@@ -138,7 +138,7 @@ class ServerOptions:
     batch_dir: str | None = _option(
         None,
         "folder for /v1/files and /v1/batches, of this server alone; unfinished batches go on at the next "
-        "start; default: none, and those routes are off",
+        "start; files in it may stand in requests as file_id; default: none, and all of that is off",
     )
     batch_concurrency: int = _option(4, "requests of batches that run at the same time, beside live ones")
     batch_storage_mb: int = _option(1024, "MiB that the files of one API key may have in --batch-dir")

@@ -112,7 +112,7 @@ def _source(part: Mapping[str, Any]) -> Any:
         return part.get("document")
     file = part.get("file")
     if isinstance(file, Mapping) and file.get("file_id") is not None:
-        message = "file_id names a file, and this server keeps none for chats; send file_data"
+        message = "file_id names a file that a server keeps; send file_data"
         raise RequestError(message, code="unsupported")
     source = file.get("file_data") if isinstance(file, Mapping) else None
     if not isinstance(source, (str, bytes)):

@@ -45,6 +45,7 @@ from saccade.server.metrics import Metrics
 from saccade.server.request.chat import ChatRequest, CompletionRequest, ResponseOptions, renaming
 from saccade.server.request.fields import STRUCTURED, FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
+from saccade.server.request.media_files import StoredFiles
 from saccade.server.request.media_uuids import UuidCache
 from saccade.server.tracing import traces_to
 from saccade.server_options import ServerOptions
@@ -131,7 +132,9 @@ class Service:
         self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults, formats=self._formats)
         self.created = int(time.time())
         self._fetcher = fetcher
-        self._media = _media_resolver(server, processor, fetcher, self.metrics)
+        files = StoredFiles(self.batches, processor.policy)
+        uuids = UuidCache(server.uuid_cache_mb << 20)
+        self._media = MediaResolver(fetcher, uuids, files, processor.policy, self.metrics)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
         self._schema_pool = FairPool(_SCHEMA_THREADS, "saccade-schema", server.max_schema_checks)
         self._document_pool = FairPool(_DOCUMENT_THREADS, "saccade-document", _MAX_DOCUMENTS)
@@ -258,7 +261,7 @@ class Service:
         messages: Messages = request.take_messages()
         links = find_links(messages, ChatLimits(self.server.max_parts, images, videos))
         start = time.perf_counter()
-        fetched = await self._media.fetch(links, exchange.lease.add, caller.client)
+        fetched = await self._media.fetch(links, exchange.lease.add, caller.client, caller.tenant)
         fetch_ms = (time.perf_counter() - start) * 1e3
         caller.record.fetch_began = start
         caller.record.fetch_ended = time.perf_counter() if fetched else 0.0
@@ -434,12 +437,6 @@ def _reserved_tokens(lengths: Sequence[int], params: SamplingParams, account: Ac
     if limit is not None and params.max_tokens is None:
         return min(reserved, max(1, limit // _USUAL_REQUESTS))
     return reserved
-
-
-def _media_resolver(
-    server: ServerOptions, processor: Processor, fetcher: Fetcher, metrics: Metrics
-) -> MediaResolver:
-    return MediaResolver(fetcher, UuidCache(server.uuid_cache_mb << 20), processor.policy, metrics)
 
 
 def _output_formats(server: ServerOptions, processor: Processor) -> OutputFormats:

@@ -63,8 +63,8 @@ def test_a_batch_is_cancelled(client: OpenAI, server: RunningServer) -> None:
 
 
 def test_mistakes_are_told(client: OpenAI, server: RunningServer) -> None:
-    with pytest.raises(BadRequestError, match="purpose must be batch"):
-        client.files.create(file=("a", b"x"), purpose="vision")
+    with pytest.raises(BadRequestError, match="purpose must be one of batch, user_data, vision, assistants"):
+        client.files.create(file=("a", b"x"), purpose="fine-tune")
     with pytest.raises(NotFoundError, match="there is no file"):
         client.batches.create(input_file_id="file-no", endpoint=CHAT, completion_window="24h")
     with pytest.raises(NotFoundError, match="there is no batch"):

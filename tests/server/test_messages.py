@@ -201,7 +201,7 @@ def test_a_stream_ends_without_the_mark_of_the_other_apis(server: RunningServer)
 
 # --- what is refused ----------------------------------------------------------------------------------------------
 
-FILE = {"type": "image", "source": {"type": "file", "file_id": "f"}}
+FILE = {"type": "image", "source": {"type": "file"}}
 URL = {"type": "image", "source": {"type": "url", "url": "http://example.com/a.png"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [text(), picture(b"%PDF-1.7")]}
 BAD: list[tuple[dict[str, Any], str]] = [

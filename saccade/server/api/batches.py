@@ -16,9 +16,9 @@ from saccade.server.http.limits import receive_body
 from saccade.server.http.multipart import MultipartReader
 from saccade.server.http.request_context import Exchange
 from saccade.server.request.batches import read_batch
+from saccade.server.request.media_files import PURPOSES
 from saccade.server.service import Service
 
-PURPOSE = "batch"
 _MAX_PAGE = {"files": 10_000, "batches": 100}
 _DEFAULT_PAGE = {"files": 10_000, "batches": 20}
 
@@ -48,24 +48,24 @@ async def create_file(service: Service, request: Request) -> dict[str, Any]:
                 await jobs.in_thread(draft.write, data)
 
         await receive_body(request, service.server, service.gate, take, "split the file")
-        filename = _check_form(reader)
-        record = await jobs.in_thread(draft.save, filename, PURPOSE)
+        record = await jobs.in_thread(draft.save, *_check_form(reader))
     return record.view()
 
 
-def _check_form(reader: MultipartReader) -> str:
-    """The file's name."""
+def _check_form(reader: MultipartReader) -> tuple[str, str]:
+    """The file's name and its purpose."""
     if not reader.is_complete:
         raise ApiError(400, "the form has no end; its last boundary is missing", code="invalid_form")
     if reader.filename is None:
         raise RequestError("the form has no part with the name file", param="file")
     purpose = reader.fields.get("purpose", b"").decode("utf-8", "replace")
-    if purpose != PURPOSE:
-        raise RequestError(f"purpose must be {PURPOSE}, not {quoted(purpose)}", param="purpose")
+    if purpose not in PURPOSES:
+        message = f"purpose must be one of {', '.join(PURPOSES)}, not {quoted(purpose)}"
+        raise RequestError(message, param="purpose")
     if any(name.startswith("expires_after") for name in reader.fields):
         message = "expires_after is not supported by this server: files stay until they are deleted"
         raise RequestError(message, code="unsupported", param="expires_after")
-    return reader.filename
+    return reader.filename, purpose
 
 
 async def list_files(service: Service, request: Request) -> Response:

@@ -84,12 +84,16 @@ _PART: Schema = {
         "text": _STR,
         "image_url": {
             "type": ["object", "null"],
-            "properties": {"url": _STR, "detail": {"enum": ["auto", "low", "high", "original"]}},
+            "properties": {
+                "url": _STR,
+                "file_id": _STR,
+                "detail": {"enum": ["auto", "low", "high", "original"]},
+            },
         },
         "video_url": {"type": ["object", "null"], "properties": {"url": _STR}},
         "file": {
             "type": ["object", "null"],
-            "properties": {"file_data": _STR, "file_url": _STR, "filename": _STR},
+            "properties": {"file_data": _STR, "file_url": _STR, "file_id": _STR, "filename": _STR},
         },
         **_DOCUMENT,
         "uuid": _STR,
@@ -326,7 +330,6 @@ UNSUPPORTED: Mapping[str, str] = {  # and what to do instead
     "conversation": STATELESS,
     "documents": "put their text into messages",
     "echo": "only /v1/completions has it",
-    "file_id": "this server keeps no files; send the image itself",
     "function_call": "send tool_choice",
     "functions": "send tools",
     "guided_whitespace_pattern": "two spaces or a line break may be between tokens of JSON; leave it out",

@@ -13,17 +13,19 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
-from saccade.media.documents import decode_document
+from saccade.media.documents import decode_document, is_pdf
 from saccade.media.fetch import Fetcher, OnBytes
 from saccade.media.load import decode_data_url
 from saccade.options import MediaPolicy
 from saccade.processor.images import reads_text_only
 from saccade.server.metrics import Metrics
+from saccade.server.request.media_files import StoredFiles
 from saccade.server.request.media_uuids import MAX_UUID_CHARS, UuidCache
 
 Messages = Sequence[Mapping[str, Any]]
-Fetched = Mapping[tuple[str, str], bytes]  # by URL and kind, as each kind has its own limits
+Fetched = Mapping[tuple[str, str], bytes]  # by URL and kind, as each kind has its own limits; or by file id
 
+_STORED = "file_id"  # in place of a kind
 _SCHEME_CHARS = 12
 _KINDS = {"image_url": "picture", "video_url": "video", "file": "document"}  # part types, and in words
 _DATA_FORMAT = re.compile(r"data:image/([a-z]{2,8})[;,]", re.IGNORECASE)
@@ -37,6 +39,7 @@ class Link(NamedTuple):
     url: str | None  # None: only a uuid is given
     uuid: str | None
     kind: str = "image_url"  # or "video_url" or "file"
+    file_id: str | None = None  # of a stored file
 
     @property
     def param(self) -> str:
@@ -92,7 +95,7 @@ def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
     return links
 
 
-def _link(part: Any, message: int, position: int) -> Link | None:
+def _link(part: Any, message_index: int, position: int) -> Link | None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _KINDS:
         return None
@@ -102,7 +105,12 @@ def _link(part: Any, message: int, position: int) -> Link | None:
     else:
         url = source.get("url") if isinstance(source, Mapping) else source
     uuid = part.get("uuid")
-    link = Link(message, position, url if isinstance(url, str) and url else None, uuid, kind)
+    link = Link(message_index, position, url if isinstance(url, str) and url else None, uuid, kind)
+    file_id = source.get("file_id") if isinstance(source, Mapping) else None
+    if file_id is not None and (url or not isinstance(file_id, str)):
+        message = f"file_id must be a string and stand alone, without the {_KINDS[kind]}'s data or URL"
+        raise RequestError(message, param=link.param)
+    link = link._replace(file_id=file_id)
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID_CHARS):
         param = link.param.removesuffix(kind) + "uuid"
         raise RequestError(f"a uuid must be a string of 1 to {MAX_UUID_CHARS} characters", param=param)
@@ -116,25 +124,31 @@ def _check_count(kind: str, count: int, maximum: int | None) -> None:
 
 
 class MediaResolver:
-    """Replaces URLs and uuids by bytes."""
+    """Replaces URLs, uuids and ids of files by bytes."""
 
-    def __init__(self, fetcher: Fetcher, uuids: UuidCache, policy: MediaPolicy, metrics: Metrics) -> None:
+    def __init__(
+        self, fetcher: Fetcher, uuids: UuidCache, files: StoredFiles, policy: MediaPolicy, metrics: Metrics
+    ) -> None:
         self._fetchers = {
             "image_url": fetcher,
             "video_url": fetcher.for_kind("video", "video/*", policy.video.max_bytes),
             "file": fetcher.for_kind("document", "application/pdf", policy.document.max_bytes),
         }
         self._uuids = uuids
+        self._files = files
         self._policy = policy
         self._metrics = metrics
 
-    async def fetch(self, links: Sequence[Link], on_bytes: OnBytes, client: str) -> Fetched:
-        """The bytes of every URL that is not a data URL. The first failure cancels the other fetches."""
+    async def fetch(self, links: Sequence[Link], on_bytes: OnBytes, client: str, tenant: str) -> Fetched:
+        """The bytes of every file and URL, but data URLs. The first failure cancels the other fetches."""
         how = {"on_bytes": on_bytes, "client": client, "request": object()}
         tasks: dict[tuple[str, str], asyncio.Task[bytes]] = {}
         try:
             async with asyncio.TaskGroup() as group:
                 for link in links:
+                    if link.file_id is not None and (link.file_id, _STORED) not in tasks:
+                        read = self._files.read(tenant, link.file_id, link.param, on_bytes)
+                        tasks[link.file_id, _STORED] = group.create_task(read)
                     if link.url is None or link.is_data or (link.url, link.kind) in tasks:
                         continue
                     task = group.create_task(self._fetch(link.url, link, how))
@@ -162,7 +176,9 @@ class MediaResolver:
             if data is None or not isinstance(message["content"], list):
                 continue
             parts = list(message["content"])
-            parts[link.part] = {**parts[link.part], link.kind: _with_bytes(parts[link.part], link.kind, data)}
+            kind = self._kind(link, data)
+            given = {**parts[link.part], "type": kind}
+            parts[link.part] = {**given, kind: _with_bytes(given, kind, data)}
             resolved[link.message] = {**message, "content": parts}
         return resolved
 
@@ -177,6 +193,8 @@ class MediaResolver:
 
     def _bytes(self, link: Link, fetched: Fetched, owner: bytes) -> bytes | None:
         """None leaves the part as it is: a data URL without a uuid, or something the processor refuses."""
+        if link.file_id is not None:
+            return fetched[link.file_id, _STORED]
         if link.url is None:
             return self._cached(link, owner) if link.uuid is not None else None
         if not link.is_data:
@@ -189,6 +207,11 @@ class MediaResolver:
         if link.is_video:
             policy = replace(policy, max_image_bytes=policy.video.max_bytes)
         return _named(link, lambda url: decode_data_url(url, policy))
+
+    def _kind(self, link: Link, data: bytes) -> str:
+        """Of the part that the bytes stand in: a stored file may be an image."""
+        is_image = link.file_id is not None and link.kind == "file" and not is_pdf(data)
+        return "image_url" if is_image else link.kind
 
     def _cached(self, link: Link, owner: bytes) -> bytes:
         assert link.uuid is not None

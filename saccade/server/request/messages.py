@@ -194,7 +194,8 @@ def _part(block: Any, path: str) -> dict[str, Any]:
     if kind == "text":
         return {"type": "text", "text": block.get("text")}
     if kind == "image":
-        return {"type": "image_url", "image_url": {"url": _url(block.get("source"), f"{path}.source")}}
+        source = _source(block.get("source"), f"{path}.source", "image", "url")
+        return {"type": "image_url", "image_url": source}
     if kind == "document":
         return _document(block, path)
     own = "thinking and tool_use in an assistant's message, tool_result in a user's"
@@ -211,22 +212,21 @@ def _document(block: Mapping[str, Any], path: str) -> dict[str, Any]:
         if not isinstance(source.get("data"), str):
             raise RequestError("a text document needs a string under data", param=f"{path}.source")
         return {"type": "text", "text": f"{heading}\n\n{source['data']}" if heading else source["data"]}
-    file = {"file_data": _url(source, f"{path}.source", "document")}
+    file = _source(source, f"{path}.source", "document", "file_data")
     return {**document_options(block), "type": "file", "file": file, "heading": heading}
 
 
-def _url(source: Any, path: str, what: str = "image") -> str:
-    """The media type of base64 data is dropped: the format is read from the bytes."""
+def _source(source: Any, path: str, what: str, name: str) -> dict[str, str]:
+    """The data or URL under `name`, or a stored file. The media type of base64 data is dropped: the format is
+    read from the bytes."""
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "base64" and isinstance(source.get("data"), str):
-        return f"data:;base64,{source['data']}"
+        return {name: f"data:;base64,{source['data']}"}
     if kind == "url" and isinstance(source.get("url"), str):
-        return str(source["url"])
-    if kind == "file":
-        message = f"this server keeps no files for messages; send the {what} as base64 or url"
-        raise RequestError(message, code="unsupported", param=path)
-    message = (
-        f"the {what}'s source must be {{'type': 'base64', 'data': ...}} or {{'type': 'url', 'url': ...}}"
-    )
+        return {name: str(source["url"])}
+    if kind == "file" and isinstance(source.get("file_id"), str):
+        return {"file_id": source["file_id"]}
+    forms = "{'type': 'base64', 'data': ...}, {'type': 'url', 'url': ...} or {'type': 'file', 'file_id': ...}"
+    message = f"the {what}'s source must be {forms}"
     code = "invalid_image_url" if what == "image" else "invalid_document"
     raise RequestError(message, code=code, param=path)

@@ -175,21 +175,16 @@ def _part(part: Any, path: str) -> dict[str, Any]:
         return _file(part, path)
     if kind != "input_image":
         raise _invalid(f"{path} must be an input_text, input_image, input_file or output_text", path)
-    if part.get("file_id") is not None:
-        message = "file_id names a file, and this server keeps none; send the picture as image_url"
-        raise RequestError(message, code="unsupported", param=f"{path}.file_id")
-    return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
+    source = {"url": part.get("image_url"), "file_id": part.get("file_id"), "detail": part.get("detail")}
+    return {"type": "image_url", "image_url": source}
 
 
 def _file(part: Mapping[str, Any], path: str) -> dict[str, Any]:
-    if part.get("file_id") is not None:
-        message = "file_id names a file, and this server keeps none for responses; send file_data"
-        raise RequestError(message, code="unsupported", param=f"{path}.file_id")
-    source = part.get("file_data") or part.get("file_url")
-    if not isinstance(source, str):
-        raise _invalid("an input_file needs a string under file_data or file_url", path)
-    name = "file_data" if part.get("file_data") else "file_url"
-    return {**document_options(part), "type": "file", "file": {name: source}}
+    names = ("file_data", "file_url", "file_id")
+    source = {name: part[name] for name in names if part.get(name)}
+    if not source or not all(isinstance(value, str) for value in source.values()):
+        raise _invalid("an input_file needs a string under file_data, file_url or file_id", path)
+    return {**document_options(part), "type": "file", "file": source}
 
 
 def _invalid(message: str, path: str) -> RequestError:
