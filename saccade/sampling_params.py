@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -86,7 +87,9 @@ class SamplingParams:
     pooling: Pooling | None = None  # set by `embed` and `score`: nothing is sampled
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", self.stop_token_ids or ())
+        ids = _as_ints(self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", () if ids is None else ids)
+        object.__setattr__(self, "allowed_token_ids", _as_ints(self.allowed_token_ids))
         self._check_types()
         self._check_ranges()
         self._check_sizes()
@@ -149,8 +152,9 @@ class SamplingParams:
         _require(is_outputs, "structured_outputs", outputs, "StructuredOutputsParams or a dict of its fields")
         is_one = outputs is None or self.structured is None
         _require(is_one, "structured_outputs", outputs, "left out where structured is given")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            self._check_ids(name, getattr(self, name) or ())
+        self._check_ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            self._check_ids("allowed_token_ids", self.allowed_token_ids)
         words = self.bad_words or ()
         is_list = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
         _require(is_list, "bad_words", words, "a list of strings")
@@ -293,6 +297,16 @@ def _naming_unknown(init: Callable[..., None]) -> Callable[..., None]:
 SamplingParams.__init__ = _naming_unknown(SamplingParams.__init__)  # type: ignore[method-assign]
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _as_ints(ids: Any) -> Any:
+    """Token ids of another library, such as NumPy, as a list of ints. What has none stays as it is."""
+    if not isinstance(ids, Iterable) or isinstance(ids, (str, Mapping)) or all(map(_is_int, ids)):
+        return ids
+    try:
+        return [token if isinstance(token, bool) else operator.index(token) for token in ids]
+    except TypeError:
+        return ids
 
 
 def _is_int(value: object) -> bool:

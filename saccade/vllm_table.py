@@ -174,6 +174,7 @@ _SERVER: tuple[tuple[Fate, str, str], ...] = (
     ("inert", "probes and polled routes are never logged; --no-access-log stops the rest",
      "disable_access_log_for_endpoints"),
     ("inert", "the engine always has a process of its own", "disable_frontend_multiprocessing!"),
+    ("inert", "--log-level sets how much is logged", "uvicorn_log_level"),
     ("inert", "no such model is served", "cohere_is_reasoning_model! cohere_format "
      "enable_flash_late_interaction! enable_reasoning!"),
     ("refused", "one API process serves all replicas; use --replicas", "api_server_count headless! "

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from saccade import SamplingParams
@@ -58,6 +59,20 @@ def test_defaults_are_valid_and_sample_at_temperature_one() -> None:
 
 def test_no_stop_token_ids_may_be_said_as_none() -> None:
     assert SamplingParams(stop_token_ids=None).stop_token_ids == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ids", [np.array([4, 5]), [np.int64(4), 5], (np.int32(4), np.uint8(5))], ids=repr)
+def test_token_ids_may_be_numpys(ids: Any) -> None:
+    params = SamplingParams(allowed_token_ids=ids, stop_token_ids=ids)
+    for found in (params.allowed_token_ids, params.stop_token_ids):
+        assert found == [4, 5] and {type(token) for token in found} == {int}
+
+
+@pytest.mark.parametrize("ids", [np.array([4.5]), np.array([[4]]), [True], [np.bool_(True)], {4: 5}], ids=repr)
+def test_what_is_no_list_of_token_ids_is_refused(ids: Any) -> None:
+    for name in ("allowed_token_ids", "stop_token_ids"):
+        with pytest.raises(RequestError, match=f"{name} must be a list of"):
+            SamplingParams(**{name: ids})
 
 
 def test_one_stop_string_and_a_list_of_one_mean_the_same() -> None:

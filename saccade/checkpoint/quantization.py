@@ -5,7 +5,7 @@ It is `quantization_config` in config.json or, from ModelOpt, the file hf_quant_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,10 @@ def _fbgemm(config: Mapping[str, Any]) -> Quantization:
     return Quantization("fbgemm_fp8", "FP8 with a scale for each row")
 
 
-def _modelopt(config: Mapping[str, Any]) -> Quantization:
+def _modelopt(config: Mapping[str, Any]) -> Quantization | None:
+    """An algorithm of null: only the KV cache was quantised, or nothing."""
+    if "quant_algo" in config and config["quant_algo"] is None:
+        return None
     algorithm = _word(config, "quant_algo").upper()
     _check_among("quant_algo", algorithm, _MODELOPT)
     return Quantization("modelopt", algorithm)
@@ -129,7 +132,7 @@ def _group_block(name: str, group: Any) -> Any:
     return _block(weights, "block_structure") if weights.get("block_structure") else None
 
 
-_READERS = {
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
     "awq": _awq,
     "compressed-tensors": _compressed,
     "fbgemm_fp8": _fbgemm,

@@ -68,6 +68,7 @@ def create_app(service: Service) -> Starlette:
         on_refusal=service.metrics.refused,
         logs=service.server.enable_access_log,
         traces=service.traces,
+        routes=app.routes,
     )
     if service.server.allowed_origins:  # outermost: a preflight request has no key
         app.add_middleware(

@@ -14,6 +14,8 @@ from saccade import __version__
 from saccade.errors import ConfigError
 from saccade.server.request_record import RequestRecord
 
+UNMATCHED = "unmatched"
+"""The route of a path that has none: names of spans must be few, and clients choose paths."""
 _PARENTS = (b"traceparent", b"tracestate")
 
 
@@ -22,6 +24,7 @@ class Ended(NamedTuple):
 
     method: str
     path: str
+    route: str  # with names in place of what a client chose; UNMATCHED
     status: int  # 0: the client left before the response
     request_id: str
     began: float
@@ -62,7 +65,7 @@ class Traces:
         offset = time.time() - time.perf_counter()
         parent = {name.decode(): headers[name].decode("latin-1") for name in _PARENTS if name in headers}
         span = self._tracer.start_span(
-            f"{ended.method} {ended.path}",
+            f"{ended.method} {ended.route}",
             context=self._extract(parent),
             kind=self._server_kind,
             attributes=_attributes(ended, self._model),
@@ -127,6 +130,7 @@ def _attributes(ended: Ended, model: str) -> dict[str, str | int]:
     return {
         "http.request.method": ended.method,
         "url.path": ended.path,
+        **({"http.route": ended.route} if ended.route != UNMATCHED else {}),
         "gen_ai.request.model": model,
         "saccade.request_id": ended.request_id,
         **({"http.response.status_code": ended.status} if ended.status else {}),

@@ -32,6 +32,7 @@ def test_blocks_bits_and_zero_points_are_read() -> None:
         found = read({"quant_method": "gptq", "bits": 8, "checkpoint_format": version})
         assert found is not None and (found.bits, found.zero_point_offset) == (8, offset)
     assert quantization_of({}, Path("/nowhere")) is None
+    assert read({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}) is None
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_blocks_bits_and_zero_points_are_read() -> None:
         ({"quant_method": "gptq", "bits": 3}, "bits in quantization_config is 3; 4 and 8 can be read"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version in quantization_config is 'gemv'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"two sizes such as \[128, 128\], not \[128\]"),
+        ({"quant_method": "modelopt"}, "quant_algo in quantization_config must be a word, not None"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo in quantization_config is 'W4A8_AWQ'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format in quantization_config is 'marlin-24'"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "lacks config_groups"),

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from saccade.errors import ConfigError
+from saccade.server.http.auth import Tenants
+from saccade.server.http.middleware import RequestMiddleware
+from saccade.server.http.origins import BrowserRules
 from saccade.server.request_record import RequestRecord
 from saccade.server.tracing import Ended, Traces, stages
+from saccade.server_options import ServerOptions
 from saccade.types import Usage
 
 PARENT = {b"traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
@@ -44,7 +52,8 @@ def reported(ended: Ended, headers: dict[bytes, bytes]) -> list[Any]:
 
 def ended(status: int = 200, **fields: Any) -> Ended:
     now = time.perf_counter()
-    return Ended("POST", "/v1/chat/completions", status, "id-1", now - 1, now, record(**fields))
+    path = "/v1/chat/completions"
+    return Ended("POST", path, path, status, "id-1", now - 1, now, record(**fields))
 
 
 def test_stages_are_counted_from_the_submission_and_follow_each_other() -> None:
@@ -75,6 +84,46 @@ def test_spans_lie_below_the_clients_span() -> None:
     assert all(child.parent.span_id == span.context.span_id for child in children)
     assert span.attributes["gen_ai.usage.input_tokens"] == 40 and span.attributes["gen_ai.usage.output_tokens"] == 5
     assert span.resource.attributes["service.name"] == "saccade"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "name"),
+    [
+        ("/v1/models/some/name", [(b"authorization", b"Bearer k")], 200, "GET /v1/models/{name:path}"),
+        ("/v1/models/other", [], 401, "GET /v1/models/{name:path}"),
+        ("/v1/anything/at/all", [(b"authorization", b"Bearer k")], 404, "GET unmatched"),
+        ("/wp-login.php", [], 401, "GET unmatched"),
+    ],
+)
+def test_the_names_of_spans_hold_nothing_that_clients_choose(
+    path: str, headers: list[tuple[bytes, bytes]], status: int, name: str
+) -> None:
+    exporter = InMemorySpanExporter()
+    traces = Traces(None, "tiny", exporter)
+    app = Starlette(routes=[Route("/v1/models/{name:path}", lambda request: PlainTextResponse("ok"))])
+    server = ServerOptions(api_key=("k",))
+    app.add_middleware(
+        RequestMiddleware,
+        tenants=Tenants(server),
+        rules=BrowserRules(server),
+        on_refusal=lambda _: None,
+        logs=False,
+        traces=traces,
+        routes=app.routes,
+    )
+    scope = {"type": "http", "method": "GET", "path": path, "headers": headers, "client": ("203.0.113.7", 1)}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    asyncio.run(app(scope, receive, send))
+    traces.close()
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, span.attributes["http.response.status_code"]) == (name, status)  # type: ignore[index]
+    assert span.attributes["url.path"] == path  # type: ignore[index]
 
 
 def test_a_parent_that_is_not_sampled_has_no_spans() -> None:

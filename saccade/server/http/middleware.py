@@ -6,11 +6,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saccade.server.accounts import Account
@@ -21,7 +22,7 @@ from saccade.server.http.parser import PEER
 from saccade.server.http.request_context import Caller
 from saccade.server.http.response import SEND_BODY
 from saccade.server.request_record import RequestRecord
-from saccade.server.tracing import Ended, Traces
+from saccade.server.tracing import UNMATCHED, Ended, Traces
 from saccade.types import OTHER_LABEL
 
 logger = logging.getLogger("saccade.server")
@@ -44,6 +45,7 @@ class RequestMiddleware:
     on_refusal: Callable[[str], None]
     logs: bool
     traces: Traces | None = None
+    routes: Sequence[BaseRoute] = ()  # of the app, for the names of traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,8 +88,14 @@ class RequestMiddleware:
             if path not in _POLLED and not is_open(path):
                 shown = path[:100].encode("unicode_escape").decode()
                 now = time.perf_counter()
-                ended = Ended(scope["method"], shown, status, request_id, start, now, record)
+                route = self._route_of(scope) if self.traces else UNMATCHED
+                ended = Ended(scope["method"], shown, route, status, request_id, start, now, record)
                 self._report(ended, headers)
+
+    def _route_of(self, scope: Scope) -> str:
+        """Also of a request that was refused before it came to a route."""
+        found = (route for route in self.routes if isinstance(route, Route))
+        return next((route.path for route in found if route.matches(scope)[0] != Match.NONE), UNMATCHED)
 
     def _report(self, ended: Ended, headers: Mapping[bytes, bytes]) -> None:
         if self.logs:
