@@ -17,7 +17,7 @@ from saccade.outputs import RequestOutput
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.input_processor import Processor
-from saccade.processor.output import RequestOutputBuilder
+from saccade.processor.output import RequestOutputBuilder, completions
 from saccade.processor.request_builder import with_structure
 from saccade.sampling_params import SamplingParams
 from saccade.types import Bill, Prompt, Request, TokenEvent
@@ -144,7 +144,7 @@ class AsyncLLM:
             running, requests = await self._prepare(make, params, request_id, priority, number)
             streams = self._streams[request_id] = await self._client.submit(requests)
             while not running.is_read:
-                if running.take(streams):
+                if running.take(streams) and running.is_shown:
                     yield running.output()
                 if not running.is_read:
                     await streams[0].news.wait()
@@ -203,11 +203,17 @@ class _Running:
         self._bill = bill
         self._prepare_ms = prepare_ms
         self._outputs = processor.output_builders(prompt, params)
-        self._reading = set(range(params.n))
+        self._reading = set(range(len(self._outputs)))
+        self._n = params.n
 
     @property
     def is_read(self) -> bool:
         return not self._reading
+
+    @property
+    def is_shown(self) -> bool:
+        """Which outputs are the best is known at the end."""
+        return self.is_read or self._n == len(self._outputs)
 
     def take(self, streams: Sequence[RequestStream]) -> bool:
         """What the streams have now. Whether an output has changed; the error of a request that failed."""
@@ -238,8 +244,9 @@ class _Running:
             request_id=self._request_id,
             prompt=self._text,
             prompt_token_ids=self._prompt_ids,
-            outputs=[output.output() for output in self._outputs],
+            outputs=completions(self._outputs, self._n),
             finished=self.is_read,
             bill=self._bill.settled(usage, times) if usage else self._bill,
             num_cached_tokens=usage.cached_tokens if usage else 0,
+            prompt_logprobs=self._outputs[0].prompt_logprobs(self._prompt_ids),
         )

@@ -28,7 +28,7 @@ from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line, sampling_defaults
 from saccade.processor.images import PrefetchMedia
 from saccade.processor.input_processor import Processor
-from saccade.processor.output import RequestOutputBuilder
+from saccade.processor.output import RequestOutputBuilder, completions
 from saccade.processor.pooled_calls import Embeddings, Run, Scores, embeddings, scores
 from saccade.processor.pooling import Side
 from saccade.processor.request_builder import child_id, with_structure
@@ -48,7 +48,7 @@ _CHAT_ARGUMENTS = (
 
 @dataclass(eq=False, slots=True)
 class _Open:
-    """A request on its way: n outputs of one prompt."""
+    """A request on its way: all outputs of one prompt."""
 
     request_id: str
     prompt: Prompt
@@ -57,6 +57,7 @@ class _Open:
     prepare_ms: float  # what the processor took
     bill: Bill  # before it has run
     num_unfinished: int  # outputs
+    n: int  # outputs that are returned
     error: RequestError | None = None
 
     @property
@@ -131,8 +132,8 @@ class Engine:
             max_tokens = params.max_tokens or left
             requests = self._requests.build(request_id, prompt, params, max_tokens, priority=priority)
             outputs = self.processor.output_builders(prompt, params)
-            ids = list(prompt.token_ids)
-            opened = _Open(request_id, prompt, ids, outputs, prepare_ms, self.bill(prompt), params.n)
+            known = (request_id, prompt, list(prompt.token_ids), outputs, prepare_ms, self.bill(prompt))
+            opened = _Open(*known, len(outputs), params.n)
             with self._in_step():
                 core.add_all(requests)
         except BaseException:
@@ -238,11 +239,12 @@ class Engine:
             request_id=opened.request_id,
             prompt=opened.prompt.text,
             prompt_token_ids=opened.prompt_token_ids,
-            outputs=[output.output() for output in opened.outputs],
+            outputs=completions(opened.outputs, opened.n),
             finished=opened.is_finished,
             bill=bill.settled(usage, {"prepare": opened.prepare_ms}) if usage else bill,
             error=opened.error,
             num_cached_tokens=usage.cached_tokens if usage else 0,
+            prompt_logprobs=opened.outputs[0].prompt_logprobs(opened.prompt_token_ids),
         )
 
     def bill(self, prompt: Prompt) -> Bill:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Generic, NamedTuple, TypeVar
 
 from saccade.errors import RequestError
@@ -28,6 +30,29 @@ class TokenLogprobs(dict[int, Logprob]):
         self.logprob = entry.logprob  # of the sampled token
         self.rank = entry.rank
         self.top = entry.top  # (token id, log probability), most likely first
+
+
+PromptLogprobs = list[TokenLogprobs | None]
+"""Of each token of a prompt, given those before it. None for the first."""
+
+
+def unpack_prompt_logprobs(packed: bytes, count: int) -> list[Logprobs]:
+    """Of a prompt's tokens from the second on, as the engine sends them: four bytes a value.
+
+    | log probability | rank |  `count` most likely tokens  |  their log probabilities  |    for each
+    """
+    found = []
+    for logprob, rank, *top in struct.iter_unpack(f"=fi{count}i{count}f", packed):
+        found.append(Logprobs(logprob, rank, tuple(zip(top[:count], top[count:], strict=True))))
+    return found
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int], entries: Sequence[Logprobs], decode: Callable[[int], str]
+) -> PromptLogprobs:
+    decode = cache(decode)  # the same tokens come again and again
+    pairs = zip(token_ids[1:], entries, strict=True)
+    return [None, *(TokenLogprobs(token_id, entry, decode) for token_id, entry in pairs)]
 
 
 @dataclass(slots=True)
@@ -73,6 +98,7 @@ class RequestOutput:
     bill: Bill | None  # None when the request was refused before it could be priced
     error: RequestError | None = None  # why it was refused or failed; other requests go on
     num_cached_tokens: int = field(default=0)
+    prompt_logprobs: PromptLogprobs | None = None  # one per prompt token, when they were asked for
 
 
 class EmbeddingOutput(NamedTuple):

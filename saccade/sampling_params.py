@@ -59,7 +59,7 @@ class SamplingParams:
     `temperature=0` is greedy. A `seed` makes the text repeatable whatever it is batched with.
     """
 
-    n: int = 1  # independent completions of one prompt
+    n: int = 1  # completions of one prompt that are returned
     temperature: float = 1.0
     top_p: float = 1.0  # keep the smallest set of tokens whose probabilities reach this sum
     top_k: int = 0  # keep the k most likely tokens; 0 or -1 keeps all
@@ -84,6 +84,8 @@ class SamplingParams:
     bad_words_token_ids: Sequence[Sequence[int]] | None = None  # the same as tokens; set by the processor
     truncate_prompt_tokens: int | None = None  # only the last so many tokens of a prompt; -1: what fits
     thinking_token_budget: int | None = None  # tokens of thinking before it is closed; None: no limit
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens; it is then computed anew
+    best_of: int | None = None  # so many are sampled, and the n with the highest mean logprob returned
     pooling: Pooling | None = None  # set by `embed` and `score`: nothing is sampled
 
     def __post_init__(self) -> None:
@@ -104,6 +106,15 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def num_outputs(self) -> int:
+        """Completions that are sampled."""
+        return self.best_of or self.n
+
+    @property
+    def picks_best(self) -> bool:
+        return self.num_outputs > self.n
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature < _MIN_TEMPERATURE
 
@@ -120,7 +131,8 @@ class SamplingParams:
         changes = self.has_penalty or self.logit_bias or self.min_tokens or self.structured
         limits = (self.allowed_token_ids, self.thinking_token_budget)
         is_limited = any(limit is not None for limit in limits) or self.bad_words or self.bad_words_token_ids
-        return self.logprobs is None and self.pooling is None and not changes and not is_limited
+        is_reported = self.logprobs is not None or self.prompt_logprobs is not None
+        return not is_reported and self.pooling is None and not changes and not is_limited
 
     @property
     def needs_prompt_rows(self) -> bool:
@@ -128,12 +140,13 @@ class SamplingParams:
 
         Then the whole prompt is computed: no cached prefix is taken.
         """
-        return self.pooling is not None and self.pooling.every_token
+        is_pooled = self.pooling is not None and self.pooling.every_token
+        return is_pooled or self.prompt_logprobs is not None
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
             _require(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")
-        for name in ("seed", "max_tokens", "logprobs", "truncate_prompt_tokens", "thinking_token_budget"):
+        for name in _OPTIONAL_INTS:
             value = getattr(self, name)
             _require(value is None or _is_int(value), name, value, "a whole number or nothing")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
@@ -186,8 +199,12 @@ class SamplingParams:
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
         _require(fits, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         _require(self.seed is None or abs(self.seed) <= MAX_SEED, "seed", self.seed, "a 64-bit number")
-        in_range = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
-        _require(in_range, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, count, f"from 0 to {MAX_LOGPROBS}")
+        best_of = self.best_of
+        in_range = best_of is None or self.n <= best_of <= MAX_N
+        _require(in_range, "best_of", best_of, f"from n={self.n} to {MAX_N}")
 
     def _check_sizes(self) -> None:
         count = len(self.stop_strings)
@@ -245,9 +262,7 @@ class BeamSearchParams:
 
 
 REFUSED: Mapping[str, str] = {
-    "best_of": "ask for n outputs with logprobs and take those with the largest cumulative_logprob",
     "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
-    "prompt_logprobs": "the engine computes no log probabilities of prompts",
     "flat_logprobs": "read logprobs, one dict for each token",
     "extra_args": "they are for plugins, and there are none",
     "skip_reading_prefix_cache": "give the prompt a cache_salt, or LLM enable_prefix_caching=False",
@@ -268,8 +283,7 @@ def _without_foreign(given: dict[str, Any]) -> dict[str, Any]:
     """`given` without vLLM's parameters that ask for nothing here. RequestError for those that do."""
     for name in given.keys() & REFUSED.keys():
         value = given.pop(name)
-        is_asked = value or (name == "prompt_logprobs" and value == 0 and value is not False)
-        if is_asked and not (name == "best_of" and value == given.get("n", 1)):
+        if value:
             message = f"{name}={quoted(value)} is not supported: {REFUSED[name]}"
             raise RequestError(message, code="unsupported", param=name)
     for name in given.keys() & INERT.keys():
@@ -296,6 +310,10 @@ def _naming_unknown(init: Callable[..., None]) -> Callable[..., None]:
 
 SamplingParams.__init__ = _naming_unknown(SamplingParams.__init__)  # type: ignore[method-assign]
 
+_OPTIONAL_INTS = (
+    *("seed", "max_tokens", "logprobs", "truncate_prompt_tokens", "thinking_token_budget"),
+    *("prompt_logprobs", "best_of"),
+)
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 

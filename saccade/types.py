@@ -26,8 +26,7 @@ TO_THE_END = (1 << 63) - 1
 """As `Span.last_reader`: every later position reads the embeddings, generated tokens too."""
 
 RECORD_BYTES = 40
-"""Width of one position's entry in `Prompt.identity`: 32 bytes of content key (zeros for text), 8 bytes of
-token id (text) or of offset inside the span (media)."""
+"""A position in `Prompt.identity`: content key (zeros for text), 8 bytes of token id or offset in a span."""
 
 
 class Size(NamedTuple):
@@ -316,6 +315,7 @@ class Sample(NamedTuple):
     logprobs: Logprobs | None
     is_last: bool = False  # the grammar is complete, or the request pools: no token may follow
     pooled: bytes | None = None  # float32, in place of the token (`SamplingParams.pooling`)
+    prompt_logprobs: bytes | None = None  # with the first token, see `outputs.unpack_prompt_logprobs`
 
 
 class MediaTimes(NamedTuple):
@@ -381,6 +381,7 @@ class TokenEvent(NamedTuple):
     error: RequestError | None = None
     usage: Usage | None = None  # with the terminal event
     pooled: bytes | None = None  # see `Sample`; then it is the only event
+    prompt_logprobs: bytes | None = None  # see `Sample`
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,12 +406,11 @@ class Usage:
         they happened. Images decoded in parallel make the sum a little larger than the elapsed time.
         """
         times = {"decode": self.decode_ms, "encode": self.encode_ms}
-        media = self.decode_ms + self.encode_ms
         if self.first_scheduled is not None:
             times["queue"] = max(0.0, (self.first_scheduled - self.arrived) * 1e3 - self.ahead_ms)
             if self.first_token is not None:
                 computed = (self.first_token - self.first_scheduled) * 1e3
-                times["prefill"] = max(0.0, computed - (media - self.ahead_ms))
+                times["prefill"] = max(0.0, computed - (self.decode_ms + self.encode_ms - self.ahead_ms))
                 times["first_token"] = (self.first_token - self.arrived) * 1e3
         return {**times, "total": (self.finished - self.arrived) * 1e3}
 

@@ -46,7 +46,7 @@ SUPPORTED = (
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "stop", "stop_token_ids", "bad_words", "ignore_eos", "max_tokens", "min_tokens", "logprobs"),
     *("skip_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens", "structured_outputs"),
-    *("guided_decoding", "logit_bias", "allowed_token_ids"),
+    *("guided_decoding", "logit_bias", "allowed_token_ids", "prompt_logprobs", "best_of"),
 )
 
 
@@ -64,13 +64,16 @@ def test_a_refused_parameter_says_what_to_use_instead(name: str) -> None:
     assert SamplingParams(**{name: None}) == SamplingParams()
 
 
-def test_log_probabilities_of_the_prompt_alone_are_refused_too() -> None:
-    with pytest.raises(RequestError, match="prompt_logprobs=0"):
-        SamplingParams(prompt_logprobs=0)
+@pytest.mark.parametrize("given", [{"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"best_of": 1, "n": 2}], ids=str)
+def test_log_probabilities_and_outputs_have_limits(given: dict[str, int]) -> None:
+    (name,) = given.keys() - {"n"}
+    with pytest.raises(RequestError, match=f"{name} must be from .*{given[name]} was given") as caught:
+        SamplingParams(**given)
+    assert caught.value.param == name
 
 
 def test_an_inert_parameter_changes_nothing() -> None:
-    assert SamplingParams(**dict.fromkeys(INERT, True), best_of=1) == SamplingParams()
+    assert SamplingParams(**dict.fromkeys(INERT, True)) == SamplingParams()
 
 
 # --- limits of tokens ---------------------------------------------------------------------------------------------

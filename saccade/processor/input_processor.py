@@ -113,7 +113,10 @@ class Processor:
     def output_builders(self, prompt: Prompt, params: SamplingParams) -> list[RequestOutputBuilder]:
         """For Python callers: they get the thinking apart."""
         how = self.format_of(prompt)
-        return [RequestOutputBuilder(i, self.tokenizer, params, output_format=how) for i in range(params.n)]
+        return [
+            RequestOutputBuilder(i, self.tokenizer, params, output_format=how)
+            for i in range(params.num_outputs)
+        ]
 
     def format_of(self, prompt: Prompt) -> OutputFormat:
         """How the model writes what follows a prompt, as its chat template tells."""

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from saccade.outputs import CompletionOutput, TokenLogprobs
+from saccade.outputs import (
+    CompletionOutput,
+    PromptLogprobs,
+    TokenLogprobs,
+    prompt_logprobs,
+    unpack_prompt_logprobs,
+)
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.dialects.events import Content, OutputEvent, Reasoning
 from saccade.processor.dialects.parser import OutputFormat
@@ -29,13 +36,18 @@ class RequestOutputBuilder:
         """
         self.index = index
         self.token_ids: list[int] = []
-        self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
+        self._shows_logprobs = params.logprobs is not None
+        is_compared = params.picks_best
+        self.logprobs: list[Logprobs] | None = [] if self._shows_logprobs or is_compared else None
         self._shown_logprobs: list[TokenLogprobs] = []  # the same for callers; each is made once
         self._token_text = lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.usage: Usage | None = None
         self.pooled: bytes | None = None  # float32, of a request that pools
+        self._packed_prompt: bytes | None = None  # its log probabilities
+        self._num_prompt_logprobs = params.prompt_logprobs or 0
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._min_tokens = params.min_tokens  # stop strings are ignored before
         self._caller_stops = frozenset(params.stop_token_ids)
         self._must_detokenize = bool(params.stop_strings)
@@ -102,6 +114,8 @@ class RequestOutputBuilder:
         if event.token_id is None:
             return
         self.token_ids.append(event.token_id)
+        if event.prompt_logprobs is not None:
+            self._packed_prompt = event.prompt_logprobs
         if event.stop_token_id is None:
             self._num_shown += 1
         if self.logprobs is not None and event.logprobs is not None:
@@ -138,8 +152,25 @@ class RequestOutputBuilder:
             content=self._parts.content if self._parts else text,
         )
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens, by which the best outputs are chosen."""
+        return sum(entry.logprob for entry in self.logprobs or ()) / max(1, len(self.token_ids))
+
+    def prompt_entries(self) -> list[Logprobs] | None:
+        """Of the prompt's tokens from the second on; None: not asked for, or not there yet."""
+        if self._packed_prompt is None:
+            return None
+        return unpack_prompt_logprobs(self._packed_prompt, self._num_prompt_logprobs)
+
+    def prompt_logprobs(self, prompt_ids: Sequence[int]) -> PromptLogprobs | None:
+        """The same for callers, made once."""
+        if self._prompt_logprobs is None and (entries := self.prompt_entries()) is not None:
+            self._prompt_logprobs = prompt_logprobs(prompt_ids, entries, self._token_text)
+        return self._prompt_logprobs
+
     def _token_logprobs(self) -> list[TokenLogprobs] | None:
-        if self.logprobs is None:
+        if self.logprobs is None or not self._shows_logprobs:
             return None
         for token_id, entry in list(zip(self.token_ids, self.logprobs, strict=False))[
             len(self._shown_logprobs) :
@@ -186,3 +217,18 @@ class _Parts:
                 self._reasoning += event.text
             elif isinstance(event, Content):
                 self.content += event.text
+
+
+def best_outputs(outputs: Sequence[RequestOutputBuilder], n: int) -> list[RequestOutputBuilder]:
+    """The `n` of one prompt with the highest mean log probability, best first; all of them as they are."""
+    if n == len(outputs):
+        return list(outputs)
+    return sorted(outputs, key=lambda output: -output.mean_logprob)[:n]
+
+
+def completions(outputs: Sequence[RequestOutputBuilder], n: int) -> list[CompletionOutput]:
+    """The same for callers, numbered anew where some were not chosen."""
+    if n == len(outputs):
+        return [output.output() for output in outputs]
+    best = enumerate(best_outputs(outputs, n))
+    return [replace(output.output(), index=index) for index, output in best]

@@ -1,4 +1,7 @@
-"""Builds the engine's requests: the `n` outputs of one prompt share all but their ids and seeds."""
+"""Builds the engine's requests: the outputs of one prompt share all but their ids and seeds.
+
+The first also computes the log probabilities of the prompt, where they are asked for.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +55,16 @@ class RequestBuilder:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         if params.bad_words and self._encode is not None:
             params = replace(params, bad_words=None, bad_words_token_ids=self._bad_words(params.bad_words))
+        if params.picks_best and params.logprobs is None:
+            params = replace(params, logprobs=0)  # by which outputs are compared
+        others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         is_held = params.structured is not None or params.thinking_token_budget is not None
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         return [
             Request(
                 request_id=child_id(request_id, first + index),
                 prompt=prompt,
-                params=params,
+                params=others if index else params,
                 max_tokens=max_tokens,
                 eos_token_ids=eos_token_ids,
                 seed=(seed + index) % 2**63,
@@ -66,7 +72,7 @@ class RequestBuilder:
                 priority=priority,
                 thinking=thinking if is_held else None,
             )
-            for index in range(params.n)
+            for index in range(params.num_outputs)
         ]
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

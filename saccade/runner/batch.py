@@ -42,8 +42,9 @@ class RequestState:
         self.shift = prompt.next_position - self.num_prompt  # from token index to position after the prompt
         self.samples_on_device = grammar is None and admission.request.params.samples_on_device
         self.is_greedy = admission.request.params.is_greedy
-        self.needs_rows = admission.request.params.needs_prompt_rows
-        self.rows: list[Tensor] = []  # what was made of them: one tensor for each window
+        # Of its prompt: until its first token is there, with what was made of them.
+        self.needs_rows = admission.request.params.needs_prompt_rows and not admission.output_token_ids
+        self.rows: list[Tensor] = []  # what was made of them so far, in order
         self.spans: tuple[Span, ...] = prompt.spans
         self._is_pruned = any(span.encoder_tokens is not None for span in prompt.spans)
         self.blocks: list[int] = list(admission.block_ids)

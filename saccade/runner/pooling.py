@@ -1,4 +1,7 @@
-"""What requests get of their rows, on the host: a sampled token, or with pooling vectors."""
+"""What requests get of their rows, on the host: a sampled token, with pooling vectors.
+
+Log probabilities of a prompt come with its first token.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 from saccade.models.layers.decoder import Decoder
 from saccade.runner.batch import RequestState
 from saccade.runner.forward import Windows
+from saccade.runner.prompt_logprobs import Head, prompt_rows, take_prompt_logprobs
 from saccade.runner.sampler import sample
 from saccade.sampling_params import Pooling
 from saccade.types import Sample
@@ -31,6 +35,9 @@ def sample_or_pool(
         elif pooling is not None:
             pooled[row] = _pooled(pooling, row, logits, hidden)
     samples = sample(logits, [state.row() for state in states])
+    for row, state in enumerate(states):
+        if state.needs_rows and row not in pooled:
+            samples[row] = samples[row]._replace(prompt_logprobs=take_prompt_logprobs(state))
     for row, vector in pooled.items():
         samples[row] = Sample(samples[row].token_id, None, is_last=True, pooled=vector)
     return {state.request.request_id: state.take(one) for state, one in zip(states, samples, strict=True)}
@@ -54,14 +61,17 @@ def needs_rows(windows: Windows) -> bool:
     return any(state.needs_rows for _, state in windows)
 
 
-def keep_rows(windows: Windows, hidden: Tensor, decoder: Decoder) -> None:
+def keep_rows(windows: Windows, hidden: Tensor, decoder: Decoder, head: Head) -> None:
     """Make what requests need of the rows of their windows. `hidden` is [T, H], normed, of all windows."""
     row = 0
     for window, state in windows:
         end = row + window.end - window.start
         if state.needs_rows:
             assert window.start == sum(map(len, state.rows)), "the whole prompt is computed, from its start"
-            state.rows.append(_token_vectors(hidden[row:end], decoder))
+            if state.request.params.pooling is not None:
+                state.rows.append(_token_vectors(hidden[row:end], decoder))
+            else:
+                state.rows += prompt_rows(window, state, hidden[row:end], head)
         row = end
 
 

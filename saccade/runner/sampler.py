@@ -199,16 +199,30 @@ def uniform(seed: int, position: int) -> float:
 # --- log probabilities --------------------------------------------------------------------------------------
 
 
+class TopLogprobs(NamedTuple):
+    """Of some rows, on their device."""
+
+    chosen: Tensor  # [rows]: the token's log probability
+    ranks: Tensor  # [rows]: 1 is the most likely token
+    ids: Tensor  # [rows, count]: the most likely tokens
+    values: Tensor  # [rows, count]: their log probabilities
+
+
+def top_logprobs(values: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
+    """`values`: [rows, vocabulary], log probabilities."""
+    chosen = values.gather(-1, tokens[:, None])
+    ranks = (values > chosen).sum(-1) + 1
+    top, ids = values.topk(count)
+    return TopLogprobs(chosen[:, 0], ranks, ids, top)
+
+
 def _logprobs(values: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[Logprobs]:
     """For all rows at once: each read of a device's results synchronizes. `values` is [rows, vocabulary]."""
     counts = [row.params.logprobs or 0 for row in rows]
-    chosen = values.gather(-1, tokens[:, None])
-    ranks = (values > chosen).sum(-1) + 1
-    top, ids = values.topk(max(counts))
-    found = zip(chosen[:, 0].tolist(), ranks.tolist(), ids.tolist(), top.tolist(), counts, strict=True)
+    found = top_logprobs(values, tokens, max(counts))
     return [
         Logprobs(value, rank, tuple(zip(likely[:count], best[:count], strict=True)))
-        for value, rank, likely, best, count in found
+        for value, rank, likely, best, count in zip(*(part.tolist() for part in found), counts, strict=True)
     ]
 
 

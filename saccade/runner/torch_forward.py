@@ -88,7 +88,7 @@ class TorchForward:
         batch = build_batch([window for window, _ in windows], states, self.block_size, self.kv.k.device)
         hidden = self._forward(batch, windows, embeddings)
         if needs_rows(windows):
-            keep_rows(windows, hidden, self.model.decoder)
+            keep_rows(windows, hidden, self.model.decoder, self.model.logits)
         samples = self._sample(batch, windows, hidden)
         return lambda: samples
 

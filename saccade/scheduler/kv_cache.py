@@ -48,16 +48,21 @@ class BlockHashes:
         generated: Sequence[int],
         prompt_ids: Sequence[int] = (),
         *,
-        may_find: bool = True,  # False: every token is to be computed, so nothing cached is found
+        may_find: bool = True,  # False: every prompt token is to be computed, so nothing cached is found
     ) -> None:
-        self.may_find = may_find
         self._identity = identity
         self._prompt_ids = prompt_ids  # only `token_ids` needs them
         self._generated = generated  # the request's own list, which grows as it decodes
+        self._may_find = may_find
         self._width = block_size * RECORD_BYTES
         self._digests = [hashlib.sha256(salt).digest()]  # the root: other salts share nothing
         self.found: list[int] = []  # the latest lookup, kept by the pool
         self.found_at = 0  # evictions of the pool by then: the lookup is valid until the next one
+
+    @property
+    def may_find(self) -> bool:
+        """After the first token, one that was preempted finds what it has computed."""
+        return self._may_find or bool(self._generated)
 
     @property
     def num_known(self) -> int:

@@ -112,6 +112,7 @@ class ScheduledRequest:
             error=error,
             usage=self._usage(now),
             pooled=pooled,
+            prompt_logprobs=sample.prompt_logprobs if sample else None,
         )
 
     def _usage(self, now: float) -> Usage:

@@ -430,7 +430,7 @@ class Scheduler:
             seq.count_media(key, lambda: result.encoded[key])
 
     def _take_sample(self, seq: ScheduledRequest, sample: Sample, now: float) -> TokenEvent:
-        token, logprobs, is_last, _ = sample
+        token, logprobs, is_last, _, of_prompt = sample
         seq.output.append(token)
         seq.num_tokens += 1
         if seq.first_token is None:
@@ -440,7 +440,8 @@ class Scheduler:
         if seq.num_tokens >= seq.max_total_tokens:
             return self._finish(seq, "length", now, sample)
         # As TokenEvent(...), in half the time: a step makes one for every running request.
-        return tuple.__new__(TokenEvent, (seq.request_id, token, logprobs, None, None, None, None, None))
+        event = (seq.request_id, token, logprobs, None, None, None, None, None, of_prompt)
+        return tuple.__new__(TokenEvent, event)
 
     def _end_failed(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         caches = (self._encoder_cache, self._kv_cache)

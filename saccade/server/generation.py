@@ -1,6 +1,6 @@
 """The running outputs of one HTTP request: token events become text deltas, bills and metrics.
 
-A `Generation` has `n` outputs for each prompt of the request. Knows no HTTP and no JSON.
+A `Generation` has as many outputs for each prompt of the request. Knows no HTTP and no JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from saccade.engine.ipc.client import EngineUnavailable, RequestStream
 from saccade.errors import RequestError
 from saccade.processor.dialects.parser import PLAIN, OutputFormat
 from saccade.processor.dialects.reader import Problem
-from saccade.processor.output import RequestOutputBuilder
+from saccade.processor.output import RequestOutputBuilder, best_outputs
 from saccade.server.accounts import Account, Charge
 from saccade.server.metrics import Finished, Metrics
 from saccade.server.request_record import RequestRecord
@@ -242,6 +242,21 @@ class Generation:
                 decode_seconds=now - (self._first or now),
             )
         )
+
+    def best(self, n: int) -> list[int]:
+        """Numbers of the outputs to return: the `n` best of each prompt."""
+        size = self.per_prompt
+        groups = [self.outputs[first : first + size] for first in range(0, len(self.outputs), size)]
+        return [output.index for group in groups for output in best_outputs(group, n)]
+
+    def prompt_logprobs(self, index: int, count: int) -> list[Logprobs]:
+        """Of the prompt of an output, from its second token on, with so many alternatives."""
+        entries = self.outputs[index - index % self.per_prompt].prompt_entries()
+        assert entries is not None, "they come with the first token of the first output"
+        return [entry._replace(top=entry.top[:count]) for entry in entries]
+
+    def prompt_ids_of(self, index: int) -> Sequence[int]:
+        return self.prompt_ids[index // self.per_prompt]
 
     def count_reasoning(self, index: int, new: int, is_thinking: bool) -> None:
         """The last `new` tokens of an output were thinking, or its end if it `is_thinking` no more."""

@@ -42,7 +42,13 @@ from saccade.server.http.limits import AdmissionGate, decode_object
 from saccade.server.http.request_context import Caller, Exchange
 from saccade.server.http.text_limit import check_chars, check_text
 from saccade.server.metrics import Metrics
-from saccade.server.request.chat import ChatRequest, CompletionRequest, ResponseOptions, renaming
+from saccade.server.request.chat import (
+    ChatRequest,
+    CompletionRequest,
+    ResponseOptions,
+    check_prompt_logprobs,
+    renaming,
+)
 from saccade.server.request.fields import STRUCTURED, FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.request.media_files import StoredFiles
@@ -356,7 +362,7 @@ class Service:
         """Admits and submits a chat of any API. Leaving the context cancels what still runs."""
         response_options = request.response_options
         self.check_model(response_options.model)
-        exchange.lease.enter(response_options.params.n)
+        exchange.lease.enter(response_options.params.num_outputs)
         billed, timing = await self.prepare_chat(request, exchange)
         output_format = self._formats.after(billed.prompt.text or "")
         shown = output_format.shown_markers(finds_calls=request.tools.calls)
@@ -377,7 +383,8 @@ class Service:
     ) -> Generation:
         params = response_options.params
         self.processor.check_params(params)
-        count = len(prompts) * params.n
+        check_prompt_logprobs(response_options, sum(len(billed.prompt) for billed in prompts))
+        count = len(prompts) * params.num_outputs
         tokenizer = self.processor.tokenizer
         shown_ids = frozenset(i for marker in shown_markers if (i := tokenizer.token_id(marker)) is not None)
         outputs = [RequestOutputBuilder(index, tokenizer, params, shown_ids) for index in range(count)]
@@ -433,7 +440,7 @@ class Service:
 def _reserved_tokens(lengths: Sequence[int], params: SamplingParams, account: Account) -> int:
     """What the outputs are charged in advance. Without max_tokens a whole context would be far too much."""
     limit = account.limits.tokens_per_minute
-    reserved = params.n * sum(lengths)
+    reserved = params.num_outputs * sum(lengths)
     if limit is not None and params.max_tokens is None:
         return min(reserved, max(1, limit // _USUAL_REQUESTS))
     return reserved

@@ -52,7 +52,7 @@ class _Key(NamedTuple):
 
     salt: bytes  # of the tenant, so that timing does not tell which schemas others use
     schema: str
-    answers: int  # n, whose outputs share a request's limits
+    answers: int  # outputs of a request, which share its limits
 
 
 class Grammars:
@@ -124,7 +124,7 @@ class Grammars:
         grammar = Grammar(request.eos_token_ids, budget, hand_over, request.thinking, _code(schema))
         self._open[request_id] = grammar
         self._wait_for(request_id)
-        template = self._template(_Key(request.prompt.salt, schema, request.params.n), owner)
+        template = self._template(_Key(request.prompt.salt, schema, request.params.num_outputs), owner)
         waiting = weakref.ref(grammar)  # since a cached template keeps its callbacks alive
 
         def begin(template: Future[Template]) -> None:

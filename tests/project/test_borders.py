@@ -62,7 +62,10 @@ ALLOWED: dict[str, set[str]] = {
     "runner.embedding_tiers": NOUNS | {"media"},
     "runner.encoder": NOUNS | MODELS | {"checkpoint", "media", "runner.cuda", "runner.embedding_tiers"},
     "runner.cuda": NOUNS | MODELS | KERNELS | {"checkpoint", "runner", "torch_utils"},
-    "runner": NOUNS | MODELS | {"checkpoint", "structured", "runner.cuda", "runner.encoder", "runner.embedding_tiers"},
+    "runner": NOUNS
+    | MODELS
+    | {"checkpoint", "structured", "torch_utils", "runner.cuda", "runner.encoder"}
+    | {"runner.embedding_tiers"},
     "engine": NOUNS | {"checkpoint", "scheduler", "runner", "runner.encoder"},
     "engine.ipc": NOUNS | {"logs", "checkpoint", "engine", "engine.encoders", "scheduler"},
     "engine.encoders": NOUNS | {"logs", "engine", "engine.ipc", "runner", "runner.encoder"},

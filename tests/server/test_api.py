@@ -185,7 +185,7 @@ def test_ignored_and_unknown_fields_do_no_harm(server: RunningServer) -> None:
     assert until(lambda: any("something_new" in line for line in server.log))
 
 
-@pytest.mark.parametrize("field", ["functions", "audio", "chat_template", "suffix", "prompt_logprobs"])
+@pytest.mark.parametrize("field", ["functions", "audio", "chat_template", "suffix", "prompt_embeds"])
 def test_a_known_but_unsupported_field_is_named(server: RunningServer, field: str) -> None:
     response = server.chat(**{field: [1]})
     assert response.status_code == 400

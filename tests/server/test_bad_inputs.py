@@ -443,8 +443,11 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("messages", "hello"),
     ("model", 5),
     ("cache_salt", 5),
-    ("best_of", 2),
+    ("best_of", 65),
     ("best_of", "many"),
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", True),
     ("add_special_tokens", True),
     ("return_tokens_as_token_ids", 1),
     ("max_completion_tokens", 0),
@@ -487,7 +490,20 @@ def test_a_field_whose_value_changes_nothing_is_accepted(server: RunningServer, 
     assert server.chat(max_tokens=2, **fields).status_code == 200
 
 
-@pytest.mark.parametrize("fields", [{"best_of": 2}, {"echo": True, "logprobs": 1}, {"suffix": "b"}], ids=str)
+REFUSED_FIELDS: list[dict[str, Any]] = [
+    {"best_of": 1, "n": 2},
+    {"best_of": 2, "stream": True},
+    {"prompt_logprobs": 0, "stream": True},
+    {"n": 2, "echo": True, "logprobs": 1, "stream": True},
+    {"stream": True, "max_tokens": 0, "echo": True},
+    {"max_tokens": 0},
+    {"prompt_logprobs": 20, "prompt": [list(range(40, 440))] * 32},
+    {"logprobs": 20, "echo": True, "prompt": [list(range(40, 440))] * 32},
+    {"suffix": "b"},
+]
+
+
+@pytest.mark.parametrize("fields", REFUSED_FIELDS, ids=lambda fields: str(fields)[:40])
 def test_what_a_completion_cannot_do_is_named(server: RunningServer, fields: dict[str, Any]) -> None:
     response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, **fields})
     assert response.status_code == 400 and error_of(response)["param"] == next(iter(fields))

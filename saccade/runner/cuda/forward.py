@@ -268,7 +268,8 @@ class CudaForward:
         all_rows = needs_rows(windows)
         found = self._prefill_graphs.run(chunks, _splicing(windows, embeddings), all_rows=all_rows)
         if found.rows is not None:
-            keep_rows(windows, found.rows, self._decoder.decoder)
+            decoder = self._decoder.decoder
+            keep_rows(windows, found.rows, decoder, lambda rows: rows @ decoder.head.T)
         sampling = [(window, state) for window, state in windows if window.samples]
         if not sampling:
             return dict
@@ -367,7 +368,7 @@ def _samples(pending: _Pending) -> dict[str, Sample]:
 
 
 def _sample_on_host(pending: _Pending) -> dict[str, Sample]:
-    """Requests with penalties, a grammar, logprobs or pooling."""
+    """Requests with penalties, a grammar, logprobs, those of their prompt too, or pooling."""
     states = [pending.batch.states[i] for i in pending.batch.host_sampled]
     rows = torch.tensor(pending.batch.host_sampled).to(pending.logits.device)
     hidden = None if pending.hidden is None else pending.hidden[rows]

@@ -8,7 +8,7 @@ from typing import Any
 from saccade.processor.dialects.events import CallStart, Content, Reasoning
 from saccade.server.api.chunks import DONE, Envelope, TextEvent
 from saccade.server.api.events import Event, EventShape, send_events
-from saccade.server.api.logprobs import chat_logprobs
+from saccade.server.api.logprobs import chat_logprobs, prompt_body
 from saccade.server.api.parsed_output import OutputPart, ParsedOutput
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
@@ -33,6 +33,8 @@ class ChatEvents(EventShape):
         self._outputs = [_ChatOutput(chat, generation, index) for index in range(len(generation.outputs))]
         response_id = f"chatcmpl-{options.request_id or request_id}"
         self._envelope = Envelope(response_id, service.names[0], options, generation)
+        self._generation = generation
+        self.is_large = options.prompt_logprobs is not None
         self._texts: dict[int, TextEvent] = {}  # by output
         is_plain = options.stream and not chat.tools.calls and options.params.logprobs is None
         self.is_plain = is_plain and not (options.return_token_ids or options.continuous_usage)
@@ -65,8 +67,18 @@ class ChatEvents(EventShape):
         return self._envelope.last_chunk("chat.completion.chunk")
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(output.total(), "message", output.message()) for output in self._outputs]
-        return self._envelope.whole("chat.completion", choices)
+        generation = self._generation
+        best = [self._outputs[index] for index in generation.best(self._options.params.n)]
+        choices = [
+            self._choice(output.total(), "message", output.message()) | {"index": index}
+            for index, output in enumerate(best)
+        ]
+        body = self._envelope.whole("chat.completion", choices)
+        count = self._options.prompt_logprobs
+        if count is not None:
+            entries = generation.prompt_logprobs(0, count)
+            body["prompt_logprobs"] = prompt_body(generation.prompt_ids_of(0), entries, self._tokenizer)
+        return body
 
     def _chunk(self, delta: Delta, message: dict[str, Any]) -> Mapping[str, Any]:
         return self._envelope.chunk("chat.completion.chunk", self._choice(delta, "delta", message))

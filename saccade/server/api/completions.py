@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from saccade.server.api.chunks import DONE, Envelope
 from saccade.server.api.events import Event, EventShape, send_events
-from saccade.server.api.logprobs import completion_logprobs
+from saccade.server.api.logprobs import completion_logprobs, prompt_body
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
 from saccade.server.request.chat import CompletionRequest, read_completion, renaming
 from saccade.server.service import Service
+from saccade.types import Logprobs
 
 
 async def create_completion(service: Service, exchange: Exchange) -> None:
     request = await service.read(read_completion, exchange, service.options.max_num_seqs)
     options = request.response_options
     service.check_model(options.model)
-    exchange.lease.enter(len(request.prompts) * options.params.n)
+    exchange.lease.enter(len(request.prompts) * options.params.num_outputs)
     prompts, timing = await service.prepare_prompts(request, exchange.caller)
     with service.generation(prompts, options, timing) as generation:
         await service.start(generation, prompts, options, exchange.caller)
@@ -41,9 +42,14 @@ class CompletionEvents(EventShape):
         self._echoes = self._echoed(request, generation) if request.echo else []
         response_id = f"cmpl-{options.request_id or request_id}"
         self._envelope = Envelope(response_id, service.names[0], options, generation)
+        self._generation = generation
+        self._is_prompt_only = request.is_prompt_only
+        self.is_large = options.params.prompt_logprobs is not None
 
     def take(self, delta: Delta) -> Iterator[Event]:
         total = self._totals[delta.index]
+        if self._is_prompt_only:
+            delta = Delta(delta.index, finish_reason="length")
         if self._echoes and not total.text:
             delta.text = self._echoes[delta.index] + delta.text
         if delta.text or delta.finish_reason or delta.logprobs:
@@ -55,20 +61,38 @@ class CompletionEvents(EventShape):
         pairs = zip(request.prompts, generation.prompt_ids, strict=True)
         decode = self._tokenizer.decode
         texts = [prompt if isinstance(prompt, str) else decode(list(ids)) for prompt, ids in pairs]
-        return [text for text in texts for _ in range(request.response_options.params.n)]
+        return [text for text in texts for _ in range(generation.per_prompt)]
 
     def end(self) -> Iterator[Event]:
         return self._envelope.last_chunk("text_completion")
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(total, offset=0) for total in self._totals]
-        return self._envelope.whole("text_completion", choices)
+        best = [self._totals[index] for index in self._generation.best(self._options.params.n)]
+        choices = [self._whole_choice(total) | {"index": index} for index, total in enumerate(best)]
+        body = self._envelope.whole("text_completion", choices)
+        if self._is_prompt_only:
+            body["usage"] |= {"completion_tokens": 0, "total_tokens": body["usage"]["prompt_tokens"]}
+        return body
+
+    def _whole_choice(self, total: Delta) -> dict[str, Any]:
+        choice = self._choice(total, offset=0)
+        count = self._options.prompt_logprobs
+        if count is not None:
+            entries = self._generation.prompt_logprobs(total.index, count)
+            ids = self._generation.prompt_ids_of(total.index)
+            choice["prompt_logprobs"] = prompt_body(ids, entries, self._tokenizer)
+        return choice
 
     def _choice(self, delta: Delta, offset: int) -> dict[str, Any]:
         """`offset` is where the delta begins in the text of its output."""
         options = self._options
+        count = options.params.logprobs
         logprobs = None
-        if options.params.logprobs is not None:
-            ids = delta.shown_ids
-            logprobs = completion_logprobs(ids, delta.logprobs, self._tokenizer, offset, options.shows_ids)
+        if count is not None:
+            ids: Sequence[int] = delta.shown_ids
+            entries: Sequence[Logprobs | None] = delta.logprobs
+            if self._echoes and not offset:
+                ids = [*self._generation.prompt_ids_of(delta.index), *ids]
+                entries = [None, *self._generation.prompt_logprobs(delta.index, count), *entries]
+            logprobs = completion_logprobs(ids, entries, self._tokenizer, offset, options.shows_ids)
         return self._envelope.choice(delta, "text", delta.text, logprobs)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
+
+import msgspec
 
 from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
@@ -17,6 +20,7 @@ class EventShape(Protocol):
     """How one API writes the outputs of a generation. Every delta goes through `take`, streamed or not."""
 
     end_marker: bytes = b""  # sent after the last event of a stream
+    is_large: bool = False  # what it writes takes so long to make that a thread makes it
 
     def begin(self) -> Iterable[Event]:
         return ()
@@ -48,7 +52,11 @@ async def send_events(
         if delta is not None:
             list(shape.take(delta))
     generation.finish()
-    await writer.json(shape.whole())
+    await writer.json(await asyncio.to_thread(_encoded, shape) if shape.is_large else shape.whole())
+
+
+def _encoded(shape: EventShape) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(shape.whole()))
 
 
 async def _stream(writer: ResponseWriter, generation: Generation, shape: EventShape) -> None:
@@ -57,7 +65,9 @@ async def _stream(writer: ResponseWriter, generation: Generation, shape: EventSh
     async for delta in generation.deltas():
         if not writer.is_streaming:
             await _send(writer, shape.begin())
-        if delta is not None:
+        if delta is not None and shape.is_large:
+            await _send(writer, await asyncio.to_thread(list, shape.take(delta)))
+        elif delta is not None:
             await _send(writer, shape.take(delta))
         elif (ping := shape.ping()) is not None:
             await writer.event(ping)

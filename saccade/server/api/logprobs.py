@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
+from saccade.outputs import Logprob, prompt_logprobs
 from saccade.processor.tokenizer import Tokenizer
 from saccade.types import Logprobs
 
@@ -24,23 +26,37 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[Logprobs], tokenizer: Tokenizer, offset: int, shows_ids: bool
+    token_ids: Sequence[int],
+    logprobs: Sequence[Logprobs | None],
+    tokenizer: Tokenizer,
+    offset: int,
+    shows_ids: bool,
 ) -> dict[str, Any]:
-    """`offset` is where the first token begins in the text of the output."""
-    texts = [_text(token_id, tokenizer) for token_id in token_ids]
+    """`offset` is where the first token begins in the text of the output. None: of a prompt's first token."""
+    text_of = cache(partial(_text, tokenizer=tokenizer))
+    texts = [text_of(token_id) for token_id in token_ids]
     offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
-    tops = []
+    tops: list[dict[str, float] | None] = []
     for entry in logprobs:
-        top = {}
-        for token_id, value in entry.top:
-            top[_name(token_id, _text(token_id, tokenizer), shows_ids)] = _finite(value)
-        tops.append(top)
+        top = entry.top if entry else ()
+        named = {_name(token_id, text_of(token_id), shows_ids): _finite(value) for token_id, value in top}
+        tops.append(named if entry else None)
     return {
         "tokens": [_name(token_id, text, shows_ids) for token_id, text in zip(token_ids, texts, strict=True)],
-        "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+        "token_logprobs": [_finite(entry.logprob) if entry else None for entry in logprobs],
         "top_logprobs": tops,
         "text_offset": offsets,
     }
+
+
+def prompt_body(token_ids: Sequence[int], entries: Sequence[Logprobs], tokenizer: Tokenizer) -> list[Any]:
+    """As vLLM has it: for each token of the prompt but the first an object by token id."""
+    found = prompt_logprobs(token_ids, entries, partial(_text, tokenizer=tokenizer))
+    return [position and {str(name): _shown(one) for name, one in position.items()} for position in found]
+
+
+def _shown(entry: Logprob) -> dict[str, Any]:
+    return {**entry._asdict(), "logprob": _finite(entry.logprob)}
 
 
 def _entry(token_id: int, logprob: float, tokenizer: Tokenizer, shows_ids: bool) -> dict[str, Any]:

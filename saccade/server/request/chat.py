@@ -14,6 +14,8 @@ from saccade.server.request import fields
 from saccade.server.request.fields import FieldReader
 from saccade.structured.structured_outputs import structured_as, structured_from, structured_of
 
+MAX_PROMPT_LOGPROBS = 1 << 18  # values in a response: about 20 MB
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
@@ -33,6 +35,7 @@ class ResponseOptions:
     priority: int  # among the requests of its tenant: lower values go first
     length_field: str = "max_tokens"  # the field with the maximum length, for errors
     structure_field: str = "response_format"  # the field that outputs are held to, for errors
+    prompt_logprobs: int | None = None  # as asked for; to echo the prompt's, the engine may be asked for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class CompletionRequest:
     response_options: ResponseOptions
     prompts: Sequence[str | Sequence[int]]  # each gets params.n outputs
     echo: bool = False  # outputs begin with their prompt
+    is_prompt_only: bool = False  # and end with it: max_tokens is 0
     add_special_tokens: bool = True  # the tokenizer's own, around a prompt of text
 
 
@@ -140,21 +144,37 @@ def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: i
         message = f"{len(prompts)} prompts were given and at most {max_prompts} may be"
         raise RequestError(message, param="prompt")
     echo = given.get("echo", False)
-    if echo and given.get("logprobs") is not None:
-        message = "echo with logprobs asks for log probabilities of the prompt, which are not computed"
-        raise RequestError(f"{message}; leave one of them out", code="unsupported", param="echo")
+    # OpenAI's default for completions is 16 tokens; chats have none.
+    max_tokens = given.get("max_tokens", None if "max_tokens" in reader.defaults else 16)
+    is_prompt_only = echo and max_tokens == 0
     structured, structure_field = _structure(given, reader.scope)
     options = _response_options(
         given,
         reader.defaults,
-        # OpenAI's default for completions is 16 tokens; chats have none.
-        max_tokens=given.get("max_tokens", None if "max_tokens" in reader.defaults else 16),
+        max_tokens=1 if is_prompt_only else max_tokens,
         logprobs=given.get("logprobs"),
         structured=structured,
         length_field="max_tokens",
         structure_field=structure_field,
     )
-    return CompletionRequest(options, prompts, echo, given.get("add_special_tokens", True))
+    if echo:
+        options = _echoing(options, is_prompt_only)
+    add_special_tokens = given.get("add_special_tokens", True)
+    return CompletionRequest(options, prompts, echo, is_prompt_only, add_special_tokens)
+
+
+def _echoing(options: ResponseOptions, is_prompt_only: bool) -> ResponseOptions:
+    """Of outputs that begin with their prompt: log probabilities are then the prompt's, too."""
+    params = options.params
+    if options.stream and is_prompt_only:
+        raise RequestError("max_tokens 0 generates nothing to stream; set stream to false", param="stream")
+    if params.logprobs is None:
+        return options
+    if options.stream and params.n > 1:
+        message = f"a stream that echoes prompts with logprobs has one output for each, but n is {params.n}"
+        raise RequestError(f"{message}; set stream to false", code="unsupported", param="n")
+    count = max(params.logprobs, params.prompt_logprobs or 0)
+    return replace(options, params=replace(params, prompt_logprobs=count))
 
 
 def pooling_options(given: Mapping[str, Any], pooling: Pooling) -> ResponseOptions:
@@ -193,8 +213,6 @@ def _response_options(
     length_field: str,
     structure_field: str = "response_format",
 ) -> ResponseOptions:
-    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise fields.unsupported("best_of")
     stream = given.get("stream", False)
     options = given.get("stream_options", {})
     if options and not stream:
@@ -210,6 +228,8 @@ def _response_options(
     sampling["max_tokens"] = max_tokens
     with renaming({"max_tokens": length_field}.get):
         params = SamplingParams(**sampling, logprobs=logprobs, structured=structured)
+    if stream:
+        _refuse_in_stream(params)
     return ResponseOptions(
         model=given.get("model"),
         params=params,
@@ -225,7 +245,32 @@ def _response_options(
         priority=given.get("priority", 0),
         length_field=length_field,
         structure_field=structure_field,
+        prompt_logprobs=params.prompt_logprobs,
     )
+
+
+def _refuse_in_stream(params: SamplingParams) -> None:
+    if params.picks_best:
+        message = f"the best of {params.best_of} outputs are known when all have ended, and not in a stream"
+        raise RequestError(f"{message}; set stream to false", code="unsupported", param="best_of")
+    if params.prompt_logprobs is not None:
+        message = "prompt_logprobs come with a whole answer, and not in a stream"
+        raise RequestError(f"{message}; set stream to false", code="unsupported", param="prompt_logprobs")
+
+
+def check_prompt_logprobs(options: ResponseOptions, prompt_tokens: int) -> None:
+    """Refuse what would make a response too large. `prompt_tokens`: of all prompts."""
+    params = options.params
+    if params.prompt_logprobs is None:
+        return
+    total = prompt_tokens * params.n * (params.prompt_logprobs + 1)
+    if total > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"log probabilities of {prompt_tokens} prompt tokens, {params.prompt_logprobs} alternatives to "
+            f"each, in {params.n} answers are {total} values, and at most {MAX_PROMPT_LOGPROBS} are sent; "
+            "ask for fewer alternatives, or send less",
+            param="logprobs" if options.prompt_logprobs is None else "prompt_logprobs",
+        )
 
 
 @contextmanager

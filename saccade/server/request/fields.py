@@ -47,6 +47,8 @@ SAMPLING: Mapping[str, Schema] = {
     "bad_words": {"type": "array", "items": _STR},
     "truncate_prompt_tokens": _INT,
     "thinking_token_budget": _INT,
+    "prompt_logprobs": _INT,
+    "best_of": _INT,
 }
 STRUCTURED: Mapping[str, Schema] = {  # the first is vLLM's newer spelling of the others
     "structured_outputs": _OBJ,
@@ -67,7 +69,6 @@ _COMMON: Mapping[str, Schema] = {
     "stream_options": _STREAM_OPTIONS,
     "return_token_ids": _BOOL,
     "return_tokens_as_token_ids": _BOOL,
-    "best_of": _INT,
     "include_bill": _BOOL,
     "cache_salt": _LABEL,
     "priority": _INT,
@@ -187,8 +188,9 @@ RERANK: Mapping[str, Schema] = {
 
 # --- the Responses and the Messages API: their own fields, and a chat's where they have none ---
 
+_OF_COMPLETIONS = ("n", "max_tokens", "stop", "best_of", "prompt_logprobs")
 CHAT_EXTRAS: Mapping[str, Schema] = {
-    **{name: schema for name, schema in SAMPLING.items() if name not in ("n", "max_tokens", "stop")},
+    **{name: schema for name, schema in SAMPLING.items() if name not in _OF_COMPLETIONS},
     "model": _STR,
     "stream": _BOOL,
     "cache_salt": _LABEL,
@@ -322,7 +324,7 @@ UNSUPPORTED: Mapping[str, str] = {  # and what to do instead
     "audio": "models here write text",
     "background": STATELESS,
     "bad_words_token_ids": "send bad_words",
-    "best_of": "send n, with logprobs, and choose among the answers",
+    "best_of": "only /v1/chat/completions and /v1/completions have it",
     "chat_template": "the checkpoint's own is used; chat_template_kwargs sets its variables",
     "container": STATELESS,
     "context_management": STATELESS,
@@ -342,7 +344,7 @@ UNSUPPORTED: Mapping[str, str] = {  # and what to do instead
     "modalities": "models here write text",
     "previous_response_id": STATELESS,
     "prompt_embeds": "send text, token ids or images",
-    "prompt_logprobs": "the engine computes no log probabilities of prompts",
+    "prompt_logprobs": "only /v1/chat/completions and /v1/completions have it",
     "repetition_detection": "send repetition_penalty, frequency_penalty or stop",
     "return_tokens_as_token_ids": "only /v1/chat/completions and /v1/completions have it",
     "stop_regex": "send stop or stop_token_ids",

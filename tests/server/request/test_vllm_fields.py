@@ -50,13 +50,11 @@ TABLES = {"chat": fields.CHAT, "completion": fields.COMPLETION}
 REFUSED: dict[str, Any] = {
     "use_beam_search": True,
     "length_penalty": 0.5,
-    "prompt_logprobs": 1,
     "guided_whitespace_pattern": " ",
     "logits_processors": ["a.b"],
     "kv_transfer_params": {"a": 1},
     "vllm_xargs": {"a": 1},
     "repetition_detection": {"max_pattern_size": 1},
-    "best_of": 2,
     "documents": [{"title": "a"}],
     "chat_template": "{{ messages }}",
     "prompt_embeds": "AAAA",
