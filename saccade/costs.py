@@ -13,6 +13,7 @@ from saccade.checkpoint.config import LinearConfig, MLAConfig, ModelConfig, Text
 from saccade.types import Size
 
 GIB = 1 << 30
+FP8 = "float8_e4m3fn"
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -20,6 +21,11 @@ def dtype_bytes(dtype: str) -> int:
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPE_BYTES)}, not {dtype!r}")
     return _DTYPE_BYTES[dtype]
+
+
+def kv_dtype(asked: str, dtype: str) -> str:
+    """In which keys and values are stored: `Options.kv_cache_dtype` of a model of this dtype."""
+    return FP8 if asked.startswith("fp8") else dtype
 
 
 def kept_tokens(tokens: int, pruning: float) -> int:
@@ -38,8 +44,8 @@ def max_chars(tokens: int) -> int:
 
 
 def kv_bytes_per_token_layer(num_kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Keys and values of one token in one layer."""
-    return 2 * num_kv_heads * head_dim * dtype_bytes(dtype)
+    """Keys and values of one token in one layer, in a `kv_dtype`."""
+    return 2 * num_kv_heads * head_dim * (1 if dtype == FP8 else dtype_bytes(dtype))
 
 
 def kv_bytes_per_token(text: TextConfig, dtype: str) -> int:

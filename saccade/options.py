@@ -51,6 +51,11 @@ class Options:
     block_size: int = _option(16, "tokens per KV block")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory the engine may take")
     kv_cache_gb: float | None = _option(None, "GiB for KV blocks; automatic: from the free memory")
+    kv_cache_dtype: str = _option(
+        "auto",
+        "how keys and values are stored: fp8 (or fp8_e4m3) holds twice the tokens, with the checkpoint's "
+        "scales if it has some; auto, or bfloat16 or float16 as --dtype: the model's dtype",
+    )
     kv_offload_gb: float = _option(
         0.0,
         "GiB of host memory (pinned beside a GPU) for KV blocks that the device evicts: conversations that "
@@ -194,6 +199,8 @@ class Options:
         _require(0 < share <= 1, "gpu_memory_utilization", share, "above 0 and at most 1")
         is_known = self.load_format in ("auto", "safetensors", "dummy")
         _require(is_known, "load_format", self.load_format, "auto, safetensors or dummy")
+        is_known = self.kv_cache_dtype in _KV_DTYPES
+        _require(is_known, "kv_cache_dtype", self.kv_cache_dtype, ", ".join(_KV_DTYPES))
         is_known = self.task in ("auto", "generate", "embed", "score", "pooling")
         _require(is_known, "task", self.task, "auto, generate, embed, score or pooling")
         is_known = self.attention_backend in ("auto", "triton", "flashinfer")
@@ -222,6 +229,7 @@ def _check_embedding_store(options: Options) -> None:
         raise UsageError(f"{both} are both given; embeddings are kept in one of them, so leave one out")
 
 
+_KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 _STORE_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 _MAX_TEMPLATE_SECONDS = 600
 _PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels", "max_video_bytes")

@@ -50,7 +50,7 @@ _ENGINE: tuple[tuple[Fate, str, str], ...] = (
         "the same",
         "model dtype seed max_model_len max_num_batched_tokens max_num_seqs block_size "
         "gpu_memory_utilization enable_prefix_caching! limit_mm_per_prompt load_format generation_config "
-        "override_generation_config attention_backend device revision "
+        "override_generation_config attention_backend kv_cache_dtype device revision "
         "download_dir tokenizer tokenizer_revision hf_overrides chat_template task "
         "disable_chunked_mm_input!",
     ),
@@ -129,7 +129,7 @@ _ENGINE: tuple[tuple[Fate, str, str], ...] = (
     ("refused", _CODE, "worker_cls worker_extension_cls scheduler_cls logits_processors+ io_processor_plugin "
      "reasoning_parser_plugin model_class_overrides logits_processor_pattern additional_config"),
     ("refused", _QUANTIZED, "quantization quantization_config allow_deprecated_quantization! "
-     "kv_cache_dtype kv_cache_dtype_skip_layers+ calculate_kv_scales! mm_encoder_fp8_scale_path "
+     "kv_cache_dtype_skip_layers+ calculate_kv_scales! mm_encoder_fp8_scale_path "
      "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin"),
     ("refused", _OFFLOAD, "cpu_offload_gb cpu_offload_params+ offload_backend offload_group_size "
      "offload_num_in_group offload_prefetch_step offload_params+ kv_offloading_backend"),
@@ -213,7 +213,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "data_parallel_backend": ("mp",),
     "distributed_executor_backend": ("mp", "uni"),
     "tokenizer_mode": ("auto", "hf", "slow", "fast"),
-    "kv_cache_dtype": ("auto", "bfloat16", "float16"),
     "worker_cls": ("auto",),
     "quantization": (
         "awq",

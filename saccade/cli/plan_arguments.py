@@ -14,6 +14,7 @@ OPTIONS = (  # of the engine, as `saccade serve` takes them
     "max_num_seqs",
     "block_size",
     "gpu_memory_utilization",
+    "kv_cache_dtype",
     "encoder_cache_gb",
     "embedding_host_gb",
     "limit_mm_per_prompt",

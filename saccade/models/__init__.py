@@ -13,6 +13,7 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.quantization import quantization_of
 from saccade.errors import ConfigError
 from saccade.models.interface import ModelParts, VisionLanguageModel
+from saccade.models.quantized.kv_scales import kv_scales
 from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.state_dict import Parameters
 from saccade.models.tensor_files import StoredTensors, TensorFiles
@@ -82,6 +83,11 @@ def load_model(
         load_weights(tensors, params.targets, rules, progress=progress, wholes=params.wholes)
     loaded: VisionLanguageModel = model
     return loaded
+
+
+def load_kv_scales(path: Path, config: ModelConfig, load_format: str) -> tuple[tuple[float, float], ...]:
+    """Those of FP8 keys and values, of each layer that has some; nothing: all are 1."""
+    return kv_scales(None if load_format == "dummy" else path, config.text)
 
 
 def _check_unquantized(config: ModelConfig, path: Path) -> None:

@@ -46,7 +46,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Deployment | None, str]]:
     if not given.hardware.is_cpu:
         speed = "" if given.hardware.has_fp8 else "; saves memory only, this GPU has no FP8 GEMMs"
         yield "FP8 weights", replace(given, weight_bytes=1.0), NOT_SERVED + speed
-        yield "FP8 KV cache", replace(given, kv_value_bytes=1.0), NOT_SERVED
+        if given.kv_dtype != costs.FP8:
+            options = replace(given.options, kv_cache_dtype="fp8")
+            yield "--kv-cache-dtype fp8", replace(given, options=options), "check accuracy with saccade eval"
     if plan.cost.num_images:
         yield from _embeddings(plan)
 

@@ -30,7 +30,6 @@ class Deployment:
     options: Options
     kv_gb: float | None = None  # 10^9 bytes for KV on paper; None: what an engine leaves
     weight_bytes: float | None = None  # of a value of the decoder's layers; None: the dtype's
-    kv_value_bytes: float | None = None
     encoders_apart: bool = False
     store_gb_s: float = 0.0  # of a store for embeddings that memory does not hold; 0: there is none
 
@@ -47,10 +46,15 @@ class Deployment:
         return dtype
 
     @property
+    def kv_dtype(self) -> str:
+        return costs.kv_dtype(self.options.kv_cache_dtype, self.dtype)
+
+    @property
     def precision(self) -> Precision:
         size = costs.dtype_bytes(self.dtype)
         is_fp8 = self.weight_bytes is not None and self.hardware.has_fp8
-        return Precision(self.weight_bytes or size, self.kv_value_bytes or size, 2.0 if is_fp8 else 1.0)
+        kv_size = 1 if self.kv_dtype == costs.FP8 else size
+        return Precision(self.weight_bytes or size, kv_size, 2.0 if is_fp8 else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,9 @@ class Plan:
 
 
 def make_plan(given: Deployment) -> Plan:
+    if given.kv_dtype == costs.FP8 and not (given.hardware.has_fp8 or given.hardware.is_cpu):
+        asked = f"kv_cache_dtype={given.options.kv_cache_dtype}"
+        raise ConfigError(f"{asked} needs a GPU that converts FP8, which {given.hardware.name} does not")
     cost = request_cost(given.checkpoint, given.options, given.workload)
     capacity = plan_capacity(
         given.checkpoint, given.options, given.hardware, cost, given.dtype, given.precision, given.kv_gb

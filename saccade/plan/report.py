@@ -31,6 +31,8 @@ def table(plan: Plan, others: Sequence[Alternative]) -> str:
     given = plan.deployment
     copies = "one" if plan.capacity.gpus == 1 else str(plan.capacity.gpus)
     head = f"{given.checkpoint.path} on {copies} {given.hardware.name}, {given.dtype}"
+    if given.kv_dtype == costs.FP8:
+        head += ", FP8 KV cache"
     rows = [f"{title:<{_TITLE}}{words}" for title, words in _rows(plan)]
     return "\n".join(
         [head, "", *rows, "", *_compared(plan, others), "", *(f"- {note}" for note in notes(plan))]
@@ -137,6 +139,7 @@ def as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
         "model": str(plan.deployment.checkpoint.path),
         "gpu": asdict(plan.deployment.hardware),
         "dtype": plan.deployment.dtype,
+        "kv_cache_dtype": plan.deployment.kv_dtype,
         "images": [_image(plan, index) for index in range(len(plan.cost.images))],
         "image_tokens": _whole(plan.cost.image_tokens),
         "prompt_tokens": plan.cost.prompt_tokens,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig, TextConfig
-from saccade.models import load_model
+from saccade.models import load_kv_scales, load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.options import Options, SchedulerConfig
@@ -64,7 +64,7 @@ def build_runner(
 ) -> Runner:
     memory = MemoryReport(plan)
     sizes = plan.scheduler
-    target = AttentionTarget(config.text, plan.dtype, plan.device)
+    target = AttentionTarget(config.text, plan.dtype, plan.device, plan.kv_dtype != plan.dtype)
     check(options.attention_backend, target)
     if plan.device.type == "cuda":
         _claim(plan.device, options.gpu_memory_utilization)
@@ -81,7 +81,7 @@ def build_runner(
             max_model_len=sizes.max_model_len,
         )
     with memory.part("kv"):
-        kv = PagedKV.allocate(config.text, sizes.num_blocks, sizes.block_size, plan.dtype, plan.device)
+        kv = _new_kv(path, config, options, plan)
     with memory.part("staging"):
         host = HostBlocks(kv, sizes.block_size, sizes.host_blocks) if sizes.host_blocks else None
     with memory.part("states"):
@@ -100,6 +100,13 @@ def build_runner(
     grammars = Grammars(Path(options.tokenizer or path), config.text.vocab_size)
     held = (model, kv, encoder, grammars, forward, embeddings)
     return Runner(*held, memory.report(), on_close, eager_reason, host)
+
+
+def _new_kv(path: Path, config: ModelConfig, options: Options, plan: MemoryPlan) -> PagedKV:
+    has_scales = plan.kv_dtype != plan.dtype
+    scales = load_kv_scales(path, config, options.load_format) if has_scales else ()
+    shape = (config.text, plan.scheduler.num_blocks, plan.scheduler.block_size)
+    return PagedKV.allocate(*shape, plan.kv_dtype, plan.device, scales)
 
 
 def _captured(parts: ForwardParts, target: AttentionTarget, backend: str) -> tuple[Forward, str | None]:

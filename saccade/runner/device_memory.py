@@ -21,11 +21,14 @@ from saccade.runner.memory import Encoders, Machine, MemoryParts, size_memory
 from saccade.runner.weight_packing import plan_packing
 from saccade.types import Geometry
 
+_FP8_FROM = (8, 9)  # compute capability
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     scheduler: SchedulerConfig
     reasons: tuple[str, ...]  # one line per choice, for the start-up log
     parts: MemoryParts
@@ -42,6 +45,9 @@ def plan_memory(
     """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given."""
     device = device_of(options.device)
     dtype, why_dtype = dtype_of(options.dtype, model.dtype, device)
+    kv_dtype = costs.kv_dtype(options.kv_cache_dtype, dtype)
+    if kv_dtype == costs.FP8 and device.type == "cuda":
+        _check_fp8(options.kv_cache_dtype, torch.cuda.get_device_capability(device))
     packing = plan_packing(model, dtype, device)
     machine = Machine(
         device=device.type,
@@ -54,7 +60,17 @@ def plan_memory(
     sizes = size_memory(options, model, largest, machine, memory_parts, encoders)
     packed = () if sizes.parts.graphs else (packing.reason,)
     reasons = (f"device {device}", why_dtype, *sizes.reasons, *packed)
-    return MemoryPlan(device, getattr(torch, dtype), sizes.scheduler, reasons, sizes.parts)
+    dtypes = (getattr(torch, dtype), getattr(torch, kv_dtype))
+    return MemoryPlan(device, *dtypes, sizes.scheduler, reasons, sizes.parts)
+
+
+def _check_fp8(asked: str, capability: tuple[int, int]) -> None:
+    if capability < _FP8_FROM:
+        major, minor = capability
+        raise ConfigError(
+            f"kv_cache_dtype={asked} needs a GPU that converts FP8 (compute capability 8.9: Ada, Hopper or "
+            f"newer), and this one has {major}.{minor}; leave out --kv-cache-dtype"
+        )
 
 
 class GpuMemory:

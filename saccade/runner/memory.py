@@ -102,11 +102,13 @@ def size_memory(
     dtype = machine.dtype
     free = machine.free_bytes // memory_parts  # engines on one CPU share it, and the automatic cache sizes
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest, memory_parts)
+    _check_kv_dtype(options, model, dtype)
+    kv_dtype = costs.kv_dtype(options.kv_cache_dtype, dtype)
     parts = _beside_kv(options, model, largest, slots, machine, encoders)
-    blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, machine.device, memory_parts)
-    parts = replace(parts, kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size))
+    blocks, why_kv = _kv_blocks(options, model, kv_dtype, free - parts.total, machine.device, memory_parts)
+    parts = replace(parts, kv=blocks * costs.kv_bytes_per_block(model.text, kv_dtype, options.block_size))
     host_free = free - parts.total if machine.host_free_bytes is None else machine.host_free_bytes
-    host_blocks, why_offload = _host_blocks(options, model, dtype, host_free)
+    host_blocks, why_offload = _host_blocks(options, model, kv_dtype, host_free)
     length, why_length = _model_len(options, model, blocks)
     biggest = _biggest(largest, length)
     budget, why_budget = _encoder_budget(options, biggest)
@@ -167,7 +169,7 @@ def _beside_kv(
         graphs=graphs + _cross_table_bytes(options, model, slots, biggest),
         spare=SPARE_BYTES,
         states=states,
-        staging=_staging_bytes(options, model, dtype),
+        staging=_staging_bytes(options, model, costs.kv_dtype(options.kv_cache_dtype, dtype)),
     )
 
 
@@ -274,10 +276,24 @@ def _why_parts(parts: MemoryParts) -> tuple[str, ...]:
     return (f"{parts.total / costs.GIB:.2f} GiB of the device in all: {', '.join(sizes)}",)
 
 
+def _check_kv_dtype(options: Options, model: ModelConfig, dtype: str) -> None:
+    asked = options.kv_cache_dtype
+    if asked in ("bfloat16", "float16") and asked != dtype:
+        raise ConfigError(
+            f"kv_cache_dtype={asked} cannot be used: the model computes in {dtype}, and keys and values are "
+            f"stored as that or as fp8; give --dtype {asked}, or leave out --kv-cache-dtype"
+        )
+    if costs.kv_dtype(asked, dtype) == costs.FP8 and model.text.mla:
+        raise ConfigError(
+            f"kv_cache_dtype={asked} cannot be used with {model.model_type}: it caches the latent vectors of "
+            "MLA, which are stored in the model's dtype; leave out --kv-cache-dtype"
+        )
+
+
 def _kv_blocks(
-    options: Options, model: ModelConfig, dtype: str, left: int, device: str, memory_parts: int
+    options: Options, model: ModelConfig, kv_dtype: str, left: int, device: str, memory_parts: int
 ) -> tuple[int, str]:
-    per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
+    per_block = costs.kv_bytes_per_block(model.text, kv_dtype, options.block_size)
     if options.kv_cache_gb is not None:
         size = options.kv_cache_gb * costs.GIB
         why = "as asked"
@@ -315,12 +331,14 @@ def _kv_blocks(
             f"there is no room for KV blocks: {size / costs.GIB:.2f} GiB are left and one block of "
             f"{options.block_size} tokens takes {per_block} bytes; free memory, or set --kv-cache-gb"
         )
-    gib = blocks * per_block / costs.GIB
-    return blocks, f"KV cache {blocks} blocks = {blocks * options.block_size} tokens, {gib:.2f} GiB: {why}"
+    size_text = f"{blocks * per_block / costs.GIB:.2f} GiB"
+    if kv_dtype == costs.FP8:
+        size_text += " in FP8"
+    return blocks, f"KV cache {blocks} blocks = {blocks * options.block_size} tokens, {size_text}: {why}"
 
 
 def _host_blocks(
-    options: Options, model: ModelConfig, dtype: str, free_ram: int
+    options: Options, model: ModelConfig, kv_dtype: str, free_ram: int
 ) -> tuple[int, tuple[str, ...]]:
     """KV blocks in host memory, and a line that says so."""
     if not options.kv_offload_gb:
@@ -331,7 +349,7 @@ def _host_blocks(
             f"{asked} cannot be used: recurrent layers need a state beside KV blocks, and only KV blocks go "
             "to host memory; leave out --kv-offload-gb"
         )
-    per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
+    per_block = costs.kv_bytes_per_block(model.text, kv_dtype, options.block_size)
     size = options.kv_offload_gb * costs.GIB
     if size > free_ram:
         left = f"{max(free_ram, 0) / costs.GIB:.2f} GiB of host memory are free"
@@ -344,10 +362,10 @@ def _host_blocks(
     return blocks, (f"KV offload {blocks} blocks = {tokens} tokens, {gib:.2f} GiB of host memory: as asked",)
 
 
-def _staging_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
+def _staging_bytes(options: Options, model: ModelConfig, kv_dtype: str) -> int:
     if not options.kv_offload_gb:
         return 0
-    per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
+    per_block = costs.kv_bytes_per_block(model.text, kv_dtype, options.block_size)
     return (OUT_BUFFERS + IN_BUFFERS) * staging_blocks(per_block) * per_block
 
 

@@ -142,14 +142,16 @@ class Runner:
             self.encoder.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the encoder, memory by use, and bytes of an embedding slot."""
-        dtype = str(self.kv.k.dtype).removeprefix("torch.")
+        """Counters of the encoder, memory by use, how KV is stored, and bytes of an embedding slot."""
+        dtype = str(self.model.decoder.table.dtype).removeprefix("torch.")
         return {
             "encoder": asdict(self.encoder.counters) if self.encoder else {},
             "embedding_tiers": self.encoder.tier_stats() if self.encoder else {},
             "remote_encoders": self.encoder.remote_stats() if self.encoder else {},
             "memory": self.memory,
             "gpu_memory": self._gpu_memory.stats(),
+            "kv_cache_dtype": str(self.kv.k.dtype).removeprefix("torch."),
+            "kv_bytes_per_token": self.kv.bytes_per_token,
             "kv_bytes_per_block": self.host_blocks.block_bytes if self.host_blocks else 0,
             "embedding_bytes_per_slot": costs.embedding_bytes_per_slot(self.model.config.text, dtype),
         }

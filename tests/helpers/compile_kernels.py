@@ -40,6 +40,8 @@ from tests.helpers.variant import BF16, F32, I32, I64, NONE, ONE, Variant, is_al
 
 HOPPER = 90
 PDL_FROM = 90
+FP8_FROM = 89
+FP8_SHAPES = ("Qwen3-VL-8B", "Qwen3.5-27B")  # heads of 128 and of 256
 GPUS: Mapping[int, tuple[Gpu, ...]] = {  # by compute capability; the number of SMs decides configs, too
     80: (Gpu(108, (8, 0), 163 << 10),),  # A100
     89: (Gpu(58, (8, 9), 99 << 10), Gpu(128, (8, 9), 99 << 10)),  # L4, RTX 4090
@@ -154,7 +156,7 @@ def new_variant(
 
 
 def decode_variants() -> Iterator[Variant]:
-    rest = [BF16, BF16, I32, I32, BF16, F32, F32, F32, I32, "fp32", "i32", "i32:16"]
+    rest = [BF16, BF16, I32, I32, BF16, F32, F32, F32, I32, *["fp32"] * 4, "i32", "i32:16"]
     decode = [F32, BF16, BF16, I32, NONE, NONE, NONE, *rest]
     for splits, keys, stages in ((1, 64, 3), (4, 64, 4), (16, 128, 1)):
         constants = [16, 2, 6, 128, splits, 16, 128, keys, "tf32", 4, min(splits, 8), splits >= 8, True, 128, 2048, 0.0]
@@ -176,14 +178,14 @@ def prefill_variants() -> Iterator[Variant]:
     types = [BF16] * 3 + [I32] * 4 + [BF16]
     for is_split, one_loop in ((True, False), (False, False), (False, True)):
         parts = [F32, F32, F32, I32] if is_split else [NONE] * 4
-        steps = ["i32", "fp32", "i32:16", "i32:16", "i32:16", "i32"]
+        steps = ["i32", "fp32", "fp32", "i32:16", "i32:16", "i32:16", "i32"]
         constants = [128, 128, 128, 16, 6, 128, 128, 64, 64, is_split, 4, "tf32", True, one_loop]
         name = f"triton_prefill.{is_split}.{one_loop}"
         yield new_variant(
             name, "attention.prefill_triton:_prefill_kernel", types + parts + steps, constants, num_stages=5, **EARLY
         )
     for rows, keys, warps, stages in ((128, 64, 8, 4), (64, 32, 4, 5)):
-        steps = ["i32", "fp32", "i32:16", "i32:16", "i32:16", "i32"]
+        steps = ["i32", "fp32", "fp32", "i32:16", "i32:16", "i32:16", "i32"]
         constants = [256, 256, 256, 16, 6, 256, 256, rows, keys, False, 4, "tf32", True, False]
         name = f"triton_prefill.256.{rows}"
         kernel = "attention.prefill_triton:_prefill_kernel"
@@ -192,13 +194,13 @@ def prefill_variants() -> Iterator[Variant]:
     yield new_variant(
         "prefill_combine", "attention.prefill_combine:_combine_kernel", types, [128, 128, 4, True], 2, **EARLY
     )
-    types = [BF16] * 8 + [I64, NONE, "i32:16", "i32:16", "i32"]
+    types = [BF16] * 8 + [I64, NONE, "fp32", "fp32", "i32:16", "i32:16", "i32"]
     constants = [12, 2, 128, 16, 2, 64, 1, True, 128]
     yield new_variant("rope_store_kv", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
-    types = [F32] * 3 + [BF16] * 5 + [I32, NONE, "i32:16", "i32:16", "i32"]
+    types = [F32] * 3 + [BF16] * 5 + [I32, NONE, "fp32", "fp32", "i32:16", "i32:16", "i32"]
     constants = [12, 2, 128, 16, 2, 64, 4, True, 128]
     yield new_variant("rope_store_kv.parts", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
-    types = [BF16] * 8 + [I32, F32, "i32:16", "i32:16", "i32"]
+    types = [BF16] * 8 + [I32, F32, "fp32", "fp32", "i32:16", "i32:16", "i32"]
     constants = [24, 4, 256, 32, 4, 32, 1, True, 64]
     yield new_variant("rope_store_kv.256", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
     types = [BF16] * 4 + ["i32:16"] * 4 + ["i32"] * 2
@@ -465,7 +467,7 @@ def launch_of(variant: Variant) -> object:
     constants = [(name, value) for name, value in constants_of(variant).items() if name not in LENGTHS | OF_PDL]
     options = [(name, value) for name, value in variant.options.items() if name != "launch_pdl"]
     missing = [kind == NONE for kind in variant.types]
-    return (variant.kernel, *missing, *constants, *sorted(options))
+    return (variant.kernel, has_fp8(variant), *missing, *constants, *sorted(options))
 
 
 def launched_on(arch: int, *, is_all: bool) -> list[Variant]:
@@ -474,11 +476,24 @@ def launched_on(arch: int, *, is_all: bool) -> list[Variant]:
     shapes = [name for name in SHAPES if is_all or name not in SIMILAR]
     by_host = [variant for gpu in GPUS[arch] for variant in launches(gpu, shapes, dtypes)]
     found = distinct(by_host) if is_all else largest(by_host, arch)
+    if arch >= FP8_FROM:
+        found += fp8_kv(arch, FP8_SHAPES if is_all else FP8_SHAPES[:1])
     known = {variant.kernel for variant in found}
     found += [for_arch(variant, arch) for variant in triton_variants() if variant.kernel not in known]
     if arch == HOPPER:
         found += [variant for variant in hopper_variants() if is_all or variant.name in HOPPER_VARIANTS]
     return found
+
+
+def fp8_kv(arch: int, shapes: Iterable[str]) -> list[Variant]:
+    """What the host code launches over an FP8 KV cache and not over others."""
+    dtypes = ([torch.bfloat16], torch.float8_e4m3fn)
+    by_host = [variant for gpu in GPUS[arch] for variant in launches(gpu, shapes, *dtypes)]
+    return largest((variant for variant in by_host if has_fp8(variant)), arch)
+
+
+def has_fp8(variant: Variant) -> bool:
+    return any("fp8" in kind for kind in variant.types)
 
 
 def missing(variants: Iterable[Variant]) -> set[str]:

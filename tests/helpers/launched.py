@@ -48,7 +48,7 @@ OWN_TOWERS = {"mllama"}  # that take no `Grid` of one image; heads of 80, as Qwe
 SIDE = 24  # patches along each side of an image
 NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8",
+    torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 
 
@@ -161,11 +161,13 @@ SIMILAR = {"Qwen3-VL-2B", "Qwen3.5-9B", "DeepSeek-VL2", "heads of 64", "heads of
 """Shapes whose tiles are no larger than others'."""
 
 
-def launches(gpu: Gpu, shapes: Iterable[str], dtypes: Iterable[torch.dtype]) -> list[Variant]:
-    """All that differ, in the order in which they are launched first."""
+def launches(
+    gpu: Gpu, shapes: Iterable[str], dtypes: Iterable[torch.dtype], kv_dtype: torch.dtype | None = None
+) -> list[Variant]:
+    """All that differ, in the order in which they are launched first. `kv_dtype`: None for the model's."""
     found: dict[object, Variant] = {}
     for name, dtype in product(shapes, dtypes):
-        for kernel, args, given in launched_by(partial(run, SHAPES[name], dtype), gpu):
+        for kernel, args, given in launched_by(partial(run, SHAPES[name], dtype, kv_dtype), gpu):
             one = variant(name, kernel, args, given)
             found.setdefault((one.kernel, *one.types, *one.constants, *sorted(one.options.items())), one)
     return list(found.values())
@@ -216,11 +218,11 @@ def type_of(param: Any, value: Any) -> str:
     return ("i32" if -(2**31) <= value < 2**31 else "i64") + ("" if value % 16 else ":16")
 
 
-def run(shape: dict[str, Any], dtype: torch.dtype) -> None:
+def run(shape: dict[str, Any], dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
     """Steps of many sizes, and an image."""
     config = model_config(shape)
     model = _family(config)(ModelParts(config, Parameters(dtype, META), {}, FusedVision()))
-    kv = PagedKV.allocate(config.text, MAX_BLOCKS, BLOCK_SIZE, dtype, META)
+    kv = PagedKV.allocate(config.text, MAX_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, META)
     sizes = {"block_size": BLOCK_SIZE, "max_requests": MAX_REQUESTS, "max_blocks": MAX_BLOCKS}
     linear = config.text.linear
     forward = CudaForward(
@@ -257,7 +259,7 @@ def prefill(forward: CudaForward) -> None:
         for is_short in {False, graphs.attention.is_short(tokens, [tokens])}:
             own = graphs.graph_sizes(tokens, is_short=is_short)
             for sizes in [own, graphs._crossing(own, GRAPH_STRETCHES)] if graphs.cross else [own]:
-                embeds = torch.empty(tokens, graphs.width, dtype=forward._decoder.kv.k.dtype, device=META)
+                embeds = torch.empty(tokens, graphs.width, dtype=forward._decoder.decoder.table.dtype, device=META)
                 graphs._forward(embeds, graphs.new_metadata((), sizes), sizes)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, paged_decode
 from saccade.kernels.attention.prefill_triton import paged_prefill
 from saccade.kernels.launch.varlen_tiles import Launch, Tiles
-from saccade.models.layers.torch_attention import AttentionBatch, reference_attention
+from saccade.models.layers.torch_attention import AttentionBatch, as_stored, reference_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies bfloat16 matrices as if their bits were integers; float16 takes the same way.
@@ -40,6 +40,7 @@ class Paged(NamedTuple):
     v: Tensor
     tables: Tensor  # int32
     seq_lens: list[int]
+    scales: tuple[float, float] = (1.0, 1.0)
 
     @classmethod
     def of(cls, seq_lens: list[int], kv_heads: int, dim: int, dtype: torch.dtype) -> Paged:
@@ -54,22 +55,33 @@ class Paged(NamedTuple):
             k[slots], v[slots] = torch.randn(2, context, kv_heads, dim).to(dtype)
         return cls(k.to(DEVICE), v.to(DEVICE), tables.to(DEVICE), seq_lens)
 
+    def in_fp8(self, scales: tuple[float, float]) -> Paged:
+        """The same, rounded; values beyond what FP8 holds are the largest it has."""
+        k, v = (
+            as_stored(cache, scale, torch.float8_e4m3fn) for cache, scale in zip((self.k, self.v), scales, strict=True)
+        )
+        return self._replace(k=k, v=v, scales=scales)
+
     def expected(self, q: Tensor, lengths: list[int]) -> Tensor:
         """Requests without a context have no rows in q."""
         some = [i for i, context in enumerate(self.seq_lens) if context]
         batch = AttentionBatch(
             [lengths[i] for i in some], [self.seq_lens[i] for i in some], self.tables[some].long(), ints([]), BLOCK
         )
-        return reference_attention(q, self.k, self.v, batch, scale=0.2)
+        k, v = self.k, self.v
+        if self.scales != (1.0, 1.0):
+            k, v = k.float() * self.scales[0], v.float() * self.scales[1]
+        return reference_attention(q, k, v, batch, scale=0.2)
 
     def new_tokens(self, q: Tensor) -> NewTokens:
         """The latest token of each request, as if not stored yet: its slot forgets it. No angle turns it."""
-        k, v = (torch.zeros(len(q), *cache.shape[1:], dtype=cache.dtype, device=DEVICE) for cache in (self.k, self.v))
+        k, v = (torch.zeros(len(q), *cache.shape[1:], dtype=q.dtype, device=DEVICE) for cache in (self.k, self.v))
         slots = [self.slot(i) for i in range(len(q))]
         for i, slot in enumerate(slots):
             if slot >= 0:
-                k[i], v[i] = self.k[slot], self.v[slot]
-                self.k[slot] = self.v[slot] = float("nan")
+                k[i], v[i] = self.k[slot].to(q.dtype) * self.scales[0], self.v[slot].to(q.dtype) * self.scales[1]
+                for cache in (self.k, self.v):
+                    cache[slot] = torch.full_like(cache[slot], float("nan"), dtype=q.dtype).to(cache.dtype)
         cos, sin = torch.ones(len(q), q.shape[2]), torch.zeros(len(q), q.shape[2])
         return NewTokens(torch.cat((q, k, v), dim=1), cos.to(q), sin.to(q), ints(slots))
 
@@ -90,8 +102,9 @@ class Paged(NamedTuple):
             )
         new, seq_lens = self.new_tokens(q), ints(self.seq_lens)
         out = paged_decode(
-            new, self.k, self.v, self.tables, seq_lens, BLOCK, 0.2, workspace, splits=splits, launch=launch
-        )
+            new, self.k, self.v, self.tables, seq_lens, BLOCK, 0.2, workspace,
+            splits=splits, launch=launch, scales=self.scales,
+        )  # fmt: skip
         assert not workspace.counters.any(), "a launch leaves the counters at zero for the next one"
         return out
 
@@ -107,5 +120,5 @@ class Paged(NamedTuple):
         tiles, seq_lens = Tiles.of(lengths, rows, DEVICE, seq_lens=self.seq_lens), ints(self.seq_lens)
         return paged_prefill(
             q, self.k, self.v, self.tables, seq_lens, tiles, BLOCK, 0.2,
-            splits=splits, min_share=share, launch=launch,
+            splits=splits, min_share=share, launch=launch, scales=self.scales,
         )  # fmt: skip

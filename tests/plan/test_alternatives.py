@@ -24,11 +24,17 @@ def test_pixels_have_no_effect_where_every_image_costs_the_same() -> None:
     assert row.plan is None and "every image costs the same" in row.note
 
 
-@pytest.mark.parametrize("name", ["FP8 weights", "FP8 KV cache"])
-def test_what_the_engine_cannot_do_yet_is_said(name: str) -> None:
-    row = named(alternatives(planned()), name)
+def test_what_the_engine_cannot_do_yet_is_said() -> None:
+    row = named(alternatives(planned()), "FP8 weights")
     assert row.note.startswith(NOT_SERVED)
     assert row.gain and row.gain > 1
+
+
+def test_an_fp8_kv_cache_is_compared_where_the_gpu_and_the_model_take_it() -> None:
+    row = named(alternatives(planned()), "--kv-cache-dtype fp8")
+    assert row.gain and row.gain > 1
+    old = named(alternatives(planned("qwen2-vl-2b", "a100-80")), "--kv-cache-dtype fp8")
+    assert old.plan is None and "needs a GPU that converts FP8" in old.note
 
 
 def test_a_bigger_encoder_cache_helps_repeated_images_alone() -> None:
@@ -56,7 +62,7 @@ def test_encoders_apart_count_the_gpus_they_need() -> None:
 
 def test_a_text_model_has_no_rows_about_images() -> None:
     names = [row.name for row in alternatives(planned("Qwen/Qwen3-8B", images=0))]
-    assert names == ["FP8 weights", "FP8 KV cache"]
+    assert names == ["FP8 weights", "--kv-cache-dtype fp8"]
 
 
 def test_an_encoder_of_a_model_over_several_gpus_is_on_one() -> None:

@@ -13,6 +13,7 @@ from saccade.options import MediaPolicy, Options
 from saccade.plan.hardware import PRESETS, find_hardware
 from saccade.plan.model_cards import card_names, read_card
 from saccade.plan.planner import make_plan
+from saccade.plan.report import as_json
 from saccade.plan.workload import largest_image
 from saccade.processor.images import Images
 from saccade.runner.device_memory import plan_memory
@@ -72,9 +73,16 @@ def test_fp8_weights_leave_their_bytes_to_the_kv_cache() -> None:
 
 def test_an_fp8_kv_cache_holds_twice_the_requests() -> None:
     given = deployment()
-    assert make_plan(replace(given, kv_value_bytes=1.0)).capacity.concurrent == pytest.approx(
-        2 * make_plan(given).capacity.concurrent, abs=1
-    )
+    plan, fp8 = make_plan(given), make_plan(replace(given, options=Options(kv_cache_dtype="fp8")))
+    assert fp8.capacity.concurrent == pytest.approx(2 * plan.capacity.concurrent, abs=1)
+    assert fp8.capacity.kv_bytes_per_token * 2 == plan.capacity.kv_bytes_per_token
+    assert as_json(fp8, [])["kv_cache_dtype"] == "float8_e4m3fn"
+
+
+def test_a_gpu_that_does_not_convert_fp8_has_no_plan_with_an_fp8_kv_cache() -> None:
+    given = deployment(gpu="a100-80")
+    with pytest.raises(ConfigError, match="kv_cache_dtype=fp8 needs a GPU that converts FP8, which A100 80GB"):
+        make_plan(replace(given, options=Options(kv_cache_dtype="fp8")))
 
 
 def test_a_model_that_no_number_of_gpus_holds_is_refused_with_values() -> None:

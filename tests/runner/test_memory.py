@@ -10,10 +10,11 @@ import torch
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig, model_config
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, UsageError
 from saccade.models import is_native, load_model
 from saccade.models.layers.decoder import Decoder
 from saccade.options import Options
+from saccade.plan.model_cards import read_card
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner import device_memory
 from saccade.runner.device_memory import GpuMemory, MemoryPlan, _free_bytes, dtype_of, plan_memory
@@ -360,3 +361,35 @@ def test_how_full_a_gpu_is_is_asked_once_a_second(monkeypatch: pytest.MonkeyPatc
     assert gpu.stats() == gpu.stats() == {"used": 5, "total": 8}
     assert asked == [torch.device("cuda:1")]
     assert GpuMemory(torch.device("cpu")).stats() == {}
+
+
+def test_an_fp8_kv_cache_holds_four_times_the_tokens_of_float32_and_says_so() -> None:
+    plain, fp8 = plan(kv_cache_gb=1.0), plan(kv_cache_gb=1.0, kv_cache_dtype="fp8_e4m3")
+    assert fp8.scheduler.num_blocks == 4 * plain.scheduler.num_blocks
+    assert (fp8.dtype, fp8.kv_dtype) == (torch.float32, torch.float8_e4m3fn)
+    assert any("1.00 GiB in FP8: as asked" in reason for reason in fp8.reasons)
+    offload = plan(kv_offload_gb=1.0, kv_cache_dtype="fp8")
+    assert offload.scheduler.host_blocks == 4 * plain.scheduler.num_blocks
+
+
+def test_a_kv_cache_in_another_half_precision_than_the_models_is_refused() -> None:
+    assert plan(dtype="bfloat16", kv_cache_dtype="bfloat16").kv_dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="kv_cache_dtype=float16 cannot be used: the model computes in float32"):
+        plan(kv_cache_dtype="float16")
+
+
+def test_latent_vectors_are_not_stored_in_fp8() -> None:
+    model = read_card("deepseek-ai/deepseek-vl2-small").config
+    with pytest.raises(ConfigError, match="kv_cache_dtype=fp8 cannot be used with deepseek_vl_v2: it caches"):
+        plan_memory(Options(device="cpu", kv_cache_dtype="fp8"), model, None, 16 * GIB)
+
+
+def test_gpus_that_convert_no_fp8_are_refused_by_their_capability() -> None:
+    device_memory._check_fp8("fp8", (8, 9))
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8 needs a GPU .* and this one has 8\.0"):
+        device_memory._check_fp8("fp8", (8, 0))
+
+
+def test_unknown_kv_dtypes_are_refused_with_those_that_are_known() -> None:
+    with pytest.raises(UsageError, match="kv_cache_dtype must be auto, bfloat16, float16, fp8, fp8_e4m3"):
+        Options(kv_cache_dtype="fp8_e5m2")

@@ -18,7 +18,13 @@ _STATES: tuple[State, ...] = (
     "sleeping",
     "stopped",
 )  # best first
-_NOT_SUMMED = ("recent_steps", "embedding_bytes_per_slot", "kv_bytes_per_block")
+_NOT_SUMMED = (
+    "recent_steps",
+    "embedding_bytes_per_slot",
+    "kv_bytes_per_block",
+    "kv_bytes_per_token",
+    "kv_cache_dtype",
+)
 
 
 def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.kernels.attention.decode_hopper_schedule import TileSchedule, plan_schedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, paged_decode
+from saccade.kernels.attention.fp8_kv import UNSCALED
 from saccade.kernels.launch.device import Heads, is_hopper, num_sms
 from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
 
@@ -22,7 +23,7 @@ class DecodeAttention:
         self, heads: Heads, dtype: torch.dtype, block_size: int, max_requests: int, device: torch.device,
         norm_eps: float | None = None,
     ) -> None:  # fmt: skip
-        """`norm_eps`: of decoders with norms of query and key heads."""
+        """`dtype`: of the KV cache. `norm_eps`: of decoders with norms of query and key heads."""
         self.heads = heads
         self.block_size = block_size
         self.by_hopper = max_requests >= _MIN_REQUESTS and can_use_hopper(heads, dtype, block_size, device, norm_eps)
@@ -44,14 +45,15 @@ class DecodeAttention:
 
     def __call__(
         self, new: NewTokens, keys: Tensor, values: Tensor, tables: Tensor, seq_lens: Tensor, scale: float,
-        schedule: TileSchedule | None, out: Tensor | None = None,
+        schedule: TileSchedule | None, out: Tensor | None = None, scales: tuple[float, float] = UNSCALED,
     ) -> Tensor:  # fmt: skip
         """As `paged_decode`, but padding rows may hold anything."""
         block_size = self.block_size
         paged = (keys, values, tables, seq_lens)
         eps = self._norm_eps
         if schedule is None:
-            return paged_decode(new, *paged, block_size, scale, self._workspace, out=out, norm_eps=eps)
+            common = (block_size, scale, self._workspace)
+            return paged_decode(new, *paged, *common, out=out, norm_eps=eps, scales=scales)
         from saccade.kernels.attention.decode_hopper import hopper_decode  # Gluon is experimental: only where used
 
         return hopper_decode(new, *paged, schedule, block_size, scale, self._workspace, out, eps)

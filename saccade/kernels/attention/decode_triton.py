@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.attention.fp8_kv import UNSCALED, as_pairs, as_stored, beside, launched, unpaired
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, new_accumulator, weigh
 from saccade.kernels.launch.device import num_sms, precision_of, shared_memory
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
@@ -99,6 +100,7 @@ def paged_decode(
     launch: Launch | None = None,
     out: Tensor | None = None,  # [requests, heads, d], contiguous
     norm_eps: float = 0.0,  # of q_norm and k_norm
+    scales: tuple[float, float] = UNSCALED,  # of FP8 keys and values
 ) -> Tensor:
     """[requests, heads, d]. The grid depends on shapes alone: batch size, and the longest context the tables hold."""
     requests, all_heads, dim = new.qkv.shape[-3:]
@@ -109,13 +111,13 @@ def paged_decode(
     pdl = supports_pdl(k_cache)
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and new.qkv.stride()[-2:] == (dim, 1)
     _check_workspace(workspace, requests, heads, kv_heads, dim, splits)
-    out = k_cache.new_empty(requests, heads, dim) if out is None else out
+    out = torch.empty((requests, heads, dim), dtype=new.cos.dtype, device=k_cache.device) if out is None else out
     _decode_kernel[(kv_heads, splits, requests)](
-        *new, k_cache, v_cache, block_tables, seq_lens, out, *workspace, scale * LOG2_E,
+        *new, k_cache, v_cache, block_tables, seq_lens, out, *workspace, scale * scales[0] * LOG2_E, *launched(scales),
         block_tables.stride(0), new.qkv.stride(0),
         BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SPLITS=splits,
         ROWS=power_of_two(heads // kv_heads, minimum=launch.rows), PADDED_DIM=power_of_two(dim, minimum=16),
-        KEYS=launch.keys, PRECISION=precision_of(k_cache), PARTS=num_parts(new.qkv),
+        KEYS=launch.keys, PRECISION=precision_of(out), PARTS=num_parts(new.qkv),
         AT_ONCE=min(splits, _SPLITS_AT_ONCE if dim <= 128 else _SPLITS_AT_ONCE // 2), PEELED=splits >= _MANY_SPLITS,
         PDL=pdl, ROTARY=new.cos.shape[-1], QKV_ROW=new.qkv.stride(-3), EPS=norm_eps,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **pdl_options(pdl),
@@ -130,7 +132,9 @@ def num_parts(qkv: Tensor) -> int:
 
 def launch_for(cache: Tensor, requests: int, splits: int) -> Launch:
     """16 rows are the least that an MMA takes; a group seldom fills them, but the kernel is memory-bound."""
-    keys = 64 if cache.shape[2] <= 128 else 32  # a tile of 16 KB
+    keys = 64 if cache.shape[2] <= 128 else 32  # a tile of 16 KB, or of 8 KB in FP8
+    if cache.element_size() == 1 and splits < _MANY_SPLITS:  # converting needs registers, several programs share an SM
+        return Launch(rows=16, keys=keys, warps=4, stages=3)
     if cache.element_size() == 4:
         return Launch(rows=16, keys=keys // 2, warps=4, stages=1)
     programs = requests * cache.shape[1] * splits
@@ -161,7 +165,8 @@ def _decode_kernel(
     qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, query_scales: tl.tensor, q_norm: tl.tensor,
     k_norm: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, seq_lens: tl.tensor,
     out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor, scale: tl.tensor,
-    table_row: tl.tensor, part: tl.tensor, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    k_by: tl.tensor, v_by: tl.tensor, v_scale: tl.tensor, table_row: tl.tensor, part: tl.tensor,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, PEELED: tl.constexpr, PDL: tl.constexpr,
     ROTARY: tl.constexpr, QKV_ROW: tl.constexpr, EPS: tl.constexpr,
@@ -174,38 +179,37 @@ def _decode_kernel(
     if split >= active:
         return
     start, end = split * share, tl.minimum((split + 1) * share, cached)
-    table = block_tables + request.to(tl.int64) * table_row
+    table, own = block_tables + request.to(tl.int64) * table_row, qkv + request.to(tl.int64) * QKV_ROW
     keys, values = k_cache + head * DIM, v_cache + head * DIM
+    read = as_pairs(values)
     if PEELED:
-        k, v = _load_tile(keys, values, table, start, end, BLOCK_SIZE, HEADS * DIM, DIM, PADDED_DIM, KEYS)
+        k, v = _load_tile(keys, read, table, start, end, BLOCK_SIZE, HEADS * DIM, DIM, PADDED_DIM, KEYS)
     pdl_release_then_wait(PDL)
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
-    inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
-    own = qkv + request.to(tl.int64) * QKV_ROW
     cos, sin = cos + request * ROTARY, sin + request * ROTARY
     if query_scales is not None:  # scores are linear in queries
         scale *= tl.load(query_scales + request)
     kind = out.dtype.element_ty
-    first_query = own + (head * GROUP + rows)[:, None] * DIM
-    queries = _rotated(first_query, cos, sin, dims[None, :], inside, part, q_norm, kind, DIM, ROTARY, PARTS, EPS)
+    queries = _load_queries(
+        own, keys, cos, sin, head, part, q_norm, kind, ROWS, PADDED_DIM, GROUP, DIM, ROTARY, PARTS, EPS
+    )
     new_dims = tl.where((split == 0) & (seq_len > 0), DIM, 0)  # only split 0 has the new token
     new_key, new_value = _new_pair(
-        own, cos, sin, head, dims, new_dims, part, k_norm, kind, GROUP, HEADS, DIM, ROTARY, PARTS, EPS
+        own, cos, sin, head, new_dims, part, k_norm, kind, PADDED_DIM, GROUP, HEADS, DIM, ROTARY, PARTS, EPS
     )
-    _store(keys, values, tl.load(slots + request), new_key, new_value, new_dims, HEADS * DIM)
-    largest, total, acc = new_accumulator(ROWS, PADDED_DIM)
+    new_key, new_value = _store(keys, values, slots + request, new_key, new_value, k_by, v_by, new_dims, HEADS * DIM)
+    largest, total, acc = _new_accumulator(read, ROWS, PADDED_DIM)
     if PEELED:
         if start < end:
             acc, largest, total = _attend(queries, k, v, start, end, scale, acc, largest, total, KEYS, PRECISION)
         start += KEYS
     acc, largest, total = _attend_rest(
-        queries, keys, values, table, start, end, scale, acc, largest, total,
+        queries, keys, read, table, start, end, scale, acc, largest, total,
         BLOCK_SIZE, HEADS * DIM, DIM, PADDED_DIM, KEYS, PRECISION,
     )  # fmt: skip
     if new_dims > 0:
         acc, largest, total = _add_one(queries, new_key, new_value, scale, acc, largest, total)
-    cell = request.to(tl.int64) * HEADS + head  # of the result and of the workspace
-    _finish(acc, largest, total, mixed, maxima, sums, counters, out, cell, split, active, GROUP, DIM, SPLITS, AT_ONCE)
+    acc *= v_scale
+    _finish(acc, largest, total, mixed, maxima, sums, counters, out, split, active, GROUP, DIM, SPLITS, AT_ONCE)
 
 
 @triton.jit
@@ -213,7 +217,7 @@ def _load_tile(
     keys: tl.tensor, values: tl.tensor, table: tl.tensor, first: tl.tensor, end: tl.tensor,
     BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Cached keys from `first` on and their values, both [KEYS, PADDED_DIM]."""
+    """Cached keys from `first` on and their values, both [KEYS, PADDED_DIM]; or pairs of FP8 values."""
     positions = first + tl.arange(0, KEYS)
     slots = slots_of(table, positions, positions < end, BLOCK_SIZE)
     return _load_slots(keys, values, slots, positions < end, SLOT, DIM, PADDED_DIM)
@@ -228,17 +232,32 @@ def _load_slots(
     dims = tl.arange(0, PADDED_DIM)[None, :]
     offsets, readable = slots[:, None] * SLOT + dims, known[:, None] & (dims < DIM)
     k = tl.load(keys + offsets, mask=readable, other=0.0)
-    return k, tl.load(values + offsets, mask=readable, other=0.0)
+    if values.dtype.element_ty == tl.int16:
+        pairs = tl.arange(0, PADDED_DIM // 2)[None, :]
+        offsets, readable = slots[:, None] * (SLOT // 2) + pairs, known[:, None] & (pairs < DIM // 2)
+    return k, tl.load(values + offsets, mask=readable, other=0)
+
+
+@triton.jit
+def _new_accumulator(values: tl.tensor, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr) -> tl.tuple:
+    """Sums of values as a tuple: of all dimensions, or of even and odd ones where values are read as pairs."""
+    if values.dtype.element_ty == tl.int16:
+        largest, total, half = new_accumulator(ROWS, PADDED_DIM // 2)
+        sums: tl.tuple = (half, half)
+    else:
+        largest, total, whole = new_accumulator(ROWS, PADDED_DIM)
+        sums = (whole,)
+    return largest, total, sums
 
 
 @triton.jit
 def _attend_rest(
     queries: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, start: tl.tensor, end: tl.tensor,
-    scale: tl.tensor, acc: tl.tensor, largest: tl.tensor, total: tl.tensor,
+    scale: tl.tensor, acc: tl.tuple, largest: tl.tensor, total: tl.tensor,
     BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """The cached keys from `start` to `end`, tile by tile.
+    """The cached keys from `start` to `end`, tile by tile. The sums of values are those of all dimensions again.
 
     Slots are looked up one tile ahead: the compiler can then pipeline the loads of several tiles.
     """
@@ -249,20 +268,46 @@ def _attend_rest(
         known = first + KEYS + tl.arange(0, KEYS) < end
         slots = slots_of(table, first + KEYS + tl.arange(0, KEYS), known, BLOCK_SIZE)
         acc, largest, total = _attend(queries, k, v, first, end, scale, acc, largest, total, KEYS, PRECISION)
-    return acc, largest, total
+    return acc[0] if len(acc) == 1 else tl.interleave(acc[0], acc[1]), largest, total
 
 
 @triton.jit
 def _attend(
     queries: tl.tensor, k: tl.tensor, v: tl.tensor, first: tl.tensor, end: tl.tensor, scale: tl.tensor,
-    acc: tl.tensor, largest: tl.tensor, total: tl.tensor, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    acc: tl.tuple, largest: tl.tensor, total: tl.tensor, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """One more tile of keys."""
-    scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)  # [ROWS, KEYS]
+    scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision=PRECISION)  # [ROWS, KEYS]
     scores = tl.where((first + tl.arange(0, KEYS) < end)[None, :], scores, float("-inf"))
     weights, shrink, largest, total = weigh(scores, scale, largest, total)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, largest, total
+    return _add_values(acc, weights.to(queries.dtype), v, shrink[:, None], PRECISION), largest, total
+
+
+@triton.jit
+def _add_values(
+    acc: tl.tuple, weights: tl.tensor, v: tl.tensor, shrink: tl.tensor, PRECISION: tl.constexpr
+) -> tl.tuple:
+    if v.dtype == tl.int16:
+        even, odd = unpaired(v, weights.dtype)
+        first = tl.dot(weights, even, acc[0] * shrink, input_precision=PRECISION)
+        sums: tl.tuple = (first, tl.dot(weights, odd, acc[1] * shrink, input_precision=PRECISION))
+    else:
+        sums = (tl.dot(weights, v, acc[0] * shrink, input_precision=PRECISION),)
+    return sums
+
+
+@triton.jit
+def _load_queries(
+    own: tl.tensor, keys: tl.tensor, cos: tl.tensor, sin: tl.tensor, head: tl.tensor, part: tl.tensor,
+    norm: tl.tensor, kind: tl.constexpr, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The query heads of a KV head [ROWS, PADDED_DIM], in the type in which they are multiplied with `keys`."""
+    rows, dims = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED_DIM)[None, :]
+    inside = (rows < GROUP) & (dims < DIM)
+    first = own + (head * GROUP + rows) * DIM
+    found = _rotated(first, cos, sin, dims, inside, part, norm, kind, DIM, ROTARY, PARTS, EPS)
+    return beside(found, keys.dtype.element_ty)
 
 
 @triton.jit
@@ -305,11 +350,12 @@ def _projected(
 
 @triton.jit
 def _new_pair(
-    own: tl.tensor, cos: tl.tensor, sin: tl.tensor, head: tl.tensor, dims: tl.tensor, count: tl.tensor,
-    part: tl.tensor, norm: tl.tensor, kind: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    ROTARY: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr,
+    own: tl.tensor, cos: tl.tensor, sin: tl.tensor, head: tl.tensor, count: tl.tensor, part: tl.tensor,
+    norm: tl.tensor, kind: tl.constexpr, PADDED_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """The new token's key and value, the first `count` dimensions of them."""
+    dims = tl.arange(0, PADDED_DIM)
     is_new = dims < count
     first = own + (GROUP * HEADS + head) * DIM
     key = _rotated(first, cos, sin, dims, is_new, part, norm, kind, DIM, ROTARY, PARTS, EPS)
@@ -318,14 +364,17 @@ def _new_pair(
 
 @triton.jit
 def _store(
-    keys: tl.tensor, values: tl.tensor, slot: tl.tensor, key: tl.tensor, value: tl.tensor, count: tl.tensor,
-    SLOT: tl.constexpr,
-) -> None:  # fmt: skip
-    """The first `count` dimensions of a key and its value, unless the slot is -1."""
+    keys: tl.tensor, values: tl.tensor, slot: tl.tensor, key: tl.tensor, value: tl.tensor, k_by: tl.tensor,
+    v_by: tl.tensor, count: tl.tensor, SLOT: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """The first `count` dimensions of a key and its value, unless the slot is -1. Returns both as they are stored."""
+    key, value = as_stored(key, k_by, keys.dtype.element_ty), as_stored(value, v_by, values.dtype.element_ty)
     dims = tl.arange(0, key.shape[0])
-    target, is_stored = slot.to(tl.int64) * SLOT + dims, dims < tl.where(slot >= 0, count, 0)
+    own = tl.load(slot)
+    target, is_stored = own.to(tl.int64) * SLOT + dims, dims < tl.where(own >= 0, count, 0)
     tl.store(keys + target, key, mask=is_stored)
     tl.store(values + target, value, mask=is_stored)
+    return key, value
 
 
 @triton.jit
@@ -345,10 +394,11 @@ def _add_one(
 def _finish(
     acc: tl.tensor, largest: tl.tensor, total: tl.tensor,
     mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor, out: tl.tensor,
-    cell: tl.tensor, split: tl.tensor, active: tl.tensor,
+    split: tl.tensor, active: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the result, or a partial one; the last split combines them."""
+    cell = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)  # of the result and of the workspace
     if active == 1:
         _write(out, cell, divide(acc, total), GROUP, DIM)
     else:

@@ -6,11 +6,13 @@ On Hopper GPUs most windows take a kernel of their own; few tokens, other device
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.kernels.attention.fp8_kv import UNSCALED
 from saccade.kernels.attention.prefill_triton import choose_rows, choose_splits, paged_prefill
 from saccade.kernels.launch.device import Heads, is_hopper, num_sms
 from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
@@ -67,10 +69,10 @@ class PrefillAttention:
 
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, seq_lens: Tensor, tiles: Tiles, scale: float,
-        out: Tensor | None = None, splits: int | None = None,
+        out: Tensor | None = None, splits: int | None = None, scales: tuple[float, float] = UNSCALED,
     ) -> Tensor:  # fmt: skip
         """As `paged_prefill`."""
-        kernel: Callable[..., Tensor] = paged_prefill
+        kernel: Callable[..., Tensor] = partial(paged_prefill, scales=scales)
         if self.by_hopper and tiles.rows == _HOPPER_ROWS:
             from saccade.kernels.attention import prefill_hopper  # Gluon is experimental: only where used
 

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.attention.decode_triton import slots_of
+from saccade.kernels.attention.fp8_kv import UNSCALED, beside
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, new_accumulator, weigh
 from saccade.kernels.attention.prefill_combine import MAX_SPLITS, combine, new_partials
 from saccade.kernels.launch.device import is_hopper, num_sms, precision_of, shared_memory
@@ -55,6 +56,7 @@ def paged_prefill(
     min_share: int = _MIN_SHARE,
     launch: Launch | None = None,
     out: Tensor | None = None,  # [T, heads, d], contiguous
+    scales: tuple[float, float] = UNSCALED,  # of FP8 keys and values
 ) -> Tensor:
     """[T, heads, d]. A window of one token is allowed, though `paged_decode` is faster at it."""
     tokens, heads, dim = q.shape
@@ -66,8 +68,8 @@ def paged_prefill(
     pdl = supports_pdl(q)
     _prefill_kernel[(heads, splits, len(tiles.index))](
         q, k_cache, v_cache, block_tables, seq_lens, tiles.starts, tiles.index, out,
-        *(parts or (None,) * 4), tokens * heads,
-        scale * LOG2_E, q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
+        *(parts or (None,) * 4), tokens * heads, scale * scales[0] * LOG2_E, scales[1],
+        q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
         Q_HEAD=q.stride(1), K_HEAD=k_cache.stride(1), V_HEAD=v_cache.stride(1), BLOCK_SIZE=block_size,
         GROUP=heads // k_cache.shape[1], DIM=dim, PADDED_DIM=power_of_two(dim, minimum=16),
         ROWS=launch.rows, KEYS=launch.keys, IS_SPLIT=splits > 1, MIN_SHARE=triton.cdiv(min_share, launch.keys),
@@ -113,7 +115,7 @@ def _prefill_kernel(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, seq_lens: tl.tensor,
     starts: tl.tensor, index: tl.tensor, out: tl.tensor,
     mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, active: tl.tensor, cells: tl.tensor,
-    scale: tl.tensor, q_row: tl.tensor, k_slot: tl.tensor, v_slot: tl.tensor, table_row: tl.tensor,
+    scale: tl.tensor, v_scale: tl.tensor, q_row: tl.tensor, k_slot: tl.tensor, v_slot: tl.tensor, table_row: tl.tensor,
     Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr, V_HEAD: tl.constexpr,  # constants, so that loads of a head are aligned
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, MIN_SHARE: tl.constexpr,
@@ -130,6 +132,7 @@ def _prefill_kernel(
     inside = (rows < length)[:, None] & (dims < DIM)[None, :]
     packed = (start + rows).to(tl.int64)
     queries = tl.load(q + packed[:, None] * q_row + head * Q_HEAD + dims[None, :], mask=inside, other=0.0)
+    queries = beside(queries, k_cache.dtype.element_ty)
     positions = seq_len - length + rows  # of each row in its context
     seen_by_all = (seq_len - length + first + 1) // KEYS * KEYS
     end = tl.minimum(seq_len, seq_len - length + first + ROWS)
@@ -147,6 +150,7 @@ def _prefill_kernel(
         queries, keys, values, table, positions, low, seen_by_all, all_keys, end, scale, acc, largest, total,
         k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, ONE_LOOP,
     )  # fmt: skip
+    acc *= v_scale
     if end <= share:
         _write(out, acc, total, packed, dims, inside, DIM)
         if IS_SPLIT:  # nothing to combine; every head writes it
@@ -224,9 +228,10 @@ def _attend(
     slots = slots_of(table, own, known, BLOCK_SIZE)
     k = tl.load(keys + slots[:, None] * k_slot + dims[None, :], mask=readable, other=0.0)
     v = tl.load(values + slots[:, None] * v_slot + dims[None, :], mask=readable, other=0.0)
-    scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)  # [ROWS, KEYS]
+    scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision=PRECISION)  # [ROWS, KEYS]
     if IS_MASKED:
         scores = tl.where((own[None, :] <= positions[:, None]) & known[None, :], scores, float("-inf"))
     weights, shrink, largest, total = weigh(scores, scale, largest, total)
+    v = v.to(queries.dtype)
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, largest, total

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.attention.fp8_kv import UNSCALED, as_stored, launched
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
 
@@ -35,6 +36,7 @@ def rotary_and_store(
     v_cache: Tensor,
     slots: Tensor,  # int64 or int32 [T]; -1: the row's queries are rotated, nothing is stored
     query_scales: Tensor | None = None,  # float32 [T]: factors of the queries (attention temperature)
+    scales: tuple[float, float] = UNSCALED,  # of FP8 keys and values
 ) -> Tensor:
     """The rotated queries. Dimensions i and i + rotary_dim / 2 rotate as a pair.
 
@@ -47,10 +49,10 @@ def rotary_and_store(
     pdl = supports_pdl(q)
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     assert q.stride() == k.stride() == v.stride() and q.stride(-2) == dim, "queries, keys, values of one GEMM"
-    rotated = q if q.dim() == 3 else torch.empty((tokens, heads, dim), dtype=k_cache.dtype, device=q.device)
+    rotated = q if q.dim() == 3 else torch.empty((tokens, heads, dim), dtype=cos.dtype, device=q.device)
     _rotary_kernel[(tokens, 2)](
         q, k, v, rotated, cos, sin, k_cache, v_cache, slots, query_scales,
-        q.stride(-3), rotated.stride(0), q.stride(0),
+        *launched(scales)[:2], q.stride(-3), rotated.stride(0), q.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED_HEADS=power_of_two(heads),
         PADDED_KV_HEADS=power_of_two(kv_heads), PADDED_HALF=power_of_two(rotary // 2), PARTS=parts, PDL=pdl,
         ROTARY=rotary,
@@ -96,14 +98,15 @@ def _rotary_in_place_kernel(
     else:
         own = k + row * k_row + head * k_head + half
         inside = (head < kv_heads) & known
-    _rotate(_load_pair(own, inside, ROTARY, 0, 1), own, inside, angles, (-low, high), ROTARY)
+    kind: tl.constexpr = q.dtype.element_ty
+    _rotate(_load_pair(own, inside, ROTARY, 0, 1), own, inside, angles, (-low, high), kind, 1.0, ROTARY)
 
 
 @triton.jit(do_not_specialize=["part"], do_not_specialize_on_alignment=["slots"])  # a slice of a larger array
 def _rotary_kernel(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, rotated: tl.tensor, cos: tl.tensor, sin: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, slots: tl.tensor, query_scales: tl.tensor,
-    row_step: tl.tensor, rotated_step: tl.tensor, part: tl.tensor,
+    k_by: tl.tensor, v_by: tl.tensor, row_step: tl.tensor, rotated_step: tl.tensor, part: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PADDED_HEADS: tl.constexpr, PADDED_KV_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr, ROTARY: tl.constexpr,
@@ -114,6 +117,7 @@ def _rotary_kernel(
     signed = _load_pair(sin + row * ROTARY + half, half < ROTARY // 2, ROTARY, 0, 1)
     slot = tl.load(slots + row).to(tl.int64)
     pdl_release_then_wait(PDL)
+    kind: tl.constexpr = rotated.dtype.element_ty
     if tl.program_id(1) == 0:
         heads = tl.arange(0, PADDED_HEADS)[:, None]
         inside = (heads < HEADS) & (half < ROTARY // 2)
@@ -123,30 +127,30 @@ def _rotary_kernel(
             angles = angles[0] * by, angles[1] * by
             signed = signed[0] * by, signed[1] * by
         pair = _load_pair(q + row * row_step + heads * DIM + half, inside, ROTARY, part, PARTS)
-        _rotate(pair, rotated + row * rotated_step + heads * DIM + half, inside, angles, signed, ROTARY)
+        _rotate(pair, rotated + row * rotated_step + heads * DIM + half, inside, angles, signed, kind, 1.0, ROTARY)
         if ROTARY < DIM and (PARTS > 1 or query_scales is not None):  # otherwise the rest is in place
             target = rotated + row * rotated_step + heads * DIM
-            _copy(q + row * row_step + heads * DIM, target, heads < HEADS, by, part, ROTARY, DIM, PARTS)
+            _copy(q + row * row_step + heads * DIM, target, heads < HEADS, by, part, kind, 1.0, ROTARY, DIM, PARTS)
     elif slot >= 0:
         heads = tl.arange(0, PADDED_KV_HEADS)[:, None]
         inside = (heads < KV_HEADS) & (half < ROTARY // 2)
         target = (slot * KV_HEADS + heads) * DIM + half
         pair = _load_pair(k + row * row_step + heads * DIM + half, inside, ROTARY, part, PARTS)
-        _rotate(pair, k_cache + target, inside, angles, signed, ROTARY)
+        _rotate(pair, k_cache + target, inside, angles, signed, kind, k_by, ROTARY)
         if ROTARY == DIM:
             low, high = _load_pair(v + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
-            tl.store(v_cache + target, low.to(v_cache.dtype.element_ty), mask=inside)
-            tl.store(v_cache + target + DIM // 2, high.to(v_cache.dtype.element_ty), mask=inside)
+            tl.store(v_cache + target, as_stored(low.to(kind), v_by, v_cache.dtype.element_ty), mask=inside)
+            tl.store(v_cache + target + DIM // 2, as_stored(high.to(kind), v_by, v_cache.dtype.element_ty), mask=inside)
         else:
             own, cell = row * row_step + heads * DIM, (slot * KV_HEADS + heads) * DIM
-            _copy(k + own, k_cache + cell, heads < KV_HEADS, 1.0, part, ROTARY, DIM, PARTS)
-            _copy(v + own, v_cache + cell, heads < KV_HEADS, 1.0, part, 0, DIM, PARTS)
+            _copy(k + own, k_cache + cell, heads < KV_HEADS, 1.0, part, kind, k_by, ROTARY, DIM, PARTS)
+            _copy(v + own, v_cache + cell, heads < KV_HEADS, 1.0, part, kind, v_by, 0, DIM, PARTS)
 
 
 @triton.jit
 def _copy(
     source: tl.tensor, target: tl.tensor, known: tl.tensor, by: tl.tensor, part: tl.tensor,
-    FIRST: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+    kind: tl.constexpr, stored_by: tl.tensor, FIRST: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Dimensions from FIRST on, which do not rotate, times `by`."""
     dims = FIRST + tl.arange(0, triton.next_power_of_2(DIM - FIRST))[None, :]
@@ -154,7 +158,7 @@ def _copy(
     found = tl.load(source + dims, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         found += tl.load(source + i * part + dims, mask=inside, other=0.0)
-    tl.store(target + dims, (found * by).to(target.dtype.element_ty), mask=inside)
+    tl.store(target + dims, as_stored((found * by).to(kind), stored_by, target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -170,10 +174,14 @@ def _load_pair(low: tl.tensor, inside: tl.tensor, DIM: tl.constexpr, part: tl.te
 
 @triton.jit
 def _rotate(
-    pair: tl.tuple, target: tl.tensor, inside: tl.tensor, cos: tl.tuple, sin: tl.tuple, DIM: tl.constexpr
-) -> None:
-    """Halves [heads, d / 2] by angles of one row for all heads; `target` points to where the first half goes."""
+    pair: tl.tuple, target: tl.tensor, inside: tl.tensor, cos: tl.tuple, sin: tl.tuple,
+    kind: tl.constexpr, by: tl.tensor, DIM: tl.constexpr,
+) -> None:  # fmt: skip
+    """Halves [heads, d / 2] by angles of one row for all heads; `target` points to where the first half goes.
+
+    They are rounded to `kind`, then to what is stored there (`as_stored`).
+    """
     low, high = pair
-    kind = target.dtype.element_ty
-    tl.store(target, (low * cos[0] + high * sin[0]).to(kind), mask=inside)
-    tl.store(target + DIM // 2, (high * cos[1] + low * sin[1]).to(kind), mask=inside)
+    first, second = (low * cos[0] + high * sin[0]).to(kind), (high * cos[1] + low * sin[1]).to(kind)
+    tl.store(target, as_stored(first, by, target.dtype.element_ty), mask=inside)
+    tl.store(target + DIM // 2, as_stored(second, by, target.dtype.element_ty), mask=inside)

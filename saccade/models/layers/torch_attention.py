@@ -26,6 +26,7 @@ from saccade.checkpoint.config import TextConfig
 # cache: a batch that leaves the cache between gather and use costs more than another call.
 _MAX_PADDING = 0.25
 _MAX_GROUP_TOKENS = 2048
+_FP8_MAX = 448.0
 _MIN_SPLIT = 1024  # tokens of a window for which two attention calls on a CPU cost less than a mask
 
 
@@ -54,21 +55,37 @@ class PagedKV(NamedTuple):
 
     k: Tensor  # [KV layers, num_blocks * block_size, kv_heads, d]
     v: Tensor  # the same tensor for MLA
+    scales: Sequence[tuple[float, float]] = ()  # of each layer's FP8 keys and values; none: 1
 
     @classmethod
     def allocate(
-        cls, config: TextConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        config: TextConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Sequence[tuple[float, float]] = (),
     ) -> PagedKV:
         shape = (config.num_kv_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
         k = _zeros(shape, dtype, device)
-        return cls(k, k if config.mla else _zeros(shape, dtype, device))
+        return cls(k, k if config.mla else _zeros(shape, dtype, device), scales)
+
+    @property
+    def bytes_per_token(self) -> int:
+        caches = [self.k] if self.v is self.k else [self.k, self.v]
+        return sum(cache.nbytes for cache in caches) // self.k.shape[1]
+
+    def scales_of(self, layer: int) -> tuple[float, float]:
+        """What a layer's stored keys and values are multiplied by."""
+        return self.scales[layer] if self.scales else (1.0, 1.0)
 
     def clear(self, blocks: Sequence[int], block_size: int) -> None:
         """Zero blocks that will be partly filled: a mask does not remove a NaN of an earlier owner."""
         slots = torch.tensor(blocks, device=self.k.device)[:, None] * block_size
         slots = (slots + torch.arange(block_size, device=self.k.device)).flatten()
-        self.k.index_fill_(1, slots, 0)
-        self.v.index_fill_(1, slots, 0)
+        indexable(self.k).index_fill_(1, slots, 0)
+        indexable(self.v).index_fill_(1, slots, 0)
 
 
 Backend = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
@@ -86,8 +103,8 @@ def reference_attention(
         blocks = batch.block_tables[i][offsets // batch.block_size]
         slots = blocks * batch.block_size + offsets % batch.block_size
         group = q.shape[1] // k_cache.shape[1]
-        k = k_cache[slots].repeat_interleave(group, dim=1).float()  # [context, heads, d]
-        v = v_cache[slots].repeat_interleave(group, dim=1).float()
+        k = k_cache[slots].float().repeat_interleave(group, dim=1)  # [context, heads, d]
+        v = v_cache[slots].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("nhd,mhd->hnm", queries.float(), k) * scale
         own = torch.arange(context - len(queries), context, device=q.device)  # positions of the queries
         scores = scores.masked_fill(offsets[None, :] > own[:, None], float("-inf"))
@@ -122,10 +139,28 @@ class PagedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_cache = self.kv.k[layer]
         v_cache = self.kv.v[layer]
-        k_cache.index_copy_(0, self.batch.slots, k)
+        k_scale, v_scale = self.kv.scales_of(layer)
+        self._store(k, k_scale, k_cache)
         if self.kv.v is not self.kv.k:
-            v_cache.index_copy_(0, self.batch.slots, v)
-        return self.backend(q, k_cache, v_cache, self.batch, self.scale)
+            self._store(v, v_scale, v_cache)
+        mixed = self.backend(q, k_cache, v_cache, self.batch, self.scale * k_scale)
+        return mixed if v_scale == 1 else mixed * v_scale
+
+    def _store(self, new: Tensor, scale: float, cache: Tensor) -> None:
+        stored = as_stored(new, scale, cache.dtype)
+        indexable(cache).index_copy_(0, self.batch.slots, indexable(stored))
+
+
+def as_stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """In the dtype of the cache. FP8 is divided by its scale, and saturates."""
+    if dtype != torch.float8_e4m3fn:
+        return x
+    return (x.float() * (1 / scale)).clamp_(-_FP8_MAX, _FP8_MAX).to(dtype)
+
+
+def indexable(cache: Tensor) -> Tensor:
+    """FP8 as bytes: PyTorch copies rows of few dtypes by index."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -147,7 +182,8 @@ class _Keys(NamedTuple):
         if self.contiguous is not None:
             return cache[self.contiguous].transpose(0, 1)[None]
         # Whole blocks are contiguous, so the gather is a few large copies.
-        found = cache.view(-1, block_size * cache[0].numel()).index_select(0, self.blocks.flatten())
+        rows = indexable(cache).view(-1, block_size * cache[0].numel())
+        found = rows.index_select(0, self.blocks.flatten()).view(cache.dtype)
         return found.view(len(self.blocks), -1, *cache.shape[1:]).transpose(1, 2)
 
 
@@ -180,7 +216,7 @@ def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: T
     # The query heads that share a key head become rows of one small GEMM.
     # [b, kv_heads, group, d]
     queries = q.index_select(0, g.rows).view(len(g.rows), k_cache.shape[1], -1, q.shape[2])
-    k, v = (g.keys.read(cache, g.block_size) for cache in (k_cache, v_cache))
+    k, v = (g.keys.read(cache, g.block_size).to(q.dtype) for cache in (k_cache, v_cache))
     mask = None if g.mask is None else g.mask.to(q.dtype).expand(-1, -1, queries.shape[2], -1)
     mixed = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
     out.index_copy_(0, g.rows, mixed.reshape(len(g.rows), *q.shape[1:]))
@@ -188,7 +224,7 @@ def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: T
 
 def _attend_window(w: _Window, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
     queries = q[w.rows].transpose(0, 1)[None]  # [1, heads, n, d]
-    k, v = (w.keys.read(cache, w.block_size)[:, :, : w.context] for cache in (keys, values))
+    k, v = (w.keys.read(cache, w.block_size)[:, :, : w.context].to(q.dtype) for cache in (keys, values))
     if w.is_split:
         out[w.rows] = _attend_in_parts(queries, k, v, scale)[0].transpose(0, 1)
         return

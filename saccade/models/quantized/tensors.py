@@ -21,6 +21,7 @@ _UNUSED = (
     ".v_scale",
     ".q_scale",
     ".kv_scale",
+    ".output_scale",
     ".prob_scale",
 )
 _PARTS = (  # of a weight, beside the numbers themselves

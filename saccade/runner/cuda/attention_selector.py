@@ -30,6 +30,7 @@ class AttentionTarget(NamedTuple):
     text: TextConfig
     dtype: torch.dtype
     device: torch.device
+    has_fp8_kv: bool = False
 
 
 def check(asked: str, target: AttentionTarget) -> None:
@@ -74,7 +75,7 @@ def _new(
     from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill
     from saccade.kernels.launch.device import Heads
 
-    text, dtype, device = target
+    text, dtype, device, _ = target
     heads = Heads(text.num_heads, text.num_kv_heads, text.head_dim)
     capacity = Capacity(GRAPH_TOKENS[-1], GRAPH_WINDOWS, GRAPH_WINDOWS * max_blocks)
     return FlashInferPrefill(heads, capacity, block_size, scale, dtype, device, min_tokens=min_tokens)
@@ -88,6 +89,8 @@ def _why_not(target: AttentionTarget) -> str | None:
         return "it is not installed (pip install saccade[flashinfer])"
     if target.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 or bfloat16, not {str(target.dtype).removeprefix('torch.')}"
+    if target.has_fp8_kv:
+        return "it reads keys and values in the model's dtype, and kv_cache_dtype is fp8"
     if target.text.head_dim not in _HEAD_SIZES:
         sizes = ", ".join(map(str, _HEAD_SIZES))
         return f"its heads have {sizes} dimensions, this model's {target.text.head_dim}"

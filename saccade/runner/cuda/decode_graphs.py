@@ -165,7 +165,7 @@ class DecodeGraphs:
             new = NewTokens(projected, inputs.cos, inputs.sin, metadata.slots, inputs.query_scales, *by)
             by_head = None if out is None else out.view(len(out), own.heads, own.head_dim)
             given = (kv.k[index], kv.v[index], inputs.tables, metadata.seq_lens, scale, schedule, by_head)
-            return attention(new, *given).flatten(1)
+            return attention(new, *given, kv.scales_of(index)).flatten(1)
 
         return attend
 

@@ -88,7 +88,7 @@ class PrefillGraphs:
         table = decoder.decoder.table
         self._own = None
         if latent is None:
-            self._own = PrefillAttention.best(decoder.heads, table.dtype, block_size, table.device)
+            self._own = PrefillAttention.best(decoder.heads, decoder.kv.k.dtype, block_size, table.device)
         # By tokens, whether contexts are short, and whether rows cross-attend.
         self._captured: dict[tuple[int, bool, bool], _Captured] = {}
         self._static: _Static | None = None
@@ -341,13 +341,14 @@ class PrefillGraphs:
             q, k, v = self.decoder.split(projected)
             cached = (kv.k[index], kv.v[index])
             rotation = (inputs.cos, inputs.sin)
-            q = rotary_and_store(q, k, v, *rotation, *cached, parts.slots, inputs.query_scales)
+            scales = kv.scales_of(index)
+            q = rotary_and_store(q, k, v, *rotation, *cached, parts.slots, inputs.query_scales, scales)
             if flash is not None:
                 assert out is None, "FlashInfer allocates its own output"
                 return flash(q, *cached).flatten(1)
             by_head = None if out is None else out.view(q.shape)
             given = (*cached, inputs.tables, parts.seq_lens, tiles, self.decoder.scale)
-            return attention(q, *given, by_head, splits).flatten(1)
+            return attention(q, *given, by_head, splits, scales).flatten(1)
 
         return attend
 

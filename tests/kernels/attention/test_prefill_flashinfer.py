@@ -235,8 +235,9 @@ def test_asking_for_what_is_not_installed_says_how_to_get_it(made: list[Any]) ->
         (HOPPER._replace(device=torch.device("cpu")), "CUDA device, not cpu"),
         (HOPPER._replace(dtype=torch.float32), "float16 or bfloat16, not float32"),
         (HOPPER._replace(text=replace(TEXT, head_dim=80)), "64, 128, 256 dimensions, this model's 80"),
+        (HOPPER._replace(has_fp8_kv=True), "kv_cache_dtype is fp8"),
     ],
-    ids=["device", "type", "heads"],
+    ids=["device", "type", "heads", "fp8"],
 )
 def test_what_it_has_no_kernels_for_is_refused_if_asked_and_else_done_by_ours(
     place: AttentionTarget, reason: str, made: list[Any]

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from saccade.checkpoint.config import TextConfig
 from saccade.models.layers.torch_attention import (
     AttentionBatch,
+    Backend,
     PagedAttention,
     PagedKV,
+    as_stored,
     packed_attention,
     reference_attention,
     reference_packed_attention,
@@ -166,3 +168,29 @@ def test_packed_attention_takes_heads_first_memory() -> None:
     q, k, v = torch.randn(3, 4, 10, DIM).transpose(1, 2)
     expected = packed_attention(q.contiguous(), k.contiguous(), v.contiguous(), [5, 5], SCALE)
     torch.testing.assert_close(packed_attention(q, k, v, [5, 5], SCALE), expected)
+
+
+@pytest.mark.parametrize("backend", [reference_attention, torch_attention])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_an_fp8_cache_gives_what_dequantised_keys_and_values_would(backend: Backend, scattered: bool) -> None:
+    batch = batch_of([(3, 20), (1, 9)] if scattered else [(1, 30)], scattered=scattered)
+    q, *cached = tensors(batch)
+    scales = (0.25, 0.03)
+    pairs = zip(cached, scales, strict=True)
+    k, v = (as_stored(cache, scale, torch.float8_e4m3fn)[None].clone() for cache, scale in pairs)
+    new = torch.randn(2, len(batch.slots), *k.shape[2:]) * 50  # some saturate
+    found = PagedAttention(PagedKV(k, v, [scales]), batch, SCALE, backend)(0, q, *new)
+    stored = (k[0].float() * scales[0], v[0].float() * scales[1])
+    torch.testing.assert_close(found, reference_attention(q, *stored, batch, SCALE))
+    for cache, own, scale in zip(stored, new, scales, strict=True):
+        expected = as_stored(own, scale, torch.float8_e4m3fn).float() * scale
+        assert torch.equal(cache[batch.slots], expected) and expected.abs().max() <= 448 * scale
+
+
+def test_blocks_of_an_fp8_cache_are_cleared() -> None:
+    kv = PagedKV.allocate(TEXT, 4, BLOCK, torch.float8_e4m3fn, torch.device("cpu"))
+    for cache in kv[:2]:
+        cache.view(torch.uint8).fill_(127)  # not a number
+    kv.clear([2], BLOCK)
+    assert not kv.k[:, 2 * BLOCK : 3 * BLOCK].float().any() and kv.v[:, :BLOCK].float().isnan().all()
+    assert kv.bytes_per_token == 2 * TEXT.num_layers * KV_HEADS * DIM
