@@ -14,16 +14,13 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 from tqdm import tqdm
@@ -31,9 +28,9 @@ from tqdm import tqdm
 from benchmarks.soak_load import Call, Load, can_make_videos
 from benchmarks.soak_report import Fill, RequestOutputBuilder, Run, print_report, summary
 from benchmarks.soak_watch import Watch, engine_of
+from saccade.errors import ConfigError
+from saccade.evaluation.serving import serving_with
 
-_START_SECONDS = 300.0
-_STOP_SECONDS = 40.0
 _TIMEOUT = 120.0
 _IDLE_SECONDS = 2.0  # shorter than the server keeps idle connections, so that it closes none that is just used again
 _OVERLOAD = frozenset({429, 503})
@@ -45,42 +42,6 @@ class Settings(NamedTuple):
     rate: float  # requests a second, all clients together
     every: float  # seconds between two looks
     seed: int
-
-
-# --- a server of our own ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def serving(model: str | None, flags: list[str]) -> Iterator[tuple[str, int]]:
-    """Address and process id of a server that is ready; its log is shown if it does not get there."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "saccade.cli", "serve", *([model] if model else [])]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*command, "--port", str(port), "--no-access-log", *flags], stderr=log)
-        try:
-            _wait_ready(f"http://127.0.0.1:{port}", process, log)
-            yield f"http://127.0.0.1:{port}", process.pid
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait_ready(url: str, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            log.seek(0)
-            sys.exit(f"the server ended with status {process.returncode}:\n{log.read().decode()}")
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/ready").status_code == 200:
-                return
-        time.sleep(0.2)
-    sys.exit(f"the server was not ready after {_START_SECONDS:.0f} s")
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------
@@ -208,8 +169,9 @@ def _target(args: argparse.Namespace) -> Iterator[tuple[str, Watch]]:
     if args.url:
         yield args.url, Watch(dict(zip(("api", "engine"), args.pids or (), strict=False)))
         return
-    with serving(args.model, args.flags) as (url, pid):
-        yield url, Watch({"api": pid, "engine": engine_of(pid)})
+    flags = [*([args.model] if args.model else []), "--no-access-log", *args.flags]
+    with serving_with(flags) as served:
+        yield served.url, Watch({"api": served.pid, "engine": engine_of(served.pid)})
 
 
 def _arguments() -> argparse.Namespace:
@@ -235,8 +197,11 @@ def main() -> int:
     args = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server of our own ends with us
     settings = Settings(args.minutes * 60, args.clients, args.rate, args.every, args.seed)
-    with _target(args) as (url, watch):
-        run = asyncio.run(soak(url, watch, settings))
+    try:
+        with _target(args) as (url, watch):
+            run = asyncio.run(soak(url, watch, settings))
+    except ConfigError as error:
+        sys.exit(str(error))
     print_report(run, args.steady)
     if args.json:
         args.json.write_text(json.dumps(run.as_json()))

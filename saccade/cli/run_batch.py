@@ -6,10 +6,7 @@ import argparse
 import asyncio
 import os
 import secrets
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +16,8 @@ from tqdm import tqdm
 
 from saccade.batch.batch_file import BatchResult
 from saccade.batch.batch_run import BatchCounts, HttpSender, run_batch
-from saccade.cli.get_json import get_json
 from saccade.cli.run_batch_arguments import files_of
-from saccade.errors import ConfigError
-
-_POLL_SECONDS = 0.25
-_STOP_SECONDS = 30.0
+from saccade.evaluation.serving import serving_with
 
 
 class _Server(NamedTuple):
@@ -67,33 +60,7 @@ def _server(args: argparse.Namespace) -> Iterator[_Server]:
     if args.url:
         yield _Server(args.url, args.api_key)
         return
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
     key = secrets.token_hex(16)
-    command = [sys.executable, "-m", "saccade.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
-    command += [args.model] if args.model else []
-    environment = {"SACCADE_LOG_LEVEL": "warning", **os.environ, "SACCADE_API_KEY": key}
-    process = subprocess.Popen(command, env=environment)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait(process, url)
-        yield _Server(url, key)
-    finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _wait(process: subprocess.Popen[bytes], url: str) -> None:
-    while True:
-        if process.poll() is not None:
-            raise ConfigError("the model cannot be served; its own error stands above")
-        try:
-            if get_json(f"{url}/ready", None, url)[0] == 200:
-                return
-        except ConfigError:  # it does not listen yet
-            pass
-        time.sleep(_POLL_SECONDS)
+    env = {"SACCADE_LOG_LEVEL": "warning", **os.environ, "SACCADE_API_KEY": key}
+    with serving_with([args.model] if args.model else [], env, show_log=True) as served:
+        yield _Server(served.url, key)

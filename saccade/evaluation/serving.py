@@ -1,4 +1,4 @@
-"""Starts `saccade serve` on a free loopback port for an evaluation."""
+"""Starts `saccade serve` on a free loopback port: for an evaluation, a batch, a soak."""
 
 from __future__ import annotations
 
@@ -13,46 +13,66 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from saccade.errors import ConfigError
 from saccade.options import Options
 
-_STOP_SECONDS = 10.0
+_STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
+class Served(NamedTuple):
+    """A server that is ready."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
 def serving(options: Options, *, show_log: bool = False) -> Iterator[str]:
-    """The address of a ready server with these options, which ends with the context."""
-    url = f"http://127.0.0.1:{_free_port()}"
-    with tempfile.TemporaryDirectory(prefix="saccade-eval-") as folder, tempfile.TemporaryFile() as log:
+    """The address of a server with these options. They are complete: SACCADE_ variables are left out."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SACCADE_")}
+    with tempfile.TemporaryDirectory(prefix="saccade-eval-") as folder:
         config = Path(folder) / "options.json"
         config.write_text(json.dumps(dataclasses.asdict(options)))
-        process = _start(config, url, None if show_log else log)
+        flags = ["--config", str(config), "--no-access-log"]
+        with serving_with(flags, env, show_log=show_log, hint=" (--debug shows its log)") as served:
+            yield served.url
+
+
+@contextmanager
+def serving_with(
+    flags: Sequence[str], env: Mapping[str, str] | None = None, *, show_log: bool = False, hint: str = ""
+) -> Iterator[Served]:
+    """A server with these flags, which ends with the context. ConfigError, with `hint`, if it does not start.
+
+    `env`: its environment, else ours. `show_log`: its log goes to our stderr.
+    """
+    url = f"http://127.0.0.1:{_free_port()}"
+    with tempfile.TemporaryFile() as log:
+        process = _start(flags, url, env, None if show_log else log)
         try:
-            _wait_ready(process, url, log)
-            yield url
+            _wait_ready(process, url, None if show_log else log, hint)
+            yield Served(url, process.pid)
         finally:
             _stop(process)
 
 
-def _start(config: Path, url: str, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C does not end the server before its requests are done.
-
-    The options are complete, so SACCADE_ variables of the environment are left out.
-    """
-    port = url.rpartition(":")[2]
-    flags = ["--config", str(config), "--host", "127.0.0.1", "--port", port, "--no-access-log"]
+def _start(
+    flags: Sequence[str], url: str, env: Mapping[str, str] | None, log: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that Ctrl-C does not end the server before its requests are done."""
+    where = ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     return subprocess.Popen(
-        [sys.executable, "-m", "saccade.cli", "serve", *flags],
+        [sys.executable, "-m", "saccade.cli", "serve", *flags, *where],
         stdin=subprocess.DEVNULL,
         stderr=log,
-        env={name: value for name, value in os.environ.items() if not name.startswith("SACCADE_")},
+        env=env,
         start_new_session=True,
         preexec_fn=_end_with_parent,
     )
@@ -63,11 +83,12 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes] | None, hint: str) -> None:
     """Wait without a time limit, as weights may load slowly, unless the server ends."""
     while not _is_ready(url):
         if process.poll() is not None:
-            raise ConfigError(f"the server did not start: {_last_line(log)} (--debug shows its log)")
+            reason = "its own error stands above" if log is None else f"{_last_line(log)}{hint}"
+            raise ConfigError(f"the server did not start: {reason}")
         time.sleep(_POLL_SECONDS)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -63,6 +63,11 @@ CUT_NUMBERS = """() => {
   const edge = right(document.getElementById("bill")) + 1;
   return [...document.querySelectorAll("#bill td")].filter((c) => right(c) > edge).map((c) => c.textContent);
 }"""
+
+
+KEY = "key-for-the-page"
+HAS_KEY = f"sessionStorage.setItem('saccade-key', '{KEY}')"  # as if it had been typed in this tab before
+OpenPage = Callable[..., AbstractContextManager[Page]]
 
 
 def executable() -> str:

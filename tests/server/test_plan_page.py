@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.helpers.browser import NAMELESS, PATIENCE_MS, drop_photo, give, open_page, running_browser, tab_to
+from tests.helpers.browser import HAS_KEY, KEY, NAMELESS, PATIENCE_MS, OpenPage, drop_photo, give, open_page, tab_to
 from tests.helpers.images import make_photo, png
-from tests.helpers.serving import RunningServer, chat_body, photo_part, running_builtin, text_part
+from tests.helpers.serving import RunningServer, chat_body, photo_part, text_part
 
 pytestmark = pytest.mark.browser
 
-KEY = "key-for-the-plan"
-HAS_KEY = f"sessionStorage.setItem('saccade-key', '{KEY}')"
-OpenPage = Callable[..., AbstractContextManager[Page]]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_builtin("--api-key", KEY, "--limit-mm-per-prompt", "image=3", key=KEY) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as running:
-        yield running
-
 
 @pytest.fixture
-def open_one(server: RunningServer, browser: Browser) -> OpenPage:
-    return partial(open_page, browser, f"{server.url}/#plan")
+def open_one(page_server: RunningServer, browser: Browser) -> OpenPage:
+    return partial(open_page, browser, f"{page_server.url}/#plan")
 
 
 @pytest.fixture
@@ -85,10 +68,10 @@ def test_dropped_images_are_read_for_their_sizes_and_not_sent(page: Page) -> Non
     expect(page.locator("#thumbs li")).to_have_count(0)
 
 
-def test_it_shows_what_the_server_says(page: Page, server: RunningServer) -> None:
+def test_it_shows_what_the_server_says(page: Page, page_server: RunningServer) -> None:
     asks(page, lambda: field(page, "Requests/s").fill("5000"))
     body = asks(page, lambda: field(page, "GPU").first.select_option("l4"))
-    plan = server.post("/v1/plan", body).json()
+    plan = page_server.post("/v1/plan", body).json()
     assert plan["gpus"] > 1
     expect(page.locator(".lead")).to_contain_text(f"{plan['gpus']} × L4")
     changes = page.get_by_role("table", name="What would change")
@@ -154,10 +137,12 @@ def test_the_plan_comes_once_the_key_is_given(open_one: OpenPage) -> None:
 # --- the last hour ------------------------------------------------------------------------------------------------
 
 
-def test_the_last_hour_stands_beside_the_plan_and_can_be_planned_for(open_one: OpenPage, server: RunningServer) -> None:
+def test_the_last_hour_stands_beside_the_plan_and_can_be_planned_for(
+    open_one: OpenPage, page_server: RunningServer
+) -> None:
     body = chat_body([photo_part(seed=1), photo_part(seed=2), text_part("?")], max_tokens=7, ignore_eos=True)
-    assert server.post("/v1/chat/completions", {**body, "model": None}).status_code == 200
-    measured = server.get("/v1/plan/measured").json()
+    assert page_server.post("/v1/chat/completions", {**body, "model": None}).status_code == 200
+    measured = page_server.get("/v1/plan/measured").json()
     with open_one(script=HAS_KEY) as page:
         has_plan(page)
         expect(page.locator("#hour-words")).to_contain_text("request ended in the")

@@ -6,8 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,23 +16,22 @@ from playwright.sync_api import Browser, Page, Route, expect
 from tests.helpers.browser import (
     CUT_NUMBERS,
     DROP_VIDEO,
+    HAS_KEY,
+    KEY,
     NAMELESS,
     PATIENCE_MS,
+    OpenPage,
     drop_photo,
     give,
     open_page,
-    running_browser,
     tab_to,
 )
 from tests.helpers.images import make_photo, png
-from tests.helpers.serving import RunningServer, as_url, image_part, running_builtin
+from tests.helpers.serving import RunningServer, as_url, image_part
 
 pytestmark = pytest.mark.browser
 
-KEY = "key-for-the-page"
-HAS_KEY = f"sessionStorage.setItem('saccade-key', '{KEY}')"  # as if it had been typed in this tab before
 SQUARE = "What colour is the square?"
-OpenPage = Callable[..., AbstractContextManager[Page]]
 
 # In the page: what stands in the latest answer, each time it changes.
 WATCH_ANSWER = """() => {
@@ -45,21 +43,9 @@ WATCH_ANSWER = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_builtin("--api-key", KEY, "--limit-mm-per-prompt", "image=3", key=KEY) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as running:
-        yield running
-
-
 @pytest.fixture
-def open_one(server: RunningServer, browser: Browser) -> OpenPage:
-    return partial(open_page, browser, server.url)
+def open_one(page_server: RunningServer, browser: Browser) -> OpenPage:
+    return partial(open_page, browser, page_server.url)
 
 
 @pytest.fixture
@@ -100,10 +86,10 @@ def test_a_sample_shows_its_tokens_and_the_grid_over_the_image(page: Page) -> No
     assert page.locator("#seen").get_attribute("aria-label") == "shapes.png as the model sees it, 320 × 240 pixels"
 
 
-def test_a_dropped_image_costs_what_the_server_says(page: Page, server: RunningServer) -> None:
+def test_a_dropped_image_costs_what_the_server_says(page: Page, page_server: RunningServer) -> None:
     drop_photo(page, 640, 480)
     part = image_part(as_url(png(make_photo(640, 480))))
-    bill = server.post("/v1/bill", {"messages": [{"role": "user", "content": [part]}]}).json()
+    bill = page_server.post("/v1/bill", {"messages": [{"role": "user", "content": [part]}]}).json()
     total = f"{bill['prompt_tokens']} tokens = {bill['image_tokens']} picture + {bill['text_tokens']} text"
     expect(page.locator("#bill-total")).to_contain_text(total)
     expect(page.locator("#bill tbody")).to_contain_text("640 × 480")
@@ -155,8 +141,8 @@ def test_a_video_is_shown_and_sent_as_a_video(page: Page) -> None:
     expect(page.locator("#caption")).to_contain_text("2 frames of 160 × 128")
 
 
-def test_a_model_without_videos_gets_frames(open_one: OpenPage, server: RunningServer) -> None:
-    models = server.get("/v1/models").json()
+def test_a_model_without_videos_gets_frames(open_one: OpenPage, page_server: RunningServer) -> None:
+    models = page_server.get("/v1/models").json()
     models["data"][0]["multimodal"].update(video=None, limit_per_prompt={"image": 3, "video": 0})
     with open_one() as page:
         page.route("**/v1/models", lambda route: route.fulfill(json=models))
@@ -284,12 +270,12 @@ def test_conversations_are_kept_as_texts_and_can_be_cleared(page: Page) -> None:
     assert page.evaluate("localStorage.getItem('saccade-history')") == "[]"
 
 
-def test_operators_see_version_failures_and_hit_rates(page: Page, server: RunningServer) -> None:
+def test_operators_see_version_failures_and_hit_rates(page: Page, page_server: RunningServer) -> None:
     add_sample(page)
     ask(page, SQUARE)
-    server.post("/v1/chat/completions", {"messages": []})
+    page_server.post("/v1/chat/completions", {"messages": []})
     page.get_by_role("link", name="Server").click()
-    version = server.get("/version").json()["version"]
+    version = page_server.get("/version").json()["version"]
     expect(page.get_by_role("table", name="Server")).to_contain_text(f"version{version}")
     expect(page.get_by_role("table", name="Requests by reason")).to_contain_text(re.compile(r"failed\d"))
     expect(page.get_by_role("table", name="Caches")).to_contain_text(re.compile(r"prefix cache[\d.]+ %"))
@@ -490,9 +476,9 @@ def test_every_control_has_a_name(page: Page) -> None:
     assert page.evaluate(NAMELESS) == []
 
 
-def test_an_engine_that_dies_is_told_and_works_again(page: Page, server: RunningServer) -> None:
+def test_an_engine_that_dies_is_told_and_works_again(page: Page, page_server: RunningServer) -> None:
     add_sample(page)
-    os.kill(server.children()[0], signal.SIGKILL)
+    os.kill(page_server.children()[0], signal.SIGKILL)
     expect(page.locator("#state")).to_have_text("restarting")
     expect(page.locator("#notice")).to_contain_text("being started again")
     page.get_by_label("Your question").fill(SQUARE)
