@@ -53,8 +53,8 @@ class FairPool:
             self._changed.notify()
         return future
 
-    def close(self) -> None:
-        """Cancel queued work; running work is not waited for."""
+    def close(self, *, wait: bool = False) -> None:
+        """Cancel queued work. Running work goes on; with `wait` until it is done."""
         with self._changed:
             self._is_closed = True
             waiting = [future for queue in self._queues.values() for future, _ in queue]
@@ -62,6 +62,9 @@ class FairPool:
             self._changed.notify_all()
         for future in waiting:
             future.cancel()
+        if wait:
+            for thread in self._threads:
+                thread.join()
 
     def _start_thread(self) -> None:
         if len(self._threads) < self._num_threads:

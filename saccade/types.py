@@ -97,9 +97,8 @@ class Still(NamedTuple):
 class MediaItem:
     """One image, or one frame group of a video, before the encoder: still compressed, its cost already known.
 
-    A group has `stamps` when it belongs to a file, `stills` when its frames came one by one. Where it has
-    fewer frames than a patch, the last one repeats. A pruned group begins with the frame before it, which is
-    not encoded.
+    A group has `stamps` when it belongs to a file, `stills` when its frames came one by one. In one of fewer
+    frames than a patch the last repeats. A pruned one begins with the frame before it, which is not encoded.
     """
 
     key: Key
@@ -111,6 +110,7 @@ class MediaItem:
     stills: tuple[Still, ...] = ()  # its frames, one after the other in `data`
     reduction: int = 1  # a JPEG is decoded at 1/2, 1/4 or 1/8 of its size
     page: int | None = None  # of a PDF, from 0; it is rendered at the header's size
+    owner: str = ""  # the client's request that brought it: owners take turns in the decode threads
 
     @property
     def num_frames(self) -> int:

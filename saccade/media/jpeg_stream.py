@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
@@ -34,6 +34,8 @@ _MODE = "RGBX"  # Pillow's layout of RGB; as an array it needs no copy
 _MIRRORED = (3, 4, 7, 8)  # orientations whose first row is stored last
 
 Task = Callable[[], None]
+Submit = Callable[[Task], Future[None]]
+"""Gives a task to the decode threads."""
 OnBand = Callable[[int, int], None]
 
 
@@ -47,9 +49,9 @@ def is_streamed(item: MediaItem) -> bool:
 class StreamedJpeg:
     """Decoded by the first call of `resized`."""
 
-    def __init__(self, item: MediaItem, threads: Executor) -> None:
+    def __init__(self, item: MediaItem, submit: Submit) -> None:
         self._item = item
-        self._threads = threads
+        self._submit = submit
         self._stored: _StoredJpeg | None = None
         width, height = reduce_size(item.header.size, item.reduction)
         self.shape = (height, width, 3)
@@ -81,9 +83,9 @@ class StreamedJpeg:
             block = narrow.crop((left, 0, right, height))
             small.paste(block.resize((right - left, size.height), resampling), (left, 0))
 
-        with _shared(self._threads) as add:
+        with _shared(self._submit) as add:
             self._decode(lambda start, end: add(partial(resize_width, start, end)))
-        with _shared(self._threads) as add:
+        with _shared(self._submit) as add:
             for left in range(0, size.width, _BLOCK):
                 add(partial(resize_height, left))
         return np.asarray(small.convert("RGB"))
@@ -167,7 +169,7 @@ def _as_image(pixels: Pixels) -> Image.Image:
 
 
 @contextmanager
-def _shared(threads: Executor) -> Iterator[Callable[[Task], None]]:
+def _shared(submit: Submit) -> Iterator[Callable[[Task], None]]:
     """Tasks added inside are done at its end, by idle threads or by this one, which waits for no busy thread.
 
     Threads know the queue, not the tasks: what none of them has taken holds no pixels.
@@ -181,7 +183,7 @@ def _shared(threads: Executor) -> Iterator[Callable[[Task], None]]:
 
     def add(task: Task) -> None:
         tasks.append(task)
-        taken.append(threads.submit(take_first))
+        taken.append(submit(take_first))
 
     try:
         yield add

@@ -60,6 +60,7 @@ class RequestBuilder:
         others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         is_held = params.structured is not None or params.thinking_token_budget is not None
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        prompt = _owned(prompt, request_id)
         return [
             Request(
                 request_id=child_id(request_id, first + index),
@@ -93,6 +94,13 @@ def _with_budget(params: SamplingParams, thinking: Thinking | None) -> SamplingP
         reason = f"{thinking.close} is not one token of this model, so its thinking cannot be closed"
         raise RequestError(f"{name} is not supported: {reason}; leave it out", code="unsupported", param=name)
     return params
+
+
+def _owned(prompt: Prompt, owner: str) -> Prompt:
+    if not prompt.items:
+        return prompt
+    items = {item.key: replace(item, owner=owner) for item in prompt.items}  # a repeated one stays one object
+    return replace(prompt, items=tuple(items[item.key] for item in prompt.items))
 
 
 def child_id(request_id: str, index: int) -> str:

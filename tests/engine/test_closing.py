@@ -218,7 +218,7 @@ def test_a_image_given_up_while_it_is_decoded_counts_until_it_is_done_and_is_the
     assert refused(llm, photo, monkeypatch) == 1
     assert decoding(llm) == 0 and len(encoder._leaving) == 1
     go_on.set()
-    encoder._pool.shutdown()
+    encoder._pool.close(wait=True)
     assert not encoder._leaving and made[0]() is None
 
 

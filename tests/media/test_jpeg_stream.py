@@ -99,7 +99,7 @@ def test_every_size_orientation_and_filter_gives_pillows_pixels(
 ) -> None:
     reduction = reduction if min(size) >= reduction else 1
     data = jpeg(size, orientation, **how)
-    found = StreamedJpeg(item_of(data, reduction=reduction), threads).resized(Size(*target), resampling)
+    found = StreamedJpeg(item_of(data, reduction=reduction), threads.submit).resized(Size(*target), resampling)
     assert np.array_equal(found, pillows(data, Size(*target), resampling, reduction))
 
 
@@ -107,14 +107,14 @@ def test_every_size_orientation_and_filter_gives_pillows_pixels(
 def test_without_a_free_thread_its_own_gives_the_same(orientation: int, threads: Executor) -> None:
     data = jpeg((700, 433), orientation)
     size = Size(300, 211)
-    alone = StreamedJpeg(item_of(data), BusyThreads()).resized(size, 3)
-    assert np.array_equal(alone, StreamedJpeg(item_of(data), threads).resized(size, 3))
+    alone = StreamedJpeg(item_of(data), BusyThreads().submit).resized(size, 3)
+    assert np.array_equal(alone, StreamedJpeg(item_of(data), threads.submit).resized(size, 3))
     assert np.array_equal(alone, pillows(data, size, 3))
 
 
 def test_a_model_may_resize_it_twice(threads: Executor) -> None:
     data = jpeg((700, 433))
-    image = StreamedJpeg(item_of(data), threads)
+    image = StreamedJpeg(item_of(data), threads.submit)
     ops = TorchVision()
     for size in (Size(336, 336), Size(560, 400), Size(700, 100)):
         assert np.array_equal(ops.resize(image, size, 3).numpy(), pillows(data, size, 3))
@@ -122,7 +122,7 @@ def test_a_model_may_resize_it_twice(threads: Executor) -> None:
 
 def test_tasks_that_no_thread_took_hold_no_pixels() -> None:
     busy = BusyThreads()
-    image = StreamedJpeg(item_of(jpeg((700, 433))), busy)
+    image = StreamedJpeg(item_of(jpeg((700, 433))), busy.submit)
     image.resized(Size(300, 211), 3)
     assert image._stored is not None
     pixels = weakref.ref(image._stored.pixels)
@@ -138,7 +138,7 @@ def test_a_file_cut_short_is_one_sentence_with_its_size(share: float, threads: E
     whole = item_of(data)
     cut = replace(whole, data=data[: int(len(data) * share)])
     with pytest.raises(RequestError, match="700x433") as caught:
-        StreamedJpeg(cut, threads).resized(Size(300, 211), 3)
+        StreamedJpeg(cut, threads.submit).resized(Size(300, 211), 3)
     with pytest.raises(RequestError) as expected:
         decode(cut)
     assert (caught.value.message, caught.value.code) == (expected.value.message, expected.value.code)
@@ -148,7 +148,7 @@ def test_what_pillow_reads_in_spite_of_damage_has_the_same_pixels(threads: Execu
     data = bytearray(jpeg((700, 433)))
     data[len(data) // 2 : len(data) // 2 + 40] = bytes(range(40))
     item = item_of(bytes(data))
-    found = StreamedJpeg(item, threads).resized(Size(300, 211), 3)
+    found = StreamedJpeg(item, threads.submit).resized(Size(300, 211), 3)
     assert np.array_equal(found, pillows(bytes(data), Size(300, 211), 3))
 
 
@@ -156,7 +156,7 @@ def test_a_raster_larger_than_the_bill_is_never_allocated(threads: Executor) -> 
     whole = item_of(jpeg((700, 433)))
     lie = replace(whole, header=Header("jpeg", Size(10, 10), 1, 1, "RGB"))
     with pytest.raises(RequestError, match="10x10"):
-        StreamedJpeg(lie, threads).resized(Size(5, 5), 3)
+        StreamedJpeg(lie, threads.submit).resized(Size(5, 5), 3)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
@@ -164,14 +164,14 @@ def test_a_file_that_is_not_what_its_header_was_read_as_is_refused(mode: str, th
     size = Size(433, 700) if mode == "RGB" else Size(700, 433)
     lie = replace(item_of(jpeg((700, 433), mode=mode)), header=Header("jpeg", size, 1, 1, "RGB"))
     with pytest.raises(RequestError, match="damaged"):
-        StreamedJpeg(lie, threads).resized(Size(300, 211), 3)
+        StreamedJpeg(lie, threads.submit).resized(Size(300, 211), 3)
 
 
 def test_a_fault_in_another_thread_reaches_the_caller(threads: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    image = StreamedJpeg(item_of(jpeg((700, 433))), threads)
+    image = StreamedJpeg(item_of(jpeg((700, 433))), threads.submit)
     monkeypatch.setattr(Image.Image, "resize", fail)
     with pytest.raises(RequestError, match="memory") as caught:
         image.resized(Size(300, 211), 3)
@@ -195,5 +195,5 @@ def test_where_pillow_does_not_show_its_progress_the_image_is_decoded_plainly(
 ) -> None:
     monkeypatch.setattr(jpeg_stream._StoredJpeg, "_count_rows", lambda self: None)
     data = jpeg((700, 433))
-    found = StreamedJpeg(item_of(data), threads).resized(Size(300, 211), 3)
+    found = StreamedJpeg(item_of(data), threads.submit).resized(Size(300, 211), 3)
     assert np.array_equal(found, np.asarray(Image.fromarray(decode(item_of(data))).resize((300, 211), 3)))

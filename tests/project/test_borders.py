@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"errors", "types", "checkpoint", "models.layers", "models.quantized", "models.vision"},
     "models.quantized": {"errors", "checkpoint", "models"},
     "runner.embedding_tiers": NOUNS | {"media"},
-    "runner.encoder": NOUNS | MODELS | {"checkpoint", "media", "runner.cuda", "runner.embedding_tiers"},
+    "runner.encoder": NOUNS | MODELS | {"checkpoint", "fair_pool", "media", "runner.cuda", "runner.embedding_tiers"},
     "runner.cuda": NOUNS | MODELS | KERNELS | {"checkpoint", "runner", "torch_utils"},
     "runner": NOUNS
     | MODELS

@@ -1,4 +1,4 @@
-"""The encoder stage: decodes images in a thread pool and encodes them, some layers at a time.
+"""The encoder stage: decodes images in a fair thread pool and encodes them, some layers at a time.
 
 It owns pixels and the current pass. It does not know requests or caches; the scheduler never submits a key
 that is resident or in flight.
@@ -13,8 +13,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from threading import BoundedSemaphore
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import RequestError
+from saccade.fair_pool import FairPool
 from saccade.media.decode import decode_item
 from saccade.media.jpeg_stream import StreamedJpeg, is_streamed
 from saccade.media.video_pruning import Ints, Kept, kept_of
@@ -32,6 +34,7 @@ from saccade.models.layers.forward_types import Encoding
 from saccade.runner.cuda.staging import to_device
 from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
+from saccade.runner.encoder.decode_order import embeddings_of, in_turn, source_pixels
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.encoder.upload import Prepare, Upload, joined, pinned, use_on_current_stream
@@ -146,7 +149,7 @@ class LocalEncoder:
         self.counters = EncoderCounters()
         self._max_ahead = 2 * max_patches if max_ahead is None else max_ahead
         waiting = remote.max_images if remote else 0  # threads that only wait for workers
-        self._pool = ThreadPoolExecutor(threads + waiting, thread_name_prefix="saccade-decode")
+        self._pool = FairPool(threads + waiting, "saccade-decode")
         self._decoders = BoundedSemaphore(threads)
         self._readers = VideoReaders()
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
@@ -164,7 +167,8 @@ class LocalEncoder:
         blank = np.zeros((height + 1, width + 1, 3), np.uint8)  # one pixel larger, so that it is resized too
         inputs = [blank] if frames == 1 else [blank, np.stack([blank] * frames)]
         for pixels in inputs:
-            self._pool.submit(torch.inference_mode()(self._to_patches), pixels, geometry).result()
+            prepare = partial(torch.inference_mode()(self._to_patches), pixels, geometry)
+            self._pool.submit("", prepare).result()
 
     @property
     def is_idle(self) -> bool:
@@ -176,17 +180,17 @@ class LocalEncoder:
             return None
         own = list(self._current.items) if self._current else []
         own += [item for item in self._queue.values() if isinstance(self._ready(item.key), Prepared)]
-        return sum(map(_work, own))
+        return sum(map(embeddings_of, own))
 
     def submit(self, items: Sequence[MediaItem]) -> None:
         for item in items:
             assert item.key not in self._queue, "a key is submitted once until it is polled"
             self._queue[item.key] = item
-        self._start_decoding(self._queue.values())
+        self._start_decoding()
 
     def prefetch_media(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode new arrivals, after all prefetches. `prefetch` drops what is not submitted."""
-        self._start_decoding((*self._queue.values(), *items))  # submitted images that still wait go first
+        self._start_decoding(items)
 
     def prefetch(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode what will probably be submitted soon; drop earlier prefetches not in it."""
@@ -195,7 +199,7 @@ class LocalEncoder:
             future = self._decoding[key][1]
             if future.cancel() or future.done():  # otherwise it runs, takes memory and still counts
                 del self._decoding[key]
-        self._start_decoding((*self._queue.values(), *items))
+        self._start_decoding(items)
 
     def release(self) -> None:
         """Drop all prefetches, without waiting. One that is being decoded counts until it is done."""
@@ -211,7 +215,7 @@ class LocalEncoder:
         A slice does not wait for image decoding, unless `may_wait` says that the step has nothing else to do.
         """
         if layers is not None and may_wait and self._current is None:
-            self._start_decoding(self._queue.values())
+            self._start_decoding()
             futures = [self._decoding[key][1] for key in self._queue if key in self._decoding]
             if futures:
                 wait(futures, timeout=_IDLE_WAIT, return_when=FIRST_COMPLETED)
@@ -227,7 +231,7 @@ class LocalEncoder:
             if self._current is not None:
                 break
             layers = layers if layers is None else layers - taken
-            self._start_decoding(self._queue.values())
+            self._start_decoding()
         return done
 
     def poll(self) -> Encoded:
@@ -255,30 +259,34 @@ class LocalEncoder:
         self.clear()
         if self.remote:
             self.remote.close()  # or threads would wait for it
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close(wait=True)
         self._readers.close()
         if self.tiers:
             self.tiers.close()
 
     # --- decoding -------------------------------------------------------------------------------------------
 
-    def _start_decoding(self, items: Iterable[MediaItem]) -> None:
-        """Fill the pool in order: one image, or up to some patches and some source pixels."""
+    def _start_decoding(self, expected: Iterable[MediaItem] = ()) -> None:
+        """Fill the pool: one image, or up to some patches and some source pixels.
+
+        Submitted images that still wait come before `expected` ones, and owners take turns in both.
+        """
         leaving = list(self._leaving.values())
         decoding = [item for item, _ in self._decoding.values()]
         held = sum(item.geometry.grid.patches for item in (*decoding, *leaving))
-        pixels = sum(_source_pixels(item) for item, future in self._decoding.values() if not future.done())
-        pixels += sum(map(_source_pixels, leaving))
-        for item in items:
+        pixels = sum(source_pixels(item) for item, future in self._decoding.values() if not future.done())
+        pixels += sum(map(source_pixels, leaving))
+        submitted = in_turn(self._queue.values(), self._decoding)
+        for item in (*submitted, *in_turn(expected, self._decoding)):
             if item.key in self._decoding:
                 continue
             if held and held + item.geometry.grid.patches > self._max_ahead:
                 break
-            if pixels and pixels + _source_pixels(item) > _MAX_SOURCE_PIXELS:
+            if pixels and pixels + source_pixels(item) > _MAX_SOURCE_PIXELS:
                 break
-            self._decoding[item.key] = (item, self._pool.submit(self._prepare, item))
+            self._decoding[item.key] = (item, self._pool.submit(item.owner, partial(self._prepare, item)))
             held += item.geometry.grid.patches
-            pixels += _source_pixels(item)
+            pixels += source_pixels(item)
         self.counters.peak_patches = max(self.counters.peak_patches, held + self._current_patches)
 
     def _prepare(self, item: MediaItem) -> Prepared | Restored:
@@ -294,7 +302,8 @@ class LocalEncoder:
 
     def _decode(self, item: MediaItem) -> tuple[Tensor, Kept | None]:
         if not self._on_cuda and is_streamed(item):
-            return self.model.prepare(StreamedJpeg(item, self._pool), item.geometry), None
+            image = StreamedJpeg(item, partial(self._pool.submit, item.owner))
+            return self.model.prepare(image, item.geometry), None
         into = {"new": pinned} if self._on_cuda else {}
         pixels = decode_item(item, self._readers, **into)
         own = pixels[item.leading :] if item.leading else pixels
@@ -358,7 +367,7 @@ class LocalEncoder:
 
         If passes run asynchronously, only the first image is waited for.
         """
-        self._start_decoding(self._queue.values())
+        self._start_decoding()
         batch: list[tuple[MediaItem, Prepared]] = []
         patches = 0
         for item in list(self._queue.values()):
@@ -479,16 +488,6 @@ def _is_of_the_device(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
         return False
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
-
-
-def _work(item: MediaItem) -> int:
-    """Embeddings before pruning."""
-    cells = item.geometry.cells
-    return item.geometry.slots if cells is None else cells.width * cells.height
-
-
-def _source_pixels(item: MediaItem) -> int:
-    return item.header.size.width * item.header.size.height * item.num_frames
 
 
 def _unusable(item: MediaItem, kind: type[Exception]) -> RequestError:

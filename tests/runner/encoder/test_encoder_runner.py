@@ -19,10 +19,11 @@ from saccade.media.decode import decode
 from saccade.media.jpeg_stream import StreamedJpeg
 from saccade.models.vision.backend import TorchVision
 from saccade.models.vision.preprocess import ImagePixels, resize
+from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.encoder import encoder_runner as encoder_module
-from saccade.runner.encoder.encoder_runner import LocalEncoder
+from saccade.runner.encoder.encoder_runner import LocalEncoder, Prepared
 from saccade.runner.encoder.timing import Times
-from saccade.types import Geometry, Grid, Header, MediaTimes, Size
+from saccade.types import Geometry, Grid, Header, MediaItem, MediaTimes, Size
 from tests.helpers.fake_tower import FakeTower, picture
 from tests.helpers.images import make_photo
 
@@ -276,6 +277,48 @@ def test_a_slice_does_not_wait_for_a_image_that_is_still_being_decoded(tower: Fa
     gate.set()
     encoder.advance(None)
     assert list(encoder.poll().embeddings) == [b"slow"]
+
+
+def owned(owner: str, *names: str) -> list[MediaItem]:
+    return [replace(picture(name), owner=owner) for name in names]
+
+
+def served(encoder: LocalEncoder, gate: threading.Event) -> list[str]:
+    """Names of images, as they come to a decode thread. The first waits there for the gate."""
+    order: list[str] = []
+    prepare = encoder._prepare
+
+    def noting(item: MediaItem) -> Prepared | Restored:
+        order.append(item.key.decode())
+        assert gate.wait(120)
+        return prepare(item)
+
+    encoder._prepare = noting  # type: ignore[method-assign]
+    return order
+
+
+def test_an_image_does_not_wait_in_the_threads_for_all_pages_of_another_request(tower: FakeTower) -> None:
+    encoder = LocalEncoder(tower, 100, threads=1)  # type: ignore[arg-type]
+    gate = threading.Event()
+    order = served(encoder, gate)
+    encoder.submit(owned("pages", "1", "2", "3", "4"))
+    encoder.submit(owned("other", "image"))
+    gate.set()
+    encoder.advance(None)
+    assert order.index("image") <= 2 and len(order) == 5
+    encoder.close()
+
+
+def test_where_few_images_are_decoded_ahead_owners_take_turns_too(tower: FakeTower) -> None:
+    encoder = LocalEncoder(tower, 16, threads=1)  # type: ignore[arg-type]
+    gate = threading.Event()
+    order = served(encoder, gate)
+    encoder.submit(owned("pages", "1", "2", "3", "4"))  # there is room for two
+    encoder.submit(owned("other", "image"))
+    gate.set()
+    encoder.advance(None)
+    assert order == ["1", "2", "image", "3", "4"]
+    encoder.close()
 
 
 def test_where_passes_run_ahead_the_first_does_not_wait_for_all_its_images(tower: FakeTower) -> None:

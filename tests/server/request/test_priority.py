@@ -1,4 +1,4 @@
-"""`priority` reaches the engine from every body that generates."""
+"""What the engine orders work by: `priority` from every body that generates, and whose images they are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 
 from saccade.errors import RequestError
 from saccade.processor.request_builder import RequestBuilder
+from saccade.sampling_params import SamplingParams
 from saccade.server.request.chat import ResponseOptions, read_chat, read_completion
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.messages import read_message
 from saccade.server.request.responses import read_response
 from saccade.types import Tenant
-from tests.helpers.scheduling import make_prompt
+from tests.helpers.scheduling import FakeImage, make_prompt
 
 READER = FieldReader(strict=True)
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -47,3 +48,10 @@ def test_each_of_several_answers_has_the_tenant_and_the_priority() -> None:
     tenant = Tenant("A", 2.0)
     built = RequestBuilder(frozenset(), 0).build("r", make_prompt([3]), options.params, 5, tenant=tenant, priority=4)
     assert [(request.tenant, request.priority) for request in built] == [(tenant, 4)] * 2
+
+
+def test_all_images_of_a_request_have_it_as_their_owner_and_a_repeated_one_stays_one() -> None:
+    prompt = make_prompt([FakeImage("a", 2), FakeImage("b", 2), FakeImage("a", 2)])
+    first, second = RequestBuilder(frozenset(), seed=0).build("r7", prompt, SamplingParams(n=2), max_tokens=1)
+    assert {item.owner for item in first.prompt.items} == {"r7"} and first.prompt is second.prompt
+    assert first.prompt.items[0] is first.prompt.items[2] is not first.prompt.items[1]
