@@ -12,7 +12,10 @@ import pytest
 
 from saccade import LLM, SamplingParams
 from saccade.errors import RequestError
+from saccade.processor.dialects.parser import OutputFormats
+from saccade.processor.dialects.registry import TOOL_DIALECTS
 from saccade.processor.tools import calls_for_template, tools_for_template
+from tests.helpers.output_events import Seen
 
 WEATHER = {
     "type": "function",
@@ -106,6 +109,16 @@ def test_a_required_call_is_made_with_arguments_that_fit(llm: LLM, choice: Any, 
         assert name in names
         schema = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}[name]
         jsonschema.validate(arguments, schema)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "pythonic", "deepseek_v32", "gemma4"])
+def test_whatever_a_model_writes_under_the_grammar_of_a_dialect_is_a_call(llm: LLM, name: str) -> None:
+    formats = OutputFormats(TOOL_DIALECTS[name], None, lambda _: None)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=300, n=4, structured=formats.call_grammar(TOOLS))
+    for out in llm.generate("Describe this image", params, use_tqdm=False)[0].outputs:
+        parser = formats.after("").parser(TOOLS)
+        seen = Seen(parser.push(out.text) + parser.finish())
+        assert (len(seen.raw), seen.problems, seen.content) == (1, [], ""), out.text
 
 
 # --- calls in earlier messages ------------------------------------------------------------------------------------
