@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from configparser import RawConfigParser
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
+import promql_parser
 import pytest
 import yaml
 
@@ -21,6 +25,7 @@ from tools.docs import ROOT
 
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "saccade"
+HADOLINT = Path(sys.executable).parent / "hadolint"
 
 
 def served(command: list[str]) -> Any:
@@ -39,6 +44,11 @@ def instructions() -> list[tuple[str, str]]:
     lines = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    found = subprocess.run([HADOLINT, "--no-color", DEPLOY / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_the_dockerfile_has_only_instructions_that_docker_knows() -> None:
@@ -138,6 +148,12 @@ def pod() -> dict[str, Any]:
     return dict(template["spec"])
 
 
+@pytest.mark.parametrize("version", ["1.29", "1.34"])
+@pytest.mark.parametrize("name", ["deployment.yaml", "service.yaml"])
+def test_the_chart_follows_the_schemas_of_kubernetes(name: str, version: str) -> None:
+    kubernetes_validate.validate(rendered(CHART / "templates" / name, ["--strict-params"]), version, strict=True)
+
+
 def test_the_chart_is_of_this_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (chart["apiVersion"], chart["name"], chart["appVersion"]) == ("v2", "saccade", __version__)
@@ -182,6 +198,22 @@ def test_the_service_leads_to_the_pods(pod: dict[str, Any]) -> None:
 
 
 # --- alerts and proxies -------------------------------------------------------------------------------------------
+
+
+def test_what_prometheus_is_asked_is_promql_with_labels_that_the_metrics_have() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    labels = {
+        name: set(re.findall(r"`(\w+)`", cell))
+        for name, cell in re.findall(r"\| `(saccade:\w+)` \| \w+ \| (.*?) \|", page)
+    }
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
+    asked = [rule["expr"] for rule in group["rules"]] + [t["expr"] for panel in panels for t in panel["targets"]]
+    for expr in (re.sub(r"\$\w+", "5m", expr) for expr in asked):
+        promql_parser.parse(expr)  # raises
+        for name, selected in re.findall(r"(saccade:\w+)\{(.*?)\}", expr):
+            known = labels[re.sub(r"_(total|bucket|sum|count)$", "", name)]
+            assert set(re.findall(r"(\w+)\s*[!=]", selected)) <= known, expr
 
 
 def test_alerts_ask_for_metrics_that_exist() -> None:

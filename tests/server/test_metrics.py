@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,6 +34,7 @@ STATS: dict[str, Any] = {
 }
 IMAGE = BillItem("image", 640, 480, 644, 476, 391, 25, "abc", Grid(1, 34, 46))
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+ALERTS = Path(__file__).parents[2] / "deploy" / "alerts.yaml"
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -181,7 +183,8 @@ def test_two_servers_in_one_process_do_not_share_counts(metrics: Metrics) -> Non
     assert "saccade:request_failures_total{reason=x}" not in samples(other)
 
 
-def test_the_dashboard_asks_only_for_metrics_that_exist(metrics: Metrics) -> None:
+def test_the_dashboard_and_the_alerts_ask_only_for_metrics_that_exist() -> None:
+    metrics = Metrics("tiny", lambda: STATS, status=lambda: EngineStatus("ready", 0.0, 0, None, None))
     metrics.finished(finished(has_media=True))
     metrics.first_token(0.5, has_media=True)
     metrics.next_tokens(0.2, 2, has_media=True)
@@ -190,14 +193,11 @@ def test_the_dashboard_asks_only_for_metrics_that_exist(metrics: Metrics) -> Non
     metrics.failed("x")
     metrics.media_refused("x")
     names = {name.partition("{")[0] for name in samples(metrics)}
-    sink = json.loads(DASHBOARD.read_text())
-    asked = {
-        name
-        for panel in sink["panels"]
-        for target in panel["targets"]
-        for name in re.findall(r"saccade:\w+", target["expr"])
-    }
-    assert asked and asked <= names, asked - names
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules]
+    used = {name for expr in asked for name in re.findall(r"\b(?:saccade:|process_)\w+", expr)}
+    assert len(asked) > len(rules) > 0 and used <= names, used - names
 
 
 def test_a_running_server_counts_a_image_request(server: RunningServer) -> None:
