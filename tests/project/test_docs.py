@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from benchmarks.results import write_rows
+from saccade.cli.main import _parse
 from tools.docs import ROOT, stale_files, with_tables
 
 EXPERIMENTS = ROOT / "docs" / "experiments"
@@ -49,6 +52,35 @@ def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text("utf-8"))
+    titles = (title.strip().lower() for title in re.findall(r"(?m)^#+ (.*)$", text))
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_headings(page: Path) -> None:
+    for file, anchor in re.findall(r"\]\(([^)#\s:]*\.md)?#([^)\s]+)\)", page.read_text("utf-8")):
+        target = (page.parent / file).resolve() if file else page
+        assert anchor in anchors(target), f"{name_of(page)} links to {file}#{anchor}"
+
+
+def commands(page: Path) -> list[str]:
+    """Whole commands of `saccade` in the blocks of a page."""
+    blocks = re.findall(r"(?ms)^```(?:sh)?\n(.*?)^```$", page.read_text("utf-8"))
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
+    found = [re.match(r"(?:\$ |\w+=\S+ )*(?:\.venv/bin/)?saccade ([^#|>&]*)", line) for line in lines]
+    return [match[1] for match in found if match and "..." not in match[1] and "[" not in match[1]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
+def test_commands_have_flags_that_exist(page: Path) -> None:
+    for command in commands(page):
+        _parse(shlex.split(command))  # ends the program where it cannot be read
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)

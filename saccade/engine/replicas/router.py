@@ -24,7 +24,7 @@ from saccade.options import SchedulerConfig
 from saccade.scheduler.cache_log import CacheChanges, entry_of
 from saccade.scheduler.fair_queue import EMBEDDING_COST
 from saccade.scheduler.kv_cache import BlockHashes
-from saccade.types import Prompt, Request, Span
+from saccade.types import Request, Span
 
 QUEUE_WEIGHT = 0.5
 LOAD_FACTOR = 1.25
@@ -73,18 +73,20 @@ class Demand(NamedTuple):
 
 def demand_of(requests: Sequence[Request], limits: SchedulerConfig) -> Demand:
     """Blocks are hashed as the scheduler hashes them."""
-    prompts = {id(request.prompt): request.prompt for request in requests}
+    prompts = {id(request.prompt): request for request in requests}
     outputs = sum(min(request.max_tokens, _USUAL_OUTPUT) for request in requests)
     return Demand(
-        tuple(_prompt_demand(prompt, limits) for prompt in prompts.values()), len(requests), outputs
+        tuple(_prompt_demand(request, limits) for request in prompts.values()), len(requests), outputs
     )
 
 
-def _prompt_demand(prompt: Prompt, limits: SchedulerConfig) -> PromptDemand:
+def _prompt_demand(request: Request, limits: SchedulerConfig) -> PromptDemand:
+    prompt = request.prompt
+    finds = limits.enable_prefix_caching and not request.params.needs_prompt_rows
     # The last token is always computed, as in `BlockPool.find`.
     num_blocks = min((len(prompt) - 1) // limits.block_size, _MAX_BLOCKS)
     hashes = BlockHashes(prompt.identity, prompt.salt, limits.block_size, ())
-    digests = hashes.all_digests(num_blocks) if limits.enable_prefix_caching else []
+    digests = hashes.all_digests(num_blocks) if finds else []
     spans = {span.key: span for span in prompt.spans}  # of an image that comes twice, the last
     return PromptDemand(
         num_tokens=len(prompt),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from saccade.engine.replicas import router as routing
 from saccade.engine.replicas.router import LOAD_FACTOR, LOAD_SLACK, Placement, Router, demand_of
+from saccade.sampling_params import Pooling
 from saccade.scheduler.cache_log import CacheChanges, entry_of
 from saccade.scheduler.kv_cache import BlockHashes
 from tests.helpers.random_workloads import PARTS
@@ -60,6 +61,12 @@ def test_the_entries_of_a_prompt_are_those_that_the_scheduler_publishes() -> Non
 def test_another_salt_has_other_entries() -> None:
     entries = [set(demand_of([make_request("a", 40, salt=salt)], LIMITS).prompts[0].entries) for salt in (b"", b"x")]
     assert entries[0] and not entries[0] & entries[1]
+
+
+def test_a_request_that_computes_its_whole_prompt_looks_for_images_and_no_blocks() -> None:
+    request = make_request("a", 40, FakeImage("p", 21), pooling=Pooling(every_token=True))
+    (prompt,) = demand_of([request], LIMITS).prompts
+    assert not prompt.blocks and prompt.entries == (entry_of(key_of("p")),)
 
 
 def test_a_long_prompt_is_hashed_only_at_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
