@@ -114,15 +114,18 @@ def run_load(
 
 @contextlib.contextmanager
 def _running(workers: Sequence[SpawnProcess]) -> Iterator[None]:
-    for worker in workers:
-        worker.start()
     try:
+        for worker in workers:
+            worker.start()
         yield
         for worker in workers:
             worker.join()
     finally:
-        for worker in workers:
+        started = [worker for worker in workers if worker.pid is not None]
+        for worker in started:
             worker.terminate()
+        for worker in started:
+            worker.join()
 
 
 def _taken(queue: Queue[LoadResult], workers: Sequence[SpawnProcess]) -> LoadResult:

@@ -6,13 +6,14 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from saccade.bench.chart import distributions, rates
-from saccade.bench.goodput import best, find_goodput
+from saccade.bench.goodput import FIRST_SHARE, best, find_goodput, saturated, summary
 from saccade.bench.load import LoadResult, Part, Server, run_load
 from saccade.bench.max_images import Attempt, send_images
 from saccade.bench.report import (
@@ -37,10 +38,10 @@ from saccade.cli.get_json import get_json
 from saccade.errors import ConfigError
 
 _WARM_UP = 4  # requests before the load, not counted
-_FIRST_SHARE = 0.7  # of a closed loop's requests/s: where the search for goodput begins
-_ROUNDS = 3  # of each client in that loop
+_ROUNDS = 3  # of each client in the closed loops before a search for goodput
 _TRIAL_SECONDS = 20.0  # of one load of the search, at least
 _MAX_TRIAL_SECONDS = 120.0
+_MAX_TRIAL_REQUESTS = 5000  # made before they are sent
 _SEEDS = 1000  # between two of its loads: each brings new images
 
 
@@ -80,8 +81,22 @@ def bench(
             raise
         print(f"saccade: {error}", file=sys.stderr)
         return 2
-    with open_subject(args) as subject:
+    with _ended_by_sigterm(), open_subject(args) as subject:
         return _measure(args, subject, trace)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the command as an exception does, so that processes and semaphores go with it."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _measure(args: argparse.Namespace, subject: Subject, trace: tuple[TraceRequest, ...]) -> int:
@@ -139,7 +154,7 @@ def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
     loads: list[LoadResult] = []
 
     def measure(rate: float) -> Figures:
-        count = int(min(max(args.requests, rate * _TRIAL_SECONDS), max(rate * _MAX_TRIAL_SECONDS, _WARM_UP)))
+        count = _trial_requests(rate, args.requests)
         loads.append(run(_parts(args, shape, rate, count, seed=args.seed + _SEEDS * len(loads))))
         row = figures([result for result in loads[-1].results if result.part == 0], slo)
         row = row._replace(errors=sum(result.sample.error is not None for result in loads[-1].results))
@@ -152,7 +167,7 @@ def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
     trials = find_goodput(measure, slo, _first_rate(args, run, shape))
     found = best(trials)
     rate = found.rate if found else 0.0
-    print(f"goodput: {rate:.2f} requests/s within {slo.ttft_ms:g} and {slo.itl_ms:g} ms at p99")
+    print(summary(trials, slo))
     if args.plot:
         args.plot.write_text(rates(trials, slo), encoding="utf-8")
     _write(args, {"goodput_per_s": rate, "trials": [{"rate": t.rate, **as_json(t.figures)} for t in trials]})
@@ -160,10 +175,24 @@ def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
     return 0 if found else 1
 
 
+def _trial_requests(rate: float, min_requests: int) -> int:
+    """At least so many, where they do not take too long or too much memory."""
+    max_requests = min(max(rate * _MAX_TRIAL_SECONDS, _WARM_UP), _MAX_TRIAL_REQUESTS)
+    return int(min(max(min_requests, rate * _TRIAL_SECONDS), max_requests))
+
+
 def _first_rate(args: argparse.Namespace, run: Run, shape: Shape) -> float:
-    """Near what the server can do: a search from far below would take minutes for each low rate."""
-    part = Part(args.workload, shape, _ROUNDS * args.clients, args.clients, seed=args.seed - _SEEDS)
-    return _FIRST_SHARE * max(figures(run([part]).results, Slo()).requests_per_s, 1e-3)
+    """Near what the server can do: a search from far away would take a load for each rate on the way."""
+
+    def measure(clients: int) -> Figures:
+        part = Part(args.workload, shape, _ROUNDS * clients, clients, seed=args.seed - _SEEDS * clients)
+        results = run([part]).results
+        found = figures(results, Slo())
+        jobs = found.requests_per_s * part.jobs / len(results)  # a conversation has several requests
+        print(f"{clients:8} clients: {jobs:.2f} requests/s", flush=True)
+        return found._replace(requests_per_s=jobs)
+
+    return FIRST_SHARE * max(saturated(measure, args.clients), 1e-3)
 
 
 def _parts(

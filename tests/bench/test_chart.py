@@ -81,7 +81,9 @@ def test_the_command_plots_a_load(tmp_path: Path) -> None:
 
 def test_the_command_plots_a_search_for_goodput(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake_load(server: Server, parts: list[Part], *args: object, **how: object) -> LoadResult:
-        return LoadResult([result(1.0 if (parts[0].rate or 0) > 3 else 0.1)] * 4, [])
+        clients, rate = parts[0].clients, parts[0].rate or 0
+        ttft = clients / 4 if clients else 1.0 if rate > 3 else 0.1
+        return LoadResult([result(ttft)] * parts[0].jobs, [])
 
     monkeypatch.setattr("saccade.cli.bench.run_load", fake_load)
     plot = tmp_path / "a.svg"

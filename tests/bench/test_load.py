@@ -5,13 +5,18 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from saccade.bench.goodput import best, find_goodput
+from saccade.bench.goodput import FIRST_SHARE, MAX_TRIALS, best, find_goodput, saturated, summary
 from saccade.bench.load import LoadResult, Part, Result, Server, run_load
 from saccade.bench.report import Figures, Slo, client_warning, figures, table
 from saccade.bench.stream_client import Sample
@@ -139,11 +144,41 @@ def test_goodput_is_found_within_its_precision(limit: float) -> None:
     trials = find_goodput(lambda rate: measured(limit, rate), Slo(), first=1.0)
     found = best(trials)
     assert found is not None and 0.94 * limit <= found.rate <= limit
-    assert len(trials) < 16
+    assert len(trials) <= MAX_TRIALS
+
+
+@pytest.mark.parametrize("limit", [40.0, 70.0, 99.0])
+def test_a_search_that_begins_near_the_limit_takes_few_trials(limit: float) -> None:
+    trials = find_goodput(lambda rate: measured(limit, rate), Slo(), first=FIRST_SHARE * 100.0)
+    assert len(trials) <= 7 and summary(trials, Slo()).endswith("ms at p99")
 
 
 def test_a_server_that_keeps_to_nothing_has_no_goodput() -> None:
-    assert best(find_goodput(lambda rate: measured(0.0, rate), Slo(), first=1.0)) is None
+    trials = find_goodput(lambda rate: measured(0.0, rate), Slo(), first=1.0)
+    assert best(trials) is None and summary(trials, Slo()).startswith("goodput: 0.00")
+
+
+@pytest.mark.parametrize(("limit", "words"), [(9.0, "the limit is below"), (math.inf, "the limit is higher")])
+def test_a_search_ends_when_its_time_is_up(limit: float, words: str) -> None:
+    clock = iter(range(100))
+    trials = find_goodput(lambda rate: measured(limit, rate), Slo(), 8.0, seconds=3.0, clock=lambda: next(clock))
+    assert len(trials) == 3 and words in summary(trials, Slo())
+
+
+@pytest.mark.parametrize(
+    ("capacity", "failing", "tried"),
+    [(1e6, 0, [8, 32, 128, 512]), (130.0, 0, [8, 32, 128]), (3.0, 0, [8]), (1e6, 32, [8, 32])],
+)
+def test_closed_loops_get_more_clients_while_that_helps(capacity: float, failing: int, tried: list[int]) -> None:
+    seen = []
+
+    def measure(clients: int) -> Figures:
+        seen.append(clients)
+        found = figures([result(0.0, 0.1, 0.01)], Slo())
+        return found._replace(requests_per_s=min(4.0 * clients, capacity), errors=int(clients == failing))
+
+    assert saturated(measure, 8) == min(4.0 * tried[-1], capacity)
+    assert seen == tried
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -183,6 +218,18 @@ def test_the_command_searches_for_goodput(capsys: pytest.CaptureFixture[str], mo
     out = capsys.readouterr().out
     assert "goodput: 3.00 requests/s" in out or "goodput: 2.9" in out
     assert len(set(seeds)) == len(seeds)
+
+
+def test_sigterm_ends_the_clients_and_leaves_nothing() -> None:
+    command = [sys.executable, "-m", "saccade.cli", "bench", "text", "--processes", "2", "--quiet", "--requests", "2"]
+    with fake_chat_server(first_s=60.0) as fake:
+        given = ["--url", fake.url, "--model", "fake"]
+        process = subprocess.Popen([*command, *given], stderr=subprocess.PIPE, text=True)
+        while not fake.bodies and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)  # ends with the last process that has it as stderr
+    assert process.returncode == 128 + signal.SIGTERM and not errors
 
 
 def test_an_address_without_a_scheme_works(capsys: pytest.CaptureFixture[str]) -> None:
