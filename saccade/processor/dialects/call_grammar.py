@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from saccade.processor.dialects.arguments import resolved, types_of
+from saccade.structured.schema_validation import MAX_SCHEMA_BYTES
 from saccade.structured.structural_tag import embedded_schema, quoted_text
 
 BREAK = r'"\n"?'
@@ -20,6 +21,8 @@ _OBJECT = NOTES | {"type", "properties", "required", "additionalProperties", "$d
 _STRING = NOTES | {"type", "minLength", "maxLength"}
 _KEY = re.compile(r"[\w.-]{1,64}")
 _DEFINITIONS = ("$defs", "definitions")
+_CHOICES = ("anyOf", "oneOf")
+_MAX_CHARS = 2 * MAX_SCHEMA_BYTES  # written for a grammar, which may have half of them
 
 
 class Inexpressible(Exception):
@@ -73,6 +76,7 @@ class GrammarWriter:
         pattern = "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))
         self._marker = re.compile(f"({pattern})") if pattern else None
         self._lines: list[str] = []
+        self._num_chars = 0
 
     def has_token(self, marker: str) -> bool:
         return marker in self._ids
@@ -82,14 +86,21 @@ class GrammarWriter:
         return "\n".join([f"start: SPACE? {calls}", r"SPACE: /[ \n]{1,4}/", *self._lines])
 
     def rule(self, body: str, attributes: str = "") -> str:
-        name = f"part_{len(self._lines)}"
-        self._lines.append(f"{name}{attributes}: {body}")
-        return name
+        return self._add(f"part_{len(self._lines)}", f"{attributes}: {body}")
 
     def terminal(self, body: str) -> str:
-        name = f"PART_{len(self._lines)}"
-        self._lines.append(f"{name}: {body}")
+        return self._add(f"PART_{len(self._lines)}", f": {body}")
+
+    def _add(self, name: str, definition: str) -> str:
+        self._lines.append(name + self._counted(definition))
         return name
+
+    def _counted(self, text: str) -> str:
+        """A small schema may ask for a large grammar: a definition is written wherever one refers to it."""
+        self._num_chars += len(text)
+        if self._num_chars > _MAX_CHARS:
+            raise Inexpressible
+        return text
 
     def literal(self, text: str) -> str:
         return " ".join(
@@ -107,7 +118,7 @@ class GrammarWriter:
         if not all(_is_definition(reference) for reference in _references(schema)):
             raise Inexpressible
         definitions = {name: root[name] for name in _DEFINITIONS if name in root}
-        return embedded_schema({**definitions, **schema})
+        return self._counted(embedded_schema({**definitions, **schema}))
 
     def any_of(self, options: Sequence[str]) -> str:
         return self.rule(" | ".join(options))
@@ -143,11 +154,9 @@ class GrammarWriter:
 
     def string(self, schema: Mapping[str, Any], root: Mapping[str, Any], end: str, *, or_null: bool) -> str:
         """Plain text and what ends it."""
-        for name in ("anyOf", "oneOf"):
+        for name in _CHOICES:
             if name in schema and not set(schema) - NOTES - {name}:
-                options = [resolved(option, root) for option in schema[name]]
-                strings = (option for option in options if "string" in types_of(option, root))
-                return self.string(next(strings), root, end, or_null=or_null)
+                return self.string(_first_string(schema[name], root), root, end, or_null=or_null)
         if "enum" in schema or "const" in schema:
             choices = schema["enum"] if "enum" in schema else [schema["const"]]
             texts = ["null" if choice is None and or_null else choice for choice in choices]
@@ -178,6 +187,15 @@ class GrammarWriter:
         close = self.terminal(quoted_text(head))
         piece = self.terminal(f"/[^{first}]+|{first}/")
         return self.rule(f"({piece} | {close})* {close} {self.literal(''.join(rest))}")
+
+
+def _first_string(choices: Sequence[Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of choices: one that has none itself, since a schema may refer to itself."""
+    for choice in choices:
+        option = resolved(choice, root)
+        if "string" in types_of(option, root) and not any(name in option for name in _CHOICES):
+            return option  # type: ignore[no-any-return]
+    raise Inexpressible
 
 
 def _is_definition(reference: Any) -> bool:

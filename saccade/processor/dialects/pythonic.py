@@ -5,17 +5,18 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from saccade.processor.dialects.argument_text import ArgumentWriter
-from saccade.processor.dialects.arguments import no_constant, types_of
-from saccade.processor.dialects.call_grammar import COMMA, Function, GrammarWriter, Member, members_of
+from saccade.processor.dialects.arguments import no_constant, resolved
+from saccade.processor.dialects.call_grammar import COMMA, NOTES, Function, GrammarWriter, Member, members_of
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.json_calls import NAME_LETTERS, checked_name
 from saccade.processor.dialects.reader import Reading, TextReader, Unreadable
 
+_ANY = NOTES | {"type"}  # in the schema of a value of a type that is not limited further
 _MAX_DEPTH = 64
 _PLAIN = re.compile(r"""[^"'\\()\[\]{},]+""")
 
@@ -105,7 +106,10 @@ def written_pythonic(writer: GrammarWriter, functions: Sequence[Function], many:
     """Values in JSON, which is nearly Python, but for a boolean."""
 
     def argument(function: Function, member: Member) -> str:
-        is_boolean = types_of(member.schema, function.parameters) == {"boolean"}
+        schema = resolved(member.schema, function.parameters)
+        is_boolean = (
+            isinstance(schema, Mapping) and schema.get("type") == "boolean" and not set(schema) - _ANY
+        )
         value = '("True" | "False")' if is_boolean else writer.json(member.schema, function.parameters)
         return f"{writer.literal(member.key + '=')} {value}"
 

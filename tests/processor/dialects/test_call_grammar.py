@@ -243,6 +243,55 @@ def test_what_plain_text_cannot_be_held_to_is_written_as_bare_json(schema: Any) 
     assert follows(in_json.structured, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
 
 
+def levels(width: int) -> dict[str, Any]:
+    """A small schema that is large with all its references written out."""
+    below = {
+        f"L{i}": {"type": "object", "properties": {f"p{j}": {"$ref": f"#/$defs/L{i + 1}"} for j in range(width)}}
+        for i in range(6)
+    }
+    top = {"type": "object", "properties": {"x": {"$ref": "#/$defs/L0"}}}
+    return {**top, "$defs": {**below, "L6": {"type": "boolean"}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("gemma4", levels(20)),  # 20 ** 6 booleans
+        (
+            "glm45",
+            {
+                "type": "object",
+                "properties": {f"k{i}": {"$ref": "#/$defs/A"} for i in range(400)},
+                "$defs": {"A": {"type": "integer", "description": "a" * 100_000}},
+            },
+        ),
+    ],
+    ids=["wide", "repeated"],
+)
+def test_the_grammar_of_a_small_schema_is_never_large(name: str, schema: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert formats(name).call_grammar(tools) is None
+
+
+def test_a_choice_that_refers_to_itself_is_one_of_its_texts() -> None:
+    itself = {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "string", "enum": ["C"]}]}
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": itself}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = formats("qwen3_coder").call_grammar(tools)
+    assert follows(grammar, coder(("f", {"x": "C"}))) and not follows(grammar, coder(("f", {"x": "K"})))
+
+
+def test_a_boolean_is_held_to_its_only_value() -> None:
+    properties = {"a": {"type": "boolean", "const": True}, "b": {"type": "boolean"}}
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    ]
+    grammar = formats("pythonic").call_grammar(tools)
+    assert follows(grammar, "[f(a=true, b=False)]") and not follows(grammar, "[f(a=false, b=False)]")
+    assert not follows(grammar, "[f(a=False)]")
+    assert read("pythonic", "[f(a=true, b=False)]", tools).calls == [("f", {"a": True, "b": False})]
+
+
 def test_without_a_dialect_calls_are_bare_json() -> None:
     made = tools_for_template(TOOLS, "required", formats=OutputFormats(None, None, lambda _: None))
     assert made.is_bare and follows(made.structured, named(PARIS))
