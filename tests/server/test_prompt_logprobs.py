@@ -72,6 +72,19 @@ def test_a_streamed_echo_adds_up_to_the_whole(client: openai.OpenAI) -> None:
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
 
 
+def test_a_prompt_that_shows_no_text_is_echoed_once(server: RunningServer, client: openai.OpenAI) -> None:
+    said = server.post("/tokenize", {"messages": [{"role": "user", "content": "a"}]}).json()["tokens"]
+    control = said[0]  # such as <|im_start|>, which answers do not show
+    asked = {**FREE, "allowed_token_ids": [control]}
+    chunks = client.completions.create(
+        model=MODEL, prompt=[control], echo=True, logprobs=0, stream=True, **GREEDY, extra_body=asked
+    )
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    found = [one.logprobs.token_logprobs for one in choices if one.logprobs and one.logprobs.token_logprobs]
+    assert [value is None for values in found for value in values] == [True, False, False, False]
+    assert "".join(choice.text for choice in choices) == ""
+
+
 def test_max_tokens_0_scores_a_prompt_and_generates_nothing(client: openai.OpenAI) -> None:
     body = client.completions.create(model=MODEL, prompt=[PROMPT, "Hello there"], echo=True, logprobs=0, max_tokens=0)
     assert [choice.text for choice in body.choices] == [PROMPT, "Hello there"]

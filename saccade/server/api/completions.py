@@ -39,10 +39,12 @@ class CompletionEvents(EventShape):
         self._options = options
         self._tokenizer = service.processor.tokenizer
         self._totals = [Delta(index) for index in range(len(generation.outputs))]  # each output so far
-        self._echoes = self._echoed(request, generation) if request.echo else []
+        echoes = self._echoed(request, generation) if request.echo else []
+        self._echoes = dict(enumerate(echoes))  # by output, until it begins
         response_id = f"cmpl-{options.request_id or request_id}"
         self._envelope = Envelope(response_id, service.names[0], options, generation)
         self._generation = generation
+        self._is_echoed = request.echo
         self._is_prompt_only = request.is_prompt_only
         self.is_large = options.params.prompt_logprobs is not None
 
@@ -50,10 +52,11 @@ class CompletionEvents(EventShape):
         total = self._totals[delta.index]
         if self._is_prompt_only:
             delta = Delta(delta.index, finish_reason="length")
-        if self._echoes and not total.text:
-            delta.text = self._echoes[delta.index] + delta.text
-        if delta.text or delta.finish_reason or delta.logprobs:
-            yield self._envelope.chunk("text_completion", self._choice(delta, offset=len(total.text)))
+        begins = delta.index in self._echoes
+        delta.text = self._echoes.pop(delta.index, "") + delta.text
+        if self._options.stream and (delta.text or delta.finish_reason or delta.logprobs):
+            choice = self._choice(delta, len(total.text), shows_prompt=begins)
+            yield self._envelope.chunk("text_completion", choice)
         total.add(delta)
 
     def _echoed(self, request: CompletionRequest, generation: Generation) -> list[str]:
@@ -75,7 +78,7 @@ class CompletionEvents(EventShape):
         return body
 
     def _whole_choice(self, total: Delta) -> dict[str, Any]:
-        choice = self._choice(total, offset=0)
+        choice = self._choice(total, 0, shows_prompt=self._is_echoed)
         count = self._options.prompt_logprobs
         if count is not None:
             entries = self._generation.prompt_logprobs(total.index, count)
@@ -83,15 +86,15 @@ class CompletionEvents(EventShape):
             choice["prompt_logprobs"] = prompt_body(ids, entries, self._tokenizer)
         return choice
 
-    def _choice(self, delta: Delta, offset: int) -> dict[str, Any]:
-        """`offset` is where the delta begins in the text of its output."""
+    def _choice(self, delta: Delta, offset: int, *, shows_prompt: bool) -> dict[str, Any]:
+        """`offset`: where the delta begins in the text of its output, prompt and all."""
         options = self._options
         count = options.params.logprobs
         logprobs = None
         if count is not None:
             ids: Sequence[int] = delta.shown_ids
             entries: Sequence[Logprobs | None] = delta.logprobs
-            if self._echoes and not offset:
+            if shows_prompt:
                 ids = [*self._generation.prompt_ids_of(delta.index), *ids]
                 entries = [None, *self._generation.prompt_logprobs(delta.index, count), *entries]
             logprobs = completion_logprobs(ids, entries, self._tokenizer, offset, options.shows_ids)
