@@ -15,10 +15,13 @@ from saccade.sampling_params import Pooling
 Vectors = npt.NDArray[np.float32]  # [tokens, dim]
 
 MAX_VECTOR_BYTES = 64 << 20
-"""Of all token vectors of a request, in float32."""
+"""Of all token vectors of a request, as they are sent: float32, or numbers of JSON."""
 
 QUERY_KWARGS = {"input_type": "query"}
 """Of the chat template."""
+
+_FLOAT_BYTES = 4
+_NUMBER_BYTES = 20  # of JSON, with a comma
 
 EVERY_TOKEN = Pooling(every_token=True)
 
@@ -70,12 +73,14 @@ def max_sim(query: Vectors, document: Vectors) -> float:
     return float(best.sum())
 
 
-def check_size(num_tokens: int, dim: int) -> None:
+def check_size(num_tokens: int, dim: int, *, as_numbers: bool = False) -> None:
     """Of all token vectors of a request together."""
-    size = num_tokens * dim * np.dtype(np.float32).itemsize
+    size = num_tokens * dim * (_NUMBER_BYTES if as_numbers else _FLOAT_BYTES)
     if size > MAX_VECTOR_BYTES:
         took = f"{num_tokens} tokens give {size} bytes of vectors, and a request may have {MAX_VECTOR_BYTES}"
-        raise RequestError(f"{took}; send fewer inputs at once", code="request_too_large", param="input")
+        how = ", or set encoding_format to base64" if as_numbers else ""
+        message = f"{took}; send fewer inputs at once{how}"
+        raise RequestError(message, code="request_too_large", param="input")
 
 
 def template_kwargs(input_type: Any, dim: int | None) -> Mapping[str, Any]:

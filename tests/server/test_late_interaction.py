@@ -65,9 +65,10 @@ def test_wrong_requests_get_a_clear_error(late: RunningServer, body: Any, param:
     assert response.status_code == 400 and error["param"] == param and said in error["message"]
 
 
-def test_the_vectors_of_a_request_are_limited_together() -> None:
-    most = MAX_VECTOR_BYTES // (4 * 128)
-    check_size(most, 128)
-    with pytest.raises(RequestError, match=f"{most + 1} tokens give .* may have {MAX_VECTOR_BYTES}") as caught:
-        check_size(most + 1, 128)
+@pytest.mark.parametrize(("as_numbers", "each", "said"), [(False, 4, "at once"), (True, 20, "format to base64")])
+def test_the_vectors_of_a_request_are_limited_together(as_numbers: bool, each: int, said: str) -> None:
+    most = MAX_VECTOR_BYTES // (each * 128)
+    check_size(most, 128, as_numbers=as_numbers)
+    with pytest.raises(RequestError, match=f"{most + 1} tokens give .* may have {MAX_VECTOR_BYTES}.*{said}$") as caught:
+        check_size(most + 1, 128, as_numbers=as_numbers)
     assert caught.value.code == "request_too_large"

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from saccade.processor.late_interaction import check_size
 from saccade.processor.pooling import Side, embedding, relevance, similarity
 from saccade.server.api.chunks import bill_body, prompt_usage
@@ -68,17 +70,18 @@ async def _embed(
 ) -> dict[str, Any]:
     body = await service.decode(exchange, _INPUTS)
     request = await service.check(read_embedding, body, exchange.caller, service.processor)
-    pooled = await _pool(service, exchange, request.pooling)
+    pooled = await _pool(service, exchange, request.pooling, as_numbers=not request.is_base64)
     shown = await service.in_thread(_embeddings, pooled, request)
     data = [{**row, "index": index, name: values} for index, values in enumerate(shown)]
     return {"object": "list", "data": data, **pooled.envelope(request.pooling, prefix, service, exchange)}
 
 
 def _embeddings(pooled: PooledInputs, request: EmbeddingRequest) -> list[Any]:
-    found = [embedding(vector, request.dimensions, request.pooling.token_dim) for vector in pooled.vectors]
+    """Numbers as JSON: those of many tokens take seconds to write, and this runs in a thread."""
+    found = (embedding(vector, request.dimensions, request.pooling.token_dim) for vector in pooled.vectors)
     if request.is_base64:
         return [base64.b64encode(values.astype("<f4").tobytes()).decode() for values in found]
-    return [values.tolist() for values in found]
+    return [msgspec.Raw(msgspec.json.encode(values.tolist())) for values in found]
 
 
 async def create_score(service: Service, exchange: Exchange) -> dict[str, Any]:
@@ -118,7 +121,9 @@ def _scores(request: ScoreRequest, pooled: PooledInputs) -> list[float]:
     return [similarity(*pair, request.pooling.token_dim) for pair in pairs]
 
 
-async def _pool(service: Service, exchange: Exchange, request: PoolingRequest) -> PooledInputs:
+async def _pool(
+    service: Service, exchange: Exchange, request: PoolingRequest, *, as_numbers: bool = False
+) -> PooledInputs:
     """As many inputs at a time as may run at once."""
     service.check_model(request.options.model)
     size = service.options.max_num_seqs
@@ -133,7 +138,7 @@ async def _pool(service: Service, exchange: Exchange, request: PoolingRequest) -
         prompts = [billed for billed, _ in prepared]
         num_tokens += sum(len(billed.prompt) for billed in prompts)
         if request.token_dim is not None:
-            check_size(num_tokens, request.token_dim)
+            check_size(num_tokens, request.token_dim, as_numbers=as_numbers)
         with service.generation(prompts, request.options, prepared[-1][1]) as generation:
             await service.start(generation, prompts, request.options, exchange.caller)
             if start + size >= len(sources):
