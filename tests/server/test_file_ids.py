@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
+from saccade.batch.batch_store import BatchStore
 from saccade.errors import RequestError
 from saccade.options import MediaPolicy, Options
 from saccade.server.request.media import ChatLimits, find_links
@@ -97,6 +100,31 @@ def test_a_file_for_batches_and_one_that_is_no_image_are_refused(server: Running
     words = client.files.create(file=("a.txt", b"just words"), purpose="assistants").id
     response = server.post(BILL, user(file_part(words)))
     assert response.status_code == 400 and "messages[0].content[0]" in error_of(response)["param"]
+
+
+def test_a_file_with_a_uuid_is_kept_under_it(server: RunningServer, photo: str) -> None:
+    part = file_part(photo, uuid="of-a-file")
+    assert image_tokens(server, user(part)) == 12
+    assert image_tokens(server, user({"type": "image_url", "image_url": None, "uuid": "of-a-file"})) == 12
+
+
+def test_a_file_of_another_tenant_does_not_exist(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, max_bytes=1000)
+    with store.draft("alice") as draft:
+        draft.write(b"her picture")
+        record = draft.save("a.jpg", "vision")
+    jobs: Any = SimpleNamespace(store=store, in_thread=asyncio.to_thread)
+    files = StoredFiles(jobs, MediaPolicy.of(Options()))
+
+    def read(tenant: str) -> bytes:
+        return asyncio.run(files.read(tenant, record.id, "messages[0].content[0].file", lambda _: None))
+
+    assert read("alice") == b"her picture"
+    for other in ("bob", ""):
+        with pytest.raises(RequestError, match="there is no file") as caught:
+            read(other)
+        assert caught.value.code == "file_not_found"
+    store.close()
 
 
 def test_an_id_stands_alone_and_is_a_string() -> None:

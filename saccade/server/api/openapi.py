@@ -8,6 +8,7 @@ from typing import Any
 
 from saccade.server.request import fields
 from saccade.server.request.batches import BATCH
+from saccade.server.request.media_files import PURPOSES
 from saccade.server.request.plan import PLAN
 
 _STRING = {"type": "string"}
@@ -85,7 +86,7 @@ _READ = {
     "/v1/batches": "Batches, the newest first",
     "/v1/batches/{id}": "One of them",
 }
-_FORM = _object(purpose={"const": "batch"}, file={"type": "string", "format": "binary"})
+_FORM = _object(purpose={"enum": list(PURPOSES)}, file={"type": "string", "format": "binary"})
 _FORM_BODY = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
 _OTHERS: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/files", "post"): {"requestBody": _FORM_BODY, "responses": {"200": {"description": "The file"}}},

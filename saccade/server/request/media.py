@@ -185,9 +185,9 @@ class MediaResolver:
     def remember(self, links: Sequence[Link], messages: Messages, owner: bytes) -> None:
         """Stores media with a uuid, after the prompt was built: only valid ones are stored."""
         for link in links:
-            if link.uuid is not None and link.url is not None:
-                source = messages[link.message]["content"][link.part][link.kind]
-                data = source.get("file_data" if link.kind == "file" else "url")
+            if link.uuid is not None and (link.url is not None or link.file_id is not None):
+                part = messages[link.message]["content"][link.part]
+                data = part[part["type"]].get("file_data" if part["type"] == "file" else "url")
                 if isinstance(data, bytes):  # a list of frames stays a string
                     self._uuids.put(owner, link.uuid, data)
 
