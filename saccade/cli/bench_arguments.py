@@ -42,14 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="no server: an engine in this process, with this model (folder or hub id; nothing: built in)",
     )
-    add("--model", help="name it serves; automatic: the first it lists")
-    add(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="no load: measure an engine with --model (folder or hub id; nothing: built in) on this machine, "
-        "and write what saccade plan --calibration reads",
-    )
+    _add_engine(add)
     add("--api-key", help="better as OPENAI_API_KEY, which ps does not show")
     _add_load(command)
     _add_shape(command.add_argument_group("requests").add_argument)
@@ -66,6 +59,24 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add("--quiet", action="store_true", help="no progress bars")
     add("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_engine(add: Callable[..., Any]) -> None:
+    add("--model", help="name it serves; automatic: the first it lists")
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="no load: measure an engine with --model (folder or hub id; nothing: built in) on this machine, "
+        "and write what saccade plan --calibration reads",
+    )
+    add(
+        "--load-format",
+        choices=("auto", "dummy"),
+        help="of an engine in this process; dummy: random weights, made from a folder with a config and a "
+        "tokenizer alone (times do not depend on values; default: auto)",
+    )
+    add("--dtype", help="of that engine: float32, bfloat16 or float16 (default: auto, as saccade serve)")
 
 
 def _add_load(command: argparse.ArgumentParser) -> None:
@@ -147,6 +158,11 @@ def _add_shape(add: Callable[..., Any]) -> None:
     add("--catalogue", type=count, default=64, help="images of the workload catalogue (default: 64)")
     add("--zipf", type=positive, default=1.1, help="exponent of their popularity (default: 1.1)")
     add("--stop", action="store_true", help="let answers end by themselves; for servers without ignore_eos")
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, str]:
+    """Of an engine in this process, as `saccade.LLM` takes them."""
+    return {name: value for name in ("load_format", "dtype") if (value := getattr(args, name)) is not None}
 
 
 def resolve(args: argparse.Namespace) -> None:

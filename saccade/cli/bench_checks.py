@@ -6,7 +6,7 @@ import argparse
 
 from saccade.bench.trace import TraceRequest, read_trace
 from saccade.bench.video import check_av
-from saccade.cli.bench_arguments import MAX_IMAGES, NAMES
+from saccade.cli.bench_arguments import MAX_IMAGES, NAMES, engine_options
 from saccade.cli.writable import check_writable
 from saccade.errors import ConfigError
 
@@ -25,6 +25,9 @@ def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
         raise ConfigError(f"--trace says what requests hold: leave out the workload {args.workload!r}")
     if args.offline is not None:
         _refuse_server_flags(args)
+    elif given := engine_options(args):
+        flag = "--" + next(iter(given)).replace("_", "-")
+        raise ConfigError(f"{flag} is of an engine in this process: give a MODEL, or leave it out")
     if args.workload == MAX_IMAGES:
         _refuse_load_flags(args)
     if args.workload == "video":

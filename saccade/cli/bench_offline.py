@@ -24,6 +24,7 @@ from saccade.bench.max_images import Attempt
 from saccade.bench.stream_client import Sample
 from saccade.bench.workloads import WORKLOADS, Job, Shape
 from saccade.cli.bench import Subject
+from saccade.cli.bench_arguments import engine_options
 from saccade.errors import RequestError
 from saccade.llm import Engine
 from saccade.outputs import RequestOutput
@@ -32,7 +33,7 @@ from saccade.outputs import RequestOutput
 @contextmanager
 def offline(args: argparse.Namespace) -> Iterator[Subject]:
     progress = not args.quiet
-    with LLM(model=args.offline or None, use_tqdm=progress) as llm:
+    with LLM(model=args.offline or None, use_tqdm=progress, **engine_options(args)) as llm:
         yield Subject(
             "the engine",
             args.offline or "built in",

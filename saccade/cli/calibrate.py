@@ -6,7 +6,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,12 +30,13 @@ _TEXTS = (64, 1600)
 _SIZES = {"cuda": (1280, 960), "cpu": (640, 480)}
 
 
-def calibrate(file: Path, model: str | None) -> int:
+def calibrate(file: Path, model: str | None, options: Mapping[str, str]) -> int:
+    """`options` of the engine, beside its model."""
     device = device_of("auto")
     hardware = _hardware(measure_device(device), device.type)
-    with LLM(model=model, enable_prefix_caching=False, use_tqdm=False) as llm:
+    with LLM(model=model, enable_prefix_caching=False, use_tqdm=False, **options) as llm:
         config = llm.engine.processor.checkpoint.config
-        dtype, _ = dtype_of("auto", config.dtype, device)
+        dtype, _ = dtype_of(options.get("dtype", "auto"), config.dtype, device)
         size = costs.dtype_bytes(dtype)
         timing = Timing(config, dtype, hardware, calibration_for(hardware), Precision(size, size))
         figures = list(_figures(llm, device.type))

@@ -282,7 +282,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.calibrate:
         from saccade.cli.calibrate import calibrate  # needs torch
 
-        return calibrate(args.calibrate, args.model)
+        return calibrate(args.calibrate, args.model, bench_arguments.engine_options(args))
     from saccade.cli.bench import bench
 
     if args.offline is None:

@@ -84,6 +84,12 @@ def test_flags_of_a_server_are_refused(flag: str, capsys: pytest.CaptureFixture[
     assert flag in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--load-format dummy", "--dtype float32"])
+def test_flags_of_an_engine_are_refused_for_a_server(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "text", *flag.split()]) == 2
+    assert f"{flag.split()[0]} is of an engine in this process" in capsys.readouterr().err
+
+
 def test_a_workload_in_the_place_of_the_model_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--offline", "text"]) == 2
     assert "put the workload first: saccade bench text --offline" in capsys.readouterr().err
