@@ -12,8 +12,8 @@ from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
 from saccade.models.tensor_files import TensorFiles
 
-_NAMES = (  # of the decoder, whatever comes before; its number, and k or v
-    r"layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale",
+_NAMES = (  # of the decoder, whatever comes before; its number, and k, v or for both kv
+    r"layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?(k|v|kv)_scale",
     r"layers\.(\d+)\.self_attn\.([kv])_proj\.output_scale",
 )
 _PATTERN = re.compile(r"(?:(?!vis).)*?\b(?:" + "|".join(_NAMES) + ")")
@@ -43,8 +43,9 @@ def _stored(files: TensorFiles) -> dict[int, dict[str, float]]:
     for name in files.file_of:
         match = _PATTERN.fullmatch(name)
         if match:
-            layer, kind = (group for group in match.groups() if group is not None)
-            found[int(layer)][kind] = _checked(name, files.read(name).flatten().tolist())
+            layer, kinds = (group for group in match.groups() if group is not None)
+            scale = _checked(name, files.read(name).flatten().tolist())
+            found[int(layer)] |= dict.fromkeys(kinds, scale)
     return found
 
 

@@ -42,6 +42,11 @@ def test_every_published_name_is_read(k: str, v: str, tmp_path: Path, caplog: py
     assert "scales of 2 layers from the checkpoint" in caplog.text
 
 
+def test_the_older_scale_is_that_of_keys_and_values(tmp_path: Path) -> None:
+    given: dict[str, float | list[float]] = {f"{PREFIX}.{i}.self_attn.kv_scale": 0.5 + i for i in range(2)}
+    assert kv_scales(folder_with(tmp_path, given), TEXT) == ((0.5, 0.5), (1.5, 1.5))
+
+
 def test_without_scales_they_are_one_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert kv_scales(folder_with(tmp_path, {}), TEXT) == ()
