@@ -60,6 +60,11 @@ class OutputFormats(NamedTuple):
             thinking = thinking._replace(open_id=open_id, close_id=self.token_id(thinking.close))
         return OutputFormat(self.calls, self.markers, thinking)
 
+    @property
+    def closes_in_pieces(self) -> bool:
+        """The marker that ends the thinking is several tokens: no budget can write it."""
+        return self.markers is not None and self.token_id(self.markers.close) is None
+
     def call_grammar(
         self, tools: Sequence[Mapping[str, Any]], *, many: bool = False, by_id: bool = True
     ) -> str | None:

@@ -59,6 +59,8 @@ def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: boo
         message = f"the last message must be the user's: {reason}"
         raise RequestError(message, code="unsupported", param="messages")
     body = {**_as_chat(given), "messages": chat.messages}
+    if reader.formats is not None and reader.formats.closes_in_pieces:
+        body.pop("thinking_token_budget", None)  # which this API's clients always send
     with chat.source_paths.renaming():
         request = read_chat(body, reader)
     return MessageRequest(request, chat.source_paths)

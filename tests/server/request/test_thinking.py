@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from saccade.errors import RequestError
+from saccade.processor.dialects.parser import output_formats
 from saccade.processor.messages import Form, read_messages
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
@@ -62,6 +63,15 @@ def test_a_budget_of_thinking_is_one_of_tokens() -> None:
     assert params.thinking_token_budget == 1024
     assert chat(thinking_token_budget=7).response_options.params.thinking_token_budget == 7
     assert chat().response_options.params.thinking_token_budget is None
+
+
+def test_messages_are_answered_where_no_token_could_end_the_thinking() -> None:
+    reader = FieldReader(strict=False, formats=output_formats("<think></think>", lambda _: None))
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = {"messages": [USER], "max_tokens": 9, "thinking": thinking}
+    assert read_message(body, reader).chat.response_options.params.thinking_token_budget is None
+    known = FieldReader(strict=False, formats=output_formats("<think></think>", lambda _: 5))
+    assert read_message(body, known).chat.response_options.params.thinking_token_budget == 1024
 
 
 @pytest.mark.parametrize(
