@@ -83,6 +83,12 @@ def test_commands_have_flags_that_exist(page: Path) -> None:
         _parse(shlex.split(command))  # ends the program where it cannot be read
 
 
+def test_every_benchmark_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    commands = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    assert commands and not [name for name in commands if f"`{name}`" not in page]
+
+
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_lines_are_at_most_140_columns(page: Path) -> None:
     printed = r"(?s)<!-- (saccade \w+) -->.*?<!-- end of \1 -->"  # by a command, into the page
