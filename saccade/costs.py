@@ -288,9 +288,17 @@ def projector_params(vision: VisionConfig, text: TextConfig) -> int:
     return (1 + len(vision.deepstack_layers)) * sum(inputs * outputs for inputs, outputs in pairwise(widths))
 
 
-def weight_bytes(model: ModelConfig, dtype: str) -> int:
+def weight_bytes(model: ModelConfig, dtype: str, *, fp8: bool = False) -> int:
+    """`fp8`: the decoder's layers are in FP8."""
     vision = encoder_params(model.vision, model.text) if model.vision else 0
-    return (decoder_params(model.text) + vision) * dtype_bytes(dtype)
+    saved = fp8_params(model.text) * (dtype_bytes(dtype) - 1) if fp8 else 0
+    return (decoder_params(model.text) + vision) * dtype_bytes(dtype) - saved
+
+
+def fp8_params(text: TextConfig) -> int:
+    """Those of a checkpoint in FP8 that are. Linear attention projects to widths that are no whole blocks."""
+    all_mlps = _all_mlp_params(text, text.experts.total_width if text.experts else 0)
+    return text.num_kv_layers * _attention_params(text) + all_mlps
 
 
 def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:

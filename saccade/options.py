@@ -42,6 +42,11 @@ class Options:
     )
     dtype: str = _option("auto", "float32, bfloat16 or float16; auto: the checkpoint's, if it is fast here")
     device: str = _option("auto", "cpu or cuda; auto: cuda when there is one")
+    quantization: str | None = _option(
+        None,
+        "fp8: the decoder's layers are quantised while they load (needs a GPU of compute capability 8.9 or "
+        "more); checkpoints that are quantised already need no option",
+    )
     load_format: str = _option("auto", "auto, or dummy for random weights made from the config alone")
     seed: int = _option(0, "seed of dummy weights, and of requests that set none")
     max_model_len: int | None = _option(None, "prompt plus output tokens; automatic: by model and KV cache")
@@ -201,6 +206,8 @@ class Options:
         _require(is_known, "load_format", self.load_format, "auto, safetensors or dummy")
         is_known = self.kv_cache_dtype in _KV_DTYPES
         _require(is_known, "kv_cache_dtype", self.kv_cache_dtype, ", ".join(_KV_DTYPES))
+        is_known = self.quantization in (None, "fp8")
+        _require(is_known, "quantization", self.quantization, "fp8, or left out: config.json says the rest")
         is_known = self.task in ("auto", "generate", "embed", "score", "pooling")
         _require(is_known, "task", self.task, "auto, generate, embed, score or pooling")
         is_known = self.attention_backend in ("auto", "triton", "flashinfer")

@@ -220,4 +220,5 @@ _SPELLINGS: Mapping[str, Callable[[Any], Any]] = {
     "limit_mm_per_prompt": _limits,
     "generation_config": lambda value: "none" if value == "vllm" else value,
     "attention_backend": _backend,
+    "quantization": lambda value: None if value in NEUTRAL["quantization"] else value,
 }

@@ -52,7 +52,7 @@ _ENGINE: tuple[tuple[Fate, str, str], ...] = (
         "gpu_memory_utilization enable_prefix_caching! limit_mm_per_prompt load_format generation_config "
         "override_generation_config attention_backend kv_cache_dtype device revision "
         "download_dir tokenizer tokenizer_revision hf_overrides chat_template task "
-        "disable_chunked_mm_input!",
+        "disable_chunked_mm_input! quantization",
     ),
     ("renamed", "min_pixels, max_pixels, video_fps ...", "mm_processor_kwargs"),
     ("renamed", "video_fps and max_video_frames", "media_io_kwargs"),
@@ -128,7 +128,7 @@ _ENGINE: tuple[tuple[Fate, str, str], ...] = (
     ("refused", _POOLING, "pooler_config override_pooler_config"),
     ("refused", _CODE, "worker_cls worker_extension_cls scheduler_cls logits_processors+ io_processor_plugin "
      "reasoning_parser_plugin model_class_overrides logits_processor_pattern additional_config"),
-    ("refused", _QUANTIZED, "quantization quantization_config allow_deprecated_quantization! "
+    ("refused", _QUANTIZED, "quantization_config allow_deprecated_quantization! "
      "kv_cache_dtype_skip_layers+ calculate_kv_scales! mm_encoder_fp8_scale_path "
      "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin"),
     ("refused", _OFFLOAD, "cpu_offload_gb cpu_offload_params+ offload_backend offload_group_size "

@@ -291,7 +291,7 @@ def test_serve_takes_vllms_flags(
     ("line", "message"),
     [
         ("a --model b", "MODEL is a and --model is b; give one of them"),
-        ("--quantization fp8", "quantization='fp8' is not supported: a checkpoint's own config.json says how"),
+        ("--quantization-config x", "quantization_config='x' is not supported: a checkpoint's own config"),
         ("-tp 2", "tensor_parallel_size=2 is not supported: a model runs on one GPU"),
         ("--enable-lora", "enable_lora=True is not supported: adapters"),
         ("--uds /tmp/x", "uds='/tmp/x' is not supported: the server does not do it; use a proxy before it"),

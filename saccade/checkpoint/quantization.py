@@ -32,6 +32,9 @@ _COMPRESSED = (
 _MODELOPT = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP4", "NVFP4", "NVFP4_AWQ")
 
 
+_FP8_SUMMARIES = ("FP8", "compressed-tensors (float-quantized)")
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """How the quantised weights of a checkpoint are stored."""
@@ -39,8 +42,14 @@ class Quantization:
     method: str
     summary: str  # for people
     block: tuple[int, int] = BLOCK  # of weights with a scale for each block
+    has_blocks: bool = False  # whether there are such, by the config
     bits: int = 4  # of AWQ and GPTQ
     zero_point_offset: int = 0  # what GPTQ's first format took off its zero points
+
+    @property
+    def is_fp8(self) -> bool:
+        """By the config; what a file holds is seen when it is read."""
+        return self.method in ("fp8", "fbgemm_fp8") or self.summary.startswith(_FP8_SUMMARIES)
 
 
 def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None:
@@ -76,7 +85,7 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
     if config.get("weight_block_size") is None:
         return Quantization("fp8", "FP8")
     block = _block(config, "weight_block_size")
-    return Quantization("fp8", f"FP8 in blocks of {block[0]}x{block[1]}", block)
+    return Quantization("fp8", f"FP8 in blocks of {block[0]}x{block[1]}", block, has_blocks=True)
 
 
 def _fbgemm(config: Mapping[str, Any]) -> Quantization:
@@ -119,7 +128,8 @@ def _compressed(config: Mapping[str, Any]) -> Quantization:
         raise ConfigError(
             f"the config_groups of quantization_config have several block sizes: {sorted(blocks)}"
         )
-    return Quantization("compressed-tensors", f"compressed-tensors ({layout})", *blocks)
+    summary = f"compressed-tensors ({layout})"
+    return Quantization("compressed-tensors", summary, next(iter(blocks), BLOCK), bool(blocks))
 
 
 def _group_block(name: str, group: Any) -> Any:

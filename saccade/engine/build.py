@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.checkpoint.config import ModelConfig
+from saccade.checkpoint.quantization import quantization_of
 from saccade.engine.core import EngineCore
 from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.engine.process_tuning import freeze, switch_threads_often
@@ -61,7 +62,8 @@ def build_core(
         links = EncoderLinks(replica.encoders, connect, replica.count)
         each = plan_encoder(options, config, largest).total_bytes
         encoders = Encoders(len(replica.encoders), placement.encoders_beside * each)
-    plan = plan_memory(options, config, largest, memory_parts=placement.memory_parts, encoders=encoders)
+    stored = quantization_of(config.raw, path) if path else None
+    plan = plan_memory(options, config, largest, None, placement.memory_parts, encoders, stored)
     for reason in plan.reasons:
         logger.info("%s", reason)
     files = (path, config, image_processor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,16 @@ import torch
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.quantization import quantization_of
 from saccade.errors import ConfigError
+from saccade.models.fp8_weights import Fp8Weights, check_online, multiplies_fp8
 from saccade.models.interface import ModelParts, VisionLanguageModel
 from saccade.models.quantized.kv_scales import kv_scales
 from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.state_dict import Parameters
 from saccade.models.tensor_files import StoredTensors, TensorFiles
 from saccade.models.vision.backend import TorchVision, VisionOps
-from saccade.models.weights import fill_random, load_weights, projected_rules
+from saccade.models.weights import Rule, fill_random, fp8_targets, load_weights, projected_rules
 
+logger = logging.getLogger(__name__)
 _TEXT = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class), imported on demand
     "deepseek_v2": ("saccade.models.families.deepseek_v2", "DeepseekV2"),
@@ -52,35 +56,34 @@ def load_model(
     image_processor: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
     is_encoder: bool = False,
+    quantize: str | None = None,
 ) -> VisionLanguageModel:
     """Build the model and load its weights from the folder, or ("dummy") fill it at random from the seed.
 
     The fallback supports any model up to `max_model_len` tokens whose behaviour changes only beyond.
     `is_encoder`: only `prepare` and `encode` will be used. Where they need no weights of the decoder, it is
     left without memory. The fallback is always whole.
+    `quantize`: "fp8" for the decoder's layers, if the checkpoint is not quantised.
     """
     if config.model_type not in _FAMILIES and path is not None:
-        _check_unquantized(config, path)
+        _check_unquantized(config, path, quantize)
         how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len}
         other = import_module("saccade.models.transformers_backend")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
-    ops: VisionOps = TorchVision()
-    if device.type == "cuda":
-        ops = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
-    params = Parameters(dtype, device, left_out="decoder" if is_encoder else None)
-    model = _family(config)(ModelParts(config, params, image_processor or {}, ops))
-    if is_encoder and any(weight.is_meta for weight in model.encoder_weights().values()):
-        params = Parameters(dtype, device)
-        model = _family(config)(ModelParts(config, params, image_processor or {}, ops))
-    if load_format == "dummy":
-        fill_random(params.targets, seed, device)
-    elif path is None:
-        problem = "needs a folder to load from; only 'dummy' works without one"
-        raise ConfigError(f"load_format={load_format!r} {problem}")
+    tensors = None if load_format == "dummy" else _tensors(path, config, device, load_format)
+    build = partial(_build, config, dtype, device, image_processor or {})
+    if is_encoder:
+        model = build(left_out="decoder")
+        if any(weight.is_meta for weight in model.encoder_weights().values()):
+            model = build()
     else:
-        tensors = _tensors(path, config, device)
-        rules = model.rules() if config.text.token_dim is None else projected_rules(model.rules())
-        load_weights(tensors, params.targets, rules, progress=progress, wholes=params.wholes)
+        model = build(fp8=_fp8_weights(tensors, path, config, device, quantize, build))
+    params: Parameters = model.params
+    if tensors is None:
+        fill_random(params.targets, seed, device, params.scales)
+    else:
+        parts = (params.wholes, params.scales)
+        load_weights(tensors, params.targets, _rules(model, config), *parts, progress=progress)
     loaded: VisionLanguageModel = model
     return loaded
 
@@ -90,15 +93,66 @@ def load_kv_scales(path: Path, config: ModelConfig, load_format: str) -> tuple[t
     return kv_scales(None if load_format == "dummy" else path, config.text)
 
 
-def _check_unquantized(config: ModelConfig, path: Path) -> None:
+def _build(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    image_processor: Mapping[str, Any],
+    left_out: str | None = None,
+    fp8: Fp8Weights | None = None,
+) -> Any:
+    ops: VisionOps = TorchVision()
+    if device.type == "cuda":
+        ops = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
+    params = Parameters(dtype, device, left_out, fp8)
+    return _family(config)(ModelParts(config, params, image_processor, ops))
+
+
+def _rules(model: Any, config: ModelConfig) -> Sequence[Rule]:
+    rules: Sequence[Rule] = model.rules()
+    return rules if config.text.token_dim is None else projected_rules(rules)
+
+
+def _fp8_weights(
+    tensors: StoredTensors | None,
+    path: Path | None,
+    config: ModelConfig,
+    device: torch.device,
+    quantize: str | None,
+    build: Callable[..., Any],
+) -> Fp8Weights | None:
+    """What stays in float8: what the checkpoint has so, or what is to be quantised."""
+    quantization = quantization_of(config.raw, path) if path else None
+    if quantize is not None:
+        check_online(quantize, quantization, device)
+        if quantization is None:
+            return Fp8Weights(in_blocks=False)
+    if not multiplies_fp8(device):
+        return None
+    if isinstance(tensors, DequantizedTensors):
+        probe = build(left_out="decoder")
+        found = fp8_targets(tensors.fp8_weights(), _rules(probe, config), probe.params.wholes)
+        if found is not None:
+            logger.info("%d weights stay in FP8 on the device", len(found.names or ()))
+        return found
+    return Fp8Weights(quantization.has_blocks) if quantization and quantization.is_fp8 else None
+
+
+def _check_unquantized(config: ModelConfig, path: Path, quantize: str | None) -> None:
     quantization = quantization_of(config.raw, path)
+    if quantization is None and quantize is None:
+        return
+    why = f"{config.model_type!r} runs through Transformers' code, which takes no quantised weights here"
     if quantization is not None:
-        why = f"{config.model_type!r} runs through Transformers' code, which takes no quantised weights here"
         raise ConfigError(f"{why} ({quantization.summary}); take the checkpoint in bfloat16")
+    raise ConfigError(f"{why}; leave out --quantization {quantize}")
 
 
-def _tensors(path: Path, config: ModelConfig, device: torch.device) -> StoredTensors:
-    files = TensorFiles(path)
+def _tensors(path: Path | None, config: ModelConfig, device: torch.device, load_format: str) -> StoredTensors:
+    if path is None:
+        problem = "needs a folder to load from; only 'dummy' works without one"
+        raise ConfigError(f"load_format={load_format!r} {problem}")
+    files = TensorFiles(path, device)
     quantization = quantization_of(config.raw, path)
     return files if quantization is None else DequantizedTensors(files, quantization, device)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from saccade.models.fp8_weights import FP8, Fp8Weights
 
 
 class Whole(NamedTuple):
@@ -32,11 +34,19 @@ class Parameters:
     level `left_out` has names and shapes, but no memory.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, left_out: str | None = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        left_out: str | None = None,
+        fp8: Fp8Weights | None = None,  # weights that stay in float8
+    ) -> None:
         self.dtype = dtype
         self.device = device
+        self.fp8 = fp8
         self._left_out = left_out
         self.targets: dict[str, Tensor] = {}
+        self.scales: dict[str, Tensor] = {}  # of targets and wholes in float8
         self.wholes: dict[str, Whole] = {}
         self.linears: list[Packable] = []
         self._prefix = ""
@@ -44,8 +54,9 @@ class Parameters:
     def within(self, name: str | int) -> Parameters:
         """The same collection, with this level added to the prefix."""
         device = torch.device("meta") if name == self._left_out else self.device
-        inner = Parameters(self.dtype, device)
+        inner = Parameters(self.dtype, device, fp8=self.fp8)
         inner.targets = self.targets
+        inner.scales = self.scales
         inner.wholes = self.wholes
         inner.linears = self.linears
         inner._prefix = f"{self._prefix}{name}."
@@ -61,15 +72,35 @@ class Parameters:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        self.targets[self._prefix + name] = tensor
+    def empty_weight(self, parts: Mapping[str, int], *shape: int) -> tuple[Tensor, Tensor | None]:
+        """Of a GEMM over parts of these names and rows. A weight that stays in float8 comes with scales."""
+        full = {self._prefix + name: size for name, size in parts.items()}
+        if self.fp8 is None or not self.fp8.keep(full, shape[-1]):
+            return self.empty(*shape), None
+        weight = torch.empty(shape, dtype=FP8, device=self.device)
+        scales = torch.empty(self.fp8.scales_shape(*shape), dtype=torch.float32, device=self.device)
+        return weight, scales
 
-    def add_whole(self, name: str, tensor: Tensor, parts: Sequence[str]) -> None:
+    def add(self, name: str, tensor: Tensor, scales: Tensor | None = None) -> None:
+        self.targets[self._prefix + name] = tensor
+        if scales is not None:
+            self.scales[self._prefix + name] = scales
+
+    def remove(self, name: str) -> None:
+        self.targets.pop(self._prefix + name)
+        self.scales.pop(self._prefix + name, None)
+
+    def add_whole(
+        self, name: str, tensor: Tensor, parts: Sequence[str], scales: Tensor | None = None
+    ) -> None:
         self.wholes[self._prefix + name] = Whole(tensor, frozenset(self._prefix + part for part in parts))
+        if scales is not None:
+            self.scales[self._prefix + name] = scales
 
     def give_up_names(self) -> None:
         """Once weights are loaded and `encoder_weights` was asked: layers alone hold the tensors then."""
         self.targets.clear()
+        self.scales.clear()
         self.wholes.clear()
 
     def new(self, name: str, *shape: int) -> Tensor:

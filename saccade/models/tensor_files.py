@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from saccade.checkpoint.files import weight_files
 from saccade.errors import ConfigError
+from saccade.models.fp8_weights import quantized
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5  # names listed in an error before it only counts
@@ -25,13 +27,18 @@ class StoredTensors(Protocol):
 
     def read(self, name: str) -> Tensor: ...
 
+    def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor]:
+        """In float8, with scales as the checkpoint has them; or quantised here."""
+        ...
+
     def is_needless(self, name: str) -> bool:
         """Whether a tensor that the model has no place for may be left out."""
         ...
 
 
 class TensorFiles:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")  # where weights are quantised
         self._handles: dict[Path, Any] = {}
         self.file_of: dict[str, Path] = {}
         for file in _files(folder):
@@ -40,6 +47,14 @@ class TensorFiles:
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._open(self.file_of[name]).get_tensor(name)
         return tensor
+
+    def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor]:
+        return quantized(self.read(name).to(self.device), in_blocks)
+
+    def kind(self, name: str) -> tuple[str, list[int]]:
+        """The dtype, as the file has it (such as F8_E4M3), and the shape."""
+        found = self._open(self.file_of[name]).get_slice(name)
+        return str(found.get_dtype()), list(found.get_shape())
 
     def is_needless(self, name: str) -> bool:
         return False

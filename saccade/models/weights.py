@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from saccade.errors import ConfigError
+from saccade.models.fp8_weights import FP8, Fp8Weights, has_blocks, quantized, scales_for
 from saccade.models.state_dict import Whole
 from saccade.models.tensor_files import StoredTensors, some
 
@@ -53,22 +54,29 @@ def load_weights(
     tensors: StoredTensors,
     targets: Mapping[str, Tensor],
     rules: Sequence[Rule],
+    wholes: Mapping[str, Whole] | None = None,
+    scales: Mapping[str, Tensor] | None = None,
     *,
     progress: bool,
-    wholes: Mapping[str, Whole] | None = None,
 ) -> None:
     """Load stored tensors into `targets`, one at a time. Every target is loaded exactly once.
 
     A fused tensor of `wholes` counts as all targets that it covers. Targets without memory are not read.
+    Targets in float8 have `scales`.
     """
     wholes = wholes or {}
+    scales = scales or {}
     targets = _stored_targets(tensors.file_of, targets, rules, wholes)
     plan = _plan(tensors, targets, rules)
     wanted = [name for name, target in plan.items() if not targets[target].is_meta]
     wanted.sort(key=lambda name: tensors.file_of[name])
     for name in tqdm(wanted, desc="Loading weights", unit=" tensors", disable=not progress):
-        stored = tensors.read(name)
         target = targets[plan[name]]
+        if plan[name] in scales:
+            _copy_fp8(tensors, name, target, scales[plan[name]])
+            continue
+        assert target.dtype != FP8, f"{name} has no scales"
+        stored = tensors.read(name)
         shaped = _as_shaped(stored, target) if plan[name] in wholes else stored
         _copy(shaped, target, name, tensors.file_of[name])
 
@@ -169,7 +177,34 @@ def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
     target.copy_(tensor.view(target.shape))  # converts the dtype and moves to the device
 
 
-def fill_random(targets: Mapping[str, Tensor], seed: int, device: torch.device | None = None) -> None:
+def _copy_fp8(tensors: StoredTensors, name: str, target: Tensor, scales: Tensor) -> None:
+    values, stored = tensors.read_fp8(name, has_blocks(target, scales))
+    shaped = _as_shaped(values, target)
+    _copy(shaped, target, name, tensors.file_of[name])
+    is_rotated = shaped.shape == values.mT.shape != values.shape
+    try:
+        scales.copy_(scales_for(stored.mT if is_rotated and stored.dim() == 3 else stored, scales.shape))
+    except ValueError as error:
+        raise ConfigError(f"{name} cannot be read: {error}") from None
+
+
+def fp8_targets(
+    tensors: Mapping[str, bool], rules: Sequence[Rule], wholes: Mapping[str, Whole]
+) -> Fp8Weights | None:
+    """What a checkpoint stores in float8, by our names. Layouts are not mixed: blocks if it has any."""
+    in_blocks = any(tensors.values())
+    hits = [_translate(name, rules) for name, blocks in tensors.items() if blocks == in_blocks]
+    names = {hit.target for hit in hits if hit is not None and hit.target is not None}
+    parts = [wholes[name].parts for name in names if name in wholes]
+    return Fp8Weights(in_blocks, frozenset(names.union(*parts))) if names else None
+
+
+def fill_random(
+    targets: Mapping[str, Tensor],
+    seed: int,
+    device: torch.device | None = None,
+    scales: Mapping[str, Tensor] | None = None,
+) -> None:
     """Random weights, scaled by fan-in so that activations neither vanish nor explode.
 
     For targets without memory numbers are made too: the others are the same with and without them.
@@ -177,6 +212,9 @@ def fill_random(targets: Mapping[str, Tensor], seed: int, device: torch.device |
     device = device or next(iter(targets.values())).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, target in targets.items():
+        if scales and name in scales:
+            _fill_fp8(target, scales[name], generator)
+            continue
         tensor = torch.empty_like(target, device=device) if target.is_meta else target
         if name.endswith("bias"):
             tensor.zero_()
@@ -185,3 +223,12 @@ def fill_random(targets: Mapping[str, Tensor], seed: int, device: torch.device |
         else:
             fan_in = math.prod(tensor.shape[1:]) if tensor.dim() > 1 else len(tensor)
             tensor.normal_(std=fan_in**-0.5, generator=generator)
+
+
+def _fill_fp8(target: Tensor, scales: Tensor, generator: torch.Generator) -> None:
+    made = torch.empty(target.shape, device=target.device).normal_(
+        std=target.shape[-1] ** -0.5, generator=generator
+    )
+    values, of_values = quantized(made, has_blocks(target, scales))
+    target.copy_(values)
+    scales.copy_(of_values)

@@ -69,17 +69,7 @@ def build_runner(
     if plan.device.type == "cuda":
         _claim(plan.device, options.gpu_memory_utilization)
     with memory.part("weights"):
-        model = load_model(
-            path,
-            config,
-            dtype=plan.dtype,
-            device=plan.device,
-            load_format=options.load_format,
-            seed=options.seed,
-            progress=progress,
-            image_processor=image_processor,
-            max_model_len=sizes.max_model_len,
-        )
+        model = _model(path, config, image_processor, options, plan, progress)
     with memory.part("kv"):
         kv = _new_kv(path, config, options, plan)
     with memory.part("staging"):
@@ -107,6 +97,28 @@ def _new_kv(path: Path, config: ModelConfig, options: Options, plan: MemoryPlan)
     scales = load_kv_scales(path, config, options.load_format) if has_scales else ()
     shape = (config.text, plan.scheduler.num_blocks, plan.scheduler.block_size)
     return PagedKV.allocate(*shape, plan.kv_dtype, plan.device, scales)
+
+
+def _model(
+    path: Path,
+    config: ModelConfig,
+    image_processor: Mapping[str, Any],
+    options: Options,
+    plan: MemoryPlan,
+    progress: bool,
+) -> VisionLanguageModel:
+    return load_model(
+        path,
+        config,
+        dtype=plan.dtype,
+        device=plan.device,
+        load_format=options.load_format,
+        quantize=options.quantization,
+        seed=options.seed,
+        progress=progress,
+        image_processor=image_processor,
+        max_model_len=plan.scheduler.max_model_len,
+    )
 
 
 def _captured(parts: ForwardParts, target: AttentionTarget, backend: str) -> tuple[Forward, str | None]:

@@ -13,8 +13,10 @@ import torch
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig
+from saccade.checkpoint.quantization import Quantization
 from saccade.errors import ConfigError
 from saccade.models import is_native
+from saccade.models.fp8_weights import multiplies_fp8
 from saccade.models.layers.packed_linear import multiplies_bfloat16
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.memory import Encoders, Machine, MemoryParts, size_memory
@@ -41,8 +43,12 @@ def plan_memory(
     free_bytes: int | None = None,
     memory_parts: int = 1,
     encoders: Encoders = Encoders(),  # noqa: B008 (immutable)
+    stored: Quantization | None = None,
 ) -> MemoryPlan:
-    """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given."""
+    """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given.
+
+    `stored`: how the checkpoint is quantised.
+    """
     device = device_of(options.device)
     dtype, why_dtype = dtype_of(options.dtype, model.dtype, device)
     kv_dtype = costs.kv_dtype(options.kv_cache_dtype, dtype)
@@ -56,6 +62,7 @@ def plan_memory(
         host_free_bytes=free_ram() if device.type == "cuda" else None,
         is_native=is_native(model),
         packed_bytes=packing.copied_bytes,
+        fp8_weights=_has_fp8_weights(options, stored, device),
     )
     sizes = size_memory(options, model, largest, machine, memory_parts, encoders)
     packed = () if sizes.parts.graphs else (packing.reason,)
@@ -71,6 +78,11 @@ def _check_fp8(asked: str, capability: tuple[int, int]) -> None:
             f"kv_cache_dtype={asked} needs a GPU that converts FP8 (compute capability 8.9: Ada, Hopper or "
             f"newer), and this one has {major}.{minor}; leave out --kv-cache-dtype"
         )
+
+
+def _has_fp8_weights(options: Options, stored: Quantization | None, device: torch.device) -> bool:
+    is_asked = options.quantization == "fp8" or (stored is not None and stored.is_fp8)
+    return is_asked and multiplies_fp8(device)
 
 
 class GpuMemory:

@@ -81,6 +81,7 @@ class Machine(NamedTuple):
     host_free_bytes: int | None = None  # for KV blocks in host memory; None: what a CPU has left
     is_native: bool = True  # the model runs through code of our own
     packed_bytes: int = 0  # of weights that are packed beside their originals
+    fp8_weights: bool = False  # the decoder's layers
 
 
 class Encoders(NamedTuple):
@@ -149,7 +150,7 @@ def _beside_kv(
 ) -> MemoryParts:
     """All that has to fit beside the KV cache. The largest image counts whole, for any context."""
     dtype = machine.dtype
-    weights = costs.weight_bytes(model, dtype) + machine.packed_bytes
+    weights = costs.weight_bytes(model, dtype, fp8=machine.fp8_weights) + machine.packed_bytes
     num_states = options.max_num_seqs + _num_checkpoints(options)
     states = num_states * costs.state_bytes_per_request(model.text, dtype)
     if machine.device != "cuda":

@@ -41,7 +41,11 @@ from tests.helpers.variant import BF16, F32, I32, I64, NONE, ONE, Variant, is_al
 HOPPER = 90
 PDL_FROM = 90
 FP8_FROM = 89
-FP8_SHAPES = ("Qwen3-VL-8B", "Qwen3.5-27B")  # heads of 128 and of 256
+FP8_SHAPES = ("Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen3.5-27B")  # heads of 128, experts, heads of 256
+FP8_KERNELS = {  # that read or write nothing else
+    "gemm.skinny_scaled:scaled_vector_kernel", "moe.experts_gemv_scaled:scaled_down_kernel",
+    "moe.experts_gemv_scaled:scaled_gate_up_kernel", "ops.quantize_rows:_quantize_kernel",
+}  # fmt: skip
 GPUS: Mapping[int, tuple[Gpu, ...]] = {  # by compute capability; the number of SMs decides configs, too
     80: (Gpu(108, (8, 0), 163 << 10),),  # A100
     89: (Gpu(58, (8, 9), 99 << 10), Gpu(128, (8, 9), 99 << 10)),  # L4, RTX 4090
@@ -67,10 +71,12 @@ LENGTHS = {
     "WIDTH",
 }  # fmt: skip
 """Constants that are the length of a loop or a stride."""
+FP8 = "fp8e4nv"
 
 
 def box(rows: int, columns: int = 64, dtype: str = "bf16") -> str:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)
+    size = 1 if dtype == FP8 else 2
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=size * columns, element_bitwidth=8 * size, rank=2)
     return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
 
 
@@ -81,18 +87,20 @@ def pairs(*size: int) -> str:
 
 HOPPER_VARIANTS = {
     "decode.bf16.2.6.8.16.3.4", "linear.fp16.2.True", "prefill.16", "qkv.16", "stream.128", "stream.128.gated",
-    "vit.80",
+    "stream.fp8.32.128.True", "vit.80",
 }  # fmt: skip
+
+
+def hopper_variant(
+    name: str, kernel: str, types: list[str], constants: list[object], registers: int, pdl: bool = True
+) -> Variant:
+    return Variant(name, kernel, types, constants, {"num_warps": 4, "maxnreg": registers, "launch_pdl": pdl})
 
 
 def hopper_variants() -> Iterator[Variant]:
     """Of the Gluon kernels."""
 
-    def of(
-        name: str, kernel: str, types: list[str], constants: list[object], registers: int, pdl: bool = True
-    ) -> Variant:
-        return Variant(name, kernel, types, constants, {"num_warps": 4, "maxnreg": registers, "launch_pdl": pdl})
-
+    of = hopper_variant
     for dtype, constants in (
         ("bf16", [2, 6, 8, 16, 3, 4]),
         ("bf16", [2, 6, 8, 32, 2, 1]),
@@ -125,14 +133,24 @@ def hopper_variants() -> Iterator[Variant]:
         yield of(name, "gemm.hopper_act:_linear_act_kernel", types, [act, has_bias], 168)
     types = [*[box(64)] * 2, pairs(1, 32, 2, 64), pairs(4, 8, 2, 64), box(64), BF16, F32, "i32", "i32:16", "i32", "i32"]
     yield of("qkv.16", "gemm.hopper_vit_qkv_rope:_qkv_kernel", types, [16], 168)
+    yield from split_k_variants()
+
+
+def split_k_variants() -> Iterator[Variant]:
     for rows, stages, splits, registers in ((16, 2, 8, 64), (32, 5, 4, 64), (64, 6, 4, 64), (128, 6, 4, 96)):
-        types = [box(64), box(rows), F32, BF16, "i32", "i32:16"]
-        constants = [1536, rows, 64, stages, splits, False]
-        yield of(f"stream.{rows}", "gemm.hopper_split_k:_split_k_kernel", types, constants, registers)
+        types = [box(64), box(rows), NONE, F32, BF16, "i32", "i32:16"]
+        constants = [1536, 0, rows, 64, stages, splits, False]
+        yield hopper_variant(f"stream.{rows}", "gemm.hopper_split_k:_split_k_kernel", types, constants, registers)
     for rows, stages, registers in ((16, 5, 64), (64, 4, 96), (128, 3, 128)):
-        types = [box(64), box(rows), box(rows), NONE, "i32", "i32:16"]
-        constants = [1536, rows, 64, stages, 1, True]
-        yield of(f"stream.{rows}.gated", "gemm.hopper_split_k:_split_k_kernel", types, constants, registers)
+        types = [box(64), box(rows), NONE, box(rows), NONE, "i32", "i32:16"]
+        constants = [1536, 0, rows, 64, stages, 1, True]
+        yield hopper_variant(f"stream.{rows}.gated", "gemm.hopper_split_k:_split_k_kernel", types, constants, registers)
+    for rows, block, gated in ((16, 128, False), (64, 0, False), (32, 128, True), (64, 0, True)):
+        own = [box(rows), NONE] if gated else [F32, BF16]
+        types = [box(64, dtype=FP8), box(rows), F32, *own, "i32", "i32:16"]
+        constants = [4096, block, rows, 64, 8, 1 if gated else 4, gated]
+        name = f"stream.fp8.{rows}.{block}.{gated}"
+        yield hopper_variant(name, "gemm.hopper_split_k:_split_k_kernel", types, constants, 96 if rows < 64 else 128)
 
 
 def triton_variants() -> Iterator[Variant]:
@@ -222,12 +240,12 @@ def vit_variants() -> Iterator[Variant]:
 
 def skinny_variants() -> Iterator[Variant]:
     for gated in (False, True):
-        types = [BF16, BF16, NONE if gated else BF16, NONE if gated else BF16, BF16, BF16, "fp32", "i32:16"]
-        constants = [1536, 4, 512, 4, gated, True, 8]
+        types = [BF16, BF16, NONE, NONE if gated else BF16, NONE if gated else BF16, BF16, BF16, "fp32", "i32:16"]
+        constants = [1536, 0, 4, 512, 4, gated, True, 8]
         yield new_variant(f"vector.{gated}", "gemm.skinny:_vector_kernel", types, constants, **EARLY)
         work = [NONE, NONE, NONE] if gated else [F32, F32, I32]
-        types = [BF16, BF16, NONE, NONE if gated else BF16, BF16, BF16, *work, "fp32", "i32", "i32:16", "i32:16"]
-        constants = [1536, 16, 64, 128, 1 if gated else 4, gated, "tf32", True, 4]
+        types = [BF16, BF16, NONE, NONE, NONE if gated else BF16, BF16, BF16, *work, "fp32", "i32", "i32:16", "i32:16"]
+        constants = [1536, 0, 16, 64, 128, 1 if gated else 4, gated, "tf32", True, 4]
         yield new_variant(f"tile.{gated}", "gemm.skinny:_tile_kernel", types, constants, **EARLY)
 
 
@@ -345,6 +363,8 @@ def small_variants() -> Iterator[Variant]:
         yield of(f"add_rms_norm.{parts}", "norm:_norm_kernel", types, [1536, 2048, parts, True])
     types = [BF16, NONE, BF16, NONE, BF16, NONE, "fp32", "i32:16"]
     yield of("rms_norm", "norm:_norm_kernel", types, [2048, 2048, 1, True])
+    types = [BF16, f"*{FP8}", F32, "i32", "i32", "i32:16"]
+    yield of("quantize", "quantize_rows:_quantize_kernel", types, [4096, 1024, 128, 1e-10, 448.0], pdl=False)
     yield of("silu_and_mul", "norm:_silu_kernel", [BF16, BF16, "i32:16", "i32:16"], [1024, True])
     types = [BF16, BF16, BF16, "i32", "i32", "i32", "fp32"]
     yield of("head_norm", "qk_norm:_head_norm_kernel", types, [128, 128, 8, True])
@@ -440,7 +460,8 @@ class Check:
 
     def run(self, arch: int) -> None:
         variants = launched_on(arch, is_all=self.is_all)
-        self.wrong += [f"{kernel}: no model launches it, and the table has no variant" for kernel in missing(variants)]
+        lacking = missing(variants) - (set() if arch >= FP8_FROM else FP8_KERNELS)
+        self.wrong += [f"{kernel}: no model launches it, and the table has no variant" for kernel in lacking]
         limit = GPUS[arch][0].shared_memory
         compiled = [variant for variant in variants if self.is_all or not self._is_known(variant, arch, limit)]
         for variant in compiled:
@@ -477,18 +498,17 @@ def launched_on(arch: int, *, is_all: bool) -> list[Variant]:
     by_host = [variant for gpu in GPUS[arch] for variant in launches(gpu, shapes, dtypes)]
     found = distinct(by_host) if is_all else largest(by_host, arch)
     if arch >= FP8_FROM:
-        found += fp8_kv(arch, FP8_SHAPES if is_all else FP8_SHAPES[:1])
-    known = {variant.kernel for variant in found}
+        found += fp8_launches(arch, FP8_SHAPES if is_all else FP8_SHAPES[:2])
+    known = {variant.kernel for variant in found} | (set() if arch >= FP8_FROM else FP8_KERNELS)
     found += [for_arch(variant, arch) for variant in triton_variants() if variant.kernel not in known]
     if arch == HOPPER:
         found += [variant for variant in hopper_variants() if is_all or variant.name in HOPPER_VARIANTS]
     return found
 
 
-def fp8_kv(arch: int, shapes: Iterable[str]) -> list[Variant]:
-    """What the host code launches over an FP8 KV cache and not over others."""
-    dtypes = ([torch.bfloat16], torch.float8_e4m3fn)
-    by_host = [variant for gpu in GPUS[arch] for variant in launches(gpu, shapes, *dtypes)]
+def fp8_launches(arch: int, shapes: Iterable[str]) -> list[Variant]:
+    """What the host code launches over an FP8 KV cache and weights in FP8, and not over others."""
+    by_host = [variant for gpu in GPUS[arch] for variant in launches(gpu, shapes, [torch.bfloat16], fp8=True)]
     return largest((variant for variant in by_host if has_fp8(variant)), arch)
 
 

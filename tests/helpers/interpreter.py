@@ -4,7 +4,7 @@ It patches `triton.language` at every call of a function inside a kernel, though
 builds a table of all types each time it looks one up, and for every value a type with its name and shape. It computes
 each sum and product of integers a second time, in 64 bits, to see whether they overflow.
 
-One result is not the same: what it rounds up to the next power of two in FP8 it halves. A GPU does not.
+One result is not the same: it converts FP8 wrongly in both directions. Here PyTorch does, as a GPU would.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def hasten() -> None:
     tl.core.block_type.with_element_ty = _with_element_ty
     tl.core.block_type.to_ir = lambda self, builder: self  # the interpreter has no types of its own
     tl.core.tensor.__init__ = _init_tensor
-    interpreter._convert_float = _rounding_fp8(interpreter._convert_float)
+    interpreter._convert_float = _converting_fp8(interpreter._convert_float)
     semantic = type(interpreter.interpreter_semantic)
     semantic.broadcast_impl_value = _broadcast_unequal(semantic.broadcast_impl_value)
 
@@ -64,11 +64,21 @@ def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return patch_missing
 
 
-def _rounding_fp8(convert: Callable[..., Any]) -> Callable[..., Any]:
+_TYPES = {  # and how NumPy holds them
+    "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),
+    "bf16": (torch.bfloat16, torch.int16),
+    "fp16": (torch.float16, torch.int16),
+    "fp32": (torch.float32, torch.int32),
+}
+
+
+def _converting_fp8(convert: Callable[..., Any]) -> Callable[..., Any]:
     def convert_as_torch(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if source != tl.float32 or target != tl.float8e4nv:
+        if "fp8e4nv" not in (source.name, target.name):
             return convert(data, source, target, rounding)
-        return torch.from_numpy(np.ascontiguousarray(data)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        bits = torch.from_numpy(np.ascontiguousarray(data).view(f"i{data.itemsize}"))
+        found = bits.view(_TYPES[source.name][0]).to(_TYPES[target.name][0])
+        return found.view(_TYPES[target.name][1]).numpy()
 
     return convert_as_torch
 

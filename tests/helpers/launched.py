@@ -26,6 +26,7 @@ from saccade.kernels.ops.copy_kv_blocks import copy_blocks
 from saccade.kernels.ops.sample import sample_rows
 from saccade.models import _family
 from saccade.models.cuda.vision import FusedVision
+from saccade.models.fp8_weights import FP8, Fp8Weights
 from saccade.models.interface import ModelParts
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.state_dict import Parameters
@@ -33,6 +34,7 @@ from saccade.runner.build import new_slab
 from saccade.runner.cuda.forward import CudaForward
 from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES, MAX_MIXED_ROWS, mixed_sizes
 from saccade.runner.cuda.kv_host_blocks import _by_block
+from saccade.runner.cuda.prefill_metadata import Parts
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types import Geometry, Grid, Size
 from tests.helpers.variant import NONE, ONE, Variant
@@ -161,13 +163,11 @@ SIMILAR = {"Qwen3-VL-2B", "Qwen3.5-9B", "DeepSeek-VL2", "heads of 64", "heads of
 """Shapes whose tiles are no larger than others'."""
 
 
-def launches(
-    gpu: Gpu, shapes: Iterable[str], dtypes: Iterable[torch.dtype], kv_dtype: torch.dtype | None = None
-) -> list[Variant]:
-    """All that differ, in the order in which they are launched first. `kv_dtype`: None for the model's."""
+def launches(gpu: Gpu, shapes: Iterable[str], dtypes: Iterable[torch.dtype], *, fp8: bool = False) -> list[Variant]:
+    """All that differ, in the order in which they are launched first. `fp8`: weights and the KV cache are in FP8."""
     found: dict[object, Variant] = {}
     for name, dtype in product(shapes, dtypes):
-        for kernel, args, given in launched_by(partial(run, SHAPES[name], dtype, kv_dtype), gpu):
+        for kernel, args, given in launched_by(partial(run, SHAPES[name], dtype, fp8), gpu):
             one = variant(name, kernel, args, given)
             found.setdefault((one.kernel, *one.types, *one.constants, *sorted(one.options.items())), one)
     return list(found.values())
@@ -218,11 +218,12 @@ def type_of(param: Any, value: Any) -> str:
     return ("i32" if -(2**31) <= value < 2**31 else "i64") + ("" if value % 16 else ":16")
 
 
-def run(shape: dict[str, Any], dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
+def run(shape: dict[str, Any], dtype: torch.dtype, fp8: bool = False) -> None:
     """Steps of many sizes, and an image."""
     config = model_config(shape)
-    model = _family(config)(ModelParts(config, Parameters(dtype, META), {}, FusedVision()))
-    kv = PagedKV.allocate(config.text, MAX_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, META)
+    params = Parameters(dtype, META, fp8=Fp8Weights(in_blocks=True) if fp8 else None)
+    model = _family(config)(ModelParts(config, params, {}, FusedVision()))
+    kv = PagedKV.allocate(config.text, MAX_BLOCKS, BLOCK_SIZE, FP8 if fp8 else dtype, META)
     sizes = {"block_size": BLOCK_SIZE, "max_requests": MAX_REQUESTS, "max_blocks": MAX_BLOCKS}
     linear = config.text.linear
     forward = CudaForward(
@@ -260,7 +261,9 @@ def prefill(forward: CudaForward) -> None:
             own = graphs.graph_sizes(tokens, is_short=is_short)
             for sizes in [own, graphs._crossing(own, GRAPH_STRETCHES)] if graphs.cross else [own]:
                 embeds = torch.empty(tokens, graphs.width, dtype=forward._decoder.decoder.table.dtype, device=META)
-                graphs._forward(embeds, graphs.new_metadata((), sizes), sizes)
+                metadata = graphs.new_metadata((), sizes)
+                x, gemms = graphs._layers(embeds, metadata, sizes)
+                gemms.normed(x, forward._decoder.decoder, Parts.of(metadata, sizes).last)
 
 
 def mix(forward: CudaForward) -> None:

@@ -7,7 +7,8 @@
 
 A weight depends on no kernel, so a program first fills its ring with weights and then waits (PDL). Splits write their
 partial sums, float32 [splits, M, N]; the next kernel (norm, attention) adds them up as it reads them, which saves a
-reduction. As in `skinny`, the GEMM is out^T = weight x^T. TMA fills rows of x after the last with zeros.
+reduction. A float8 weight is converted in registers; its scales are as in `skinny`. As there, the GEMM is
+out^T = weight x^T. TMA fills rows of x after the last with zeros.
 `ops.reference` has the same functions.
 """
 
@@ -23,6 +24,7 @@ from saccade.kernels.launch import gluon_compat as hopper
 from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
 from saccade.kernels.launch.hopper_pipeline import Barriers, next_stage
 from saccade.kernels.launch.varlen_tiles import power_of_two
+from saccade.kernels.ops.scaled_weight import block_of
 
 MAX_ROWS = 128
 _MAX_RING = 144 << 10  # bytes of a program's ring: an SM has shared memory left for the next kernel's
@@ -42,60 +44,73 @@ def suits(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
     return rows <= MAX_ROWS and dtype.itemsize == 2 and inputs % _INPUTS == 0 and outputs % _OUTPUTS == 0
 
 
-def choose_split_k(rows: int, outputs: int, inputs: int) -> PipelineConfig:
+def choose_split_k(rows: int, outputs: int, inputs: int, itemsize: int = 2) -> PipelineConfig:
     """Stages for all weights of a program, if they fit: they are loaded before the previous kernel ends."""
     splits = choose_splits(outputs, inputs, _OUTPUTS, _INPUTS)
-    stage = (power_of_two(rows, minimum=16) + _OUTPUTS) * 2 * _INPUTS  # bytes
-    return PipelineConfig(min(-(-inputs // (_INPUTS * splits)), _MAX_RING // stage), splits)
+    stage = (2 * power_of_two(rows, minimum=16) + itemsize * _OUTPUTS) * _INPUTS  # bytes
+    max_stages = _MAX_RING // stage if itemsize > 1 else 5  # of float8: conversion takes as long as loading
+    return PipelineConfig(min(-(-inputs // (_INPUTS * splits)), max_stages), splits)
 
 
-def choose_gated(rows: int) -> PipelineConfig:
+def choose_gated(rows: int, itemsize: int = 2) -> PipelineConfig:
     """As many stages as let two programs share an SM: then all of them run at once."""
+    if itemsize == 1:
+        return PipelineConfig(5)
     if rows <= 32:
         return PipelineConfig(5)
     return PipelineConfig(4 if rows <= 64 else 3)
 
 
-def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: PipelineConfig) -> Tensor:
+def split_k_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: PipelineConfig, scales: Tensor | None = None
+) -> Tensor:
     """x [M, K], weight [N, K] -> float32 [splits, M, N], which add up to x @ weight.T + bias."""
     partials = torch.empty((config.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    _launch(x, weight, partials, bias, config, gated=False)
+    _launch(x, weight, scales, partials, bias, config, gated=False)
     return partials
 
 
-def split_k_gated_linear(x: Tensor, gate_up_weight: Tensor, config: PipelineConfig) -> Tensor:
+def split_k_gated_linear(
+    x: Tensor, gate_up_weight: Tensor, config: PipelineConfig, scales: Tensor | None = None
+) -> Tensor:
     """x [M, K], weight [2 wide, K] with the gate's rows first -> silu(x @ gate.T) * (x @ up.T): [M, wide]."""
     wide = len(gate_up_weight) // 2
     assert wide % _OUTPUTS == 0 and config.splits == 1, (wide, config)
     out = torch.empty((len(x), wide), dtype=x.dtype, device=x.device)
-    _launch(x, gate_up_weight, out, None, config, gated=True)
+    _launch(x, gate_up_weight, scales, out, None, config, gated=True)
     return out
 
 
 def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, config: PipelineConfig, *, gated: bool
-) -> None:
-    assert weight.is_contiguous() and x.stride(1) == 1 and x.dtype == weight.dtype
+    x: Tensor, weight: Tensor, scales: Tensor | None, out: Tensor, bias: Tensor | None, config: PipelineConfig, *,
+    gated: bool,
+) -> None:  # fmt: skip
+    assert weight.is_contiguous() and x.stride(1) == 1 and (scales is not None or x.dtype == weight.dtype)
+    assert scales is None or (scales.is_contiguous() and weight.itemsize == 1)
     rows = power_of_two(len(x), minimum=16)
     target = _descriptor(out, rows) if gated else out
     outputs = out.shape[-1]
     _split_k_kernel[(-(-outputs // _OUTPUTS), config.splits)](
-        _descriptor(weight, _OUTPUTS), _descriptor(x, rows), target, bias, len(x), outputs,
-        K=x.shape[1], ROWS=rows, OUTPUTS=_OUTPUTS, STAGES=config.stages, SPLITS=config.splits, GATED=gated,
-        num_warps=4, maxnreg=_registers(rows, gated), launch_pdl=True,
+        _descriptor(weight, _OUTPUTS), _descriptor(x, rows), scales, target, bias, len(x), outputs,
+        K=x.shape[1], BLOCK=block_of(weight, scales), ROWS=rows, OUTPUTS=_OUTPUTS, STAGES=config.stages,
+        SPLITS=config.splits, GATED=gated,
+        num_warps=4, maxnreg=_registers(rows, gated, weight.itemsize), launch_pdl=True,
     )  # fmt: skip
 
 
-def _registers(rows: int, gated: bool) -> int:
+def _registers(rows: int, gated: bool, itemsize: int) -> int:
     """Per thread, on average: the consumer has the accumulators, the producer next to nothing."""
     sums = rows if gated else rows // 2
+    if itemsize == 1:
+        return 96 if sums <= 32 else 128
     if sums <= 32:
         return 64
     return 96 if sums <= 64 else 128
 
 
 def _descriptor(rows: Tensor, count: int) -> hopper.TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    size = rows.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=size * _INPUTS, element_bitwidth=8 * size, rank=2)
     return hopper.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, _INPUTS], layout)
 
 
@@ -113,13 +128,16 @@ class _Sizes:
     ROWS: gl.constexpr
     STAGES: gl.constexpr
     GATED: gl.constexpr
+    K: gl.constexpr
+    BLOCK: gl.constexpr
+    ITEMSIZE: gl.constexpr  # of the weight
 
 
 @gluon.jit(do_not_specialize=["M"])
 def _split_k_kernel(
-    weight: tma.tensor_descriptor, x: tma.tensor_descriptor, out: gl.tensor, bias: gl.tensor,
-    M: gl.tensor, N: gl.tensor, K: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, STAGES: gl.constexpr,
-    SPLITS: gl.constexpr, GATED: gl.constexpr,
+    weight: tma.tensor_descriptor, x: tma.tensor_descriptor, scales: gl.tensor, out: gl.tensor, bias: gl.tensor,
+    M: gl.tensor, N: gl.tensor, K: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+    STAGES: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
 ) -> None:  # fmt: skip
     STEPS: gl.constexpr = (K + 63) // 64
     SHARE: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
@@ -135,10 +153,11 @@ def _split_k_kernel(
     first = gl.program_id(1) * SHARE
     steps = gl.minimum(SHARE, STEPS - first)  # of this program, 64 columns each
     ring = _Ring(gates, ups, few, Barriers(bars, STAGES))
-    sizes = _Sizes(OUTPUTS, ROWS, STAGES, GATED)
+    ITEMSIZE: gl.constexpr = weight.dtype.primitive_bitwidth // 8
+    sizes = _Sizes(OUTPUTS, ROWS, STAGES, GATED, K, BLOCK, ITEMSIZE)
     gl.warp_specialize(
         [
-            (_consume, (ring, out, bias, steps, M, N, sizes)),
+            (_consume, (ring, scales, out, bias, first, steps, M, N, sizes)),
             (_produce, (ring, weight, x, first, steps, N, sizes)),
         ],
         [1],
@@ -176,7 +195,7 @@ def _load_weights(
     OUTPUTS: gl.constexpr = sizes.OUTPUTS
     GATED: gl.constexpr = sizes.GATED
     full, row = ring.bars.full(stage), gl.program_id(0) * OUTPUTS
-    mbarrier.expect(full, ((2 if GATED else 1) * OUTPUTS + sizes.ROWS) * 128, pred=pred)
+    mbarrier.expect(full, ((2 if GATED else 1) * OUTPUTS * sizes.ITEMSIZE + sizes.ROWS * 2) * 64, pred=pred)
     hopper.tma_load(weight, [row, step * 64], full, ring.gates.index(stage), pred=pred)
     if GATED:
         hopper.tma_load(weight, [N + row, step * 64], full, ring.ups.index(stage), pred=pred)
@@ -184,8 +203,9 @@ def _load_weights(
 
 @gluon.jit
 def _consume(
-    ring: _Ring, out: gl.tensor, bias: gl.tensor, steps: gl.tensor, M: gl.tensor, N: gl.tensor, sizes: _Sizes
-) -> None:
+    ring: _Ring, scales: gl.tensor, out: gl.tensor, bias: gl.tensor, first: gl.tensor, steps: gl.tensor,
+    M: gl.tensor, N: gl.tensor, sizes: _Sizes,
+) -> None:  # fmt: skip
     OUTPUTS: gl.constexpr = sizes.OUTPUTS
     GATED: gl.constexpr = sizes.GATED
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.ROWS, 16])
@@ -193,17 +213,24 @@ def _consume(
     acc = gl.zeros([OUTPUTS, sizes.ROWS], gl.float32, layout=L)
     up = gl.zeros([OUTPUTS, sizes.ROWS], gl.float32, layout=L)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    for _ in range(steps):
+    for step in range(steps):
+        scale, up_scale = _block_scales(scales, first + step, N, sizes)
         mbarrier.wait(ring.bars.full(stage), phase)
         here = few.index(stage).permute((1, 0))
-        acc = hopper.warpgroup_mma(ring.gates.index(stage), here, acc, is_async=True)
-        if GATED:
-            up = hopper.warpgroup_mma(ring.ups.index(stage), here, up, is_async=True)
-            acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
+        if sizes.ITEMSIZE == 1:
+            acc = _multiply_converted(ring.gates.index(stage), here, acc, scale, sizes)
+            if GATED:
+                up = _multiply_converted(ring.ups.index(stage), here, up, up_scale, sizes)
         else:
-            acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+            acc = hopper.warpgroup_mma(ring.gates.index(stage), here, acc, is_async=True)
+            if GATED:
+                up = hopper.warpgroup_mma(ring.ups.index(stage), here, up, is_async=True)
+                acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
+            else:
+                acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(ring.bars.free(stage), count=1)
         stage, phase = next_stage(stage, phase, sizes.STAGES)
+    acc, up = _scale_rows(acc, up, scales, N, sizes)
     if GATED:
         few.index(0).permute((1, 0)).store((acc / (1.0 + gl.exp(-acc)) * up).to(few.dtype))
         hopper.fence_async_shared()
@@ -211,6 +238,49 @@ def _consume(
         tma.store_wait(0)
     else:
         _store_partial(acc, out, bias, M, N, OUTPUTS)
+
+
+@gluon.jit
+def _block_scales(scales: gl.tensor, step: gl.tensor, N: gl.tensor, sizes: _Sizes) -> gl.tuple:
+    """Of this program's rows and the columns of a step; 1 where weights have none for blocks."""
+    BLOCK: gl.constexpr = sizes.BLOCK
+    scale, up = gl.to_tensor(1.0), gl.to_tensor(1.0)
+    if BLOCK > 0:
+        own = scales + gl.program_id(0) * sizes.OUTPUTS // BLOCK * (sizes.K // BLOCK) + step * 64 // BLOCK
+        scale = gl.load(own)
+        if sizes.GATED:
+            up = gl.load(own + N // BLOCK * (sizes.K // BLOCK))
+    return scale, up
+
+
+@gluon.jit
+def _multiply_converted(
+    weights: gl.shared_memory_descriptor, here: gl.shared_memory_descriptor, acc: gl.tensor, scale: gl.tensor,
+    sizes: _Sizes,
+) -> gl.tensor:  # fmt: skip
+    """acc + float8 weights here, times the scale of their block."""
+    L: gl.constexpr = acc.type.layout
+    # Through float32: a GPU has a slow instruction from float8 to bfloat16, and fast ones for both steps.
+    converted = weights.load(gl.DotOperandLayout(0, L, 2)).to(gl.float32).to(here.dtype)
+    if sizes.BLOCK > 0:
+        found = hopper.warpgroup_mma(converted, here, gl.zeros_like(acc), use_acc=False, is_async=True)
+        acc += hopper.warpgroup_mma_wait(0, deps=(found,)) * scale
+    else:
+        acc = hopper.warpgroup_mma(converted, here, acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+    return acc
+
+
+@gluon.jit
+def _scale_rows(acc: gl.tensor, up: gl.tensor, scales: gl.tensor, N: gl.tensor, sizes: _Sizes) -> gl.tuple:
+    """Times the scale of each weight row, if there are such."""
+    if scales is not None and sizes.BLOCK == 0:
+        rows = gl.arange(0, sizes.OUTPUTS, layout=gl.SliceLayout(1, acc.type.layout))
+        own = scales + gl.program_id(0) * sizes.OUTPUTS + rows
+        acc *= gl.load(own)[:, None]
+        if sizes.GATED:
+            up *= gl.load(own + N)[:, None]
+    return acc, up
 
 
 @gluon.jit

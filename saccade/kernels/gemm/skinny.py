@@ -19,6 +19,10 @@ after the last of either are the last one again: loads need no masks, and their 
 With a norm, x is multiplied by the norm's weight as it is loaded, and its squares are summed. The divisor is common to
 a row, so it is applied last: rms_norm(x) W^T = ((x * g) W^T) * rsqrt(mean(x^2) + eps).
 
+A float8 weight has `scales`: float32 [N / 128, K / 128], one for each block, or [N, 1], one for each row. It is
+converted to the type of x as it is loaded. A program's rows lie within one block, so it has one scale for 128 columns;
+scales of rows are applied last.
+
 With PDL, a program starts before the previous kernel has ended (see `pdl`). Until its wait it may touch nothing that
 others write; weights are constant, so it prefetches the first ones, PREFETCH cache lines of each row, into L2.
 """
@@ -33,13 +37,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.gemm.fp8_linear import fp8_linear
+from saccade.kernels.gemm.skinny_parts import (
+    combine_splits,
+    load_columns,
+    prefetch_weights,
+    scale_and_gate,
+    scale_rows,
+    store_outputs,
+)
+from saccade.kernels.gemm.skinny_scaled import scaled_vector_kernel
 from saccade.kernels.launch.device import has_async_mma, precision_of, shared_memory
-from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
+from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
 from saccade.kernels.ops.norm import silu_and_mul
+from saccade.kernels.ops.scaled_weight import BLOCK, block_of, convert_weights
 
 MAX_ROWS = 32  # that `choose` has launches for
 MAX_NORMED_ROWS = 16  # beyond, norming x again in every program costs more than a launch of its own
+MAX_SCALED_ROWS = 64  # of a float8 weight
 MAX_ELEMENTS = 32 << 20  # of a weight that several rows are multiplied with
 _MANY_OUTPUTS = 1 << 16
 _PROGRAMS = 132  # that a launch should have at least: one for each SM of an H100 or H200
@@ -85,16 +101,17 @@ def skinny_linear(
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [M, N], contiguous
     *,
+    scales: Tensor | None = None,  # of a float8 weight
     workspace: SplitWorkspace | None = None,
     config: Config | None = None,
     out: Tensor | None = None,  # [M, N], contiguous
 ) -> Tensor:
     """x @ weight.T + bias + residual: [M, N], added up in float32 and rounded once to the type of `out`, or of x."""
-    config = config or choose(len(x), weight.shape[0], weight.shape[1], x.dtype)
+    config = config or choose(len(x), weight.shape[0], weight.shape[1], x.dtype, scaled=scales is not None)
     if config is None:
-        found = _library_linear(x, weight, bias, out)
+        found = _library_linear(x, weight, scales, bias, out)
         return found if residual is None else found.add_(residual)
-    return _launch(_Gemm(x, weight, bias, residual), config, workspace, out)
+    return _launch(_Gemm(x, weight, bias, residual, scales=scales), config, workspace, out)
 
 
 def norm_linear(
@@ -104,43 +121,51 @@ def norm_linear(
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,
     *,
+    scales: Tensor | None = None,
     workspace: SplitWorkspace | None = None,
     config: Config | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """rms_norm(x) @ weight.T + bias: [M, N]."""
-    config = config or choose(len(x), weight.shape[0], weight.shape[1], x.dtype)
+    config = config or choose(len(x), weight.shape[0], weight.shape[1], x.dtype, scaled=scales is not None)
     if config is None or not norms(config, x.dtype):
-        return skinny_linear(_normed(x, norm_weight, eps), weight, bias, workspace=workspace, config=config, out=out)
-    return _launch(_Gemm(x, weight, bias, None, norm_weight, eps), config, workspace, out)
+        normed = _normed(x, norm_weight, eps)
+        return skinny_linear(normed, weight, bias, scales=scales, workspace=workspace, config=config, out=out)
+    return _launch(_Gemm(x, weight, bias, None, norm_weight, eps, scales=scales), config, workspace, out)
 
 
-def gated_linear(x: Tensor, gate_up_weight: Tensor, *, config: Config | None = None) -> Tensor:
+def gated_linear(
+    x: Tensor, gate_up_weight: Tensor, *, scales: Tensor | None = None, config: Config | None = None
+) -> Tensor:
     """x [M, K], weight [2 wide, K] with the gate's rows first -> silu(x @ gate.T) * (x @ up.T): [M, wide]."""
     wide, inputs = len(gate_up_weight) // 2, x.shape[1]
-    config = config or choose(len(x), wide, inputs, x.dtype, gated=True)
+    config = config or choose(len(x), wide, inputs, x.dtype, gated=True, scaled=scales is not None)
     if config is None:
-        return silu_and_mul(F.linear(x, gate_up_weight))
-    return _launch(_Gemm(x, gate_up_weight, gated=True), config, None, None)
+        return silu_and_mul(_library_linear(x, gate_up_weight, scales, None, None))
+    return _launch(_Gemm(x, gate_up_weight, gated=True, scales=scales), config, None, None)
 
 
 def norm_gated_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, *, config: Config | None = None
-) -> Tensor:
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, *,
+    scales: Tensor | None = None, config: Config | None = None,
+) -> Tensor:  # fmt: skip
     """`gated_linear` of rms_norm(x)."""
     wide, inputs = len(gate_up_weight) // 2, x.shape[1]
-    config = config or choose(len(x), wide, inputs, x.dtype, gated=True)
+    config = config or choose(len(x), wide, inputs, x.dtype, gated=True, scaled=scales is not None)
     if config is None or not norms(config, x.dtype):
-        return gated_linear(_normed(x, norm_weight, eps), gate_up_weight, config=config)
-    return _launch(_Gemm(x, gate_up_weight, None, None, norm_weight, eps, gated=True), config, None, None)
+        return gated_linear(_normed(x, norm_weight, eps), gate_up_weight, scales=scales, config=config)
+    gemm = _Gemm(x, gate_up_weight, None, None, norm_weight, eps, gated=True, scales=scales)
+    return _launch(gemm, config, None, None)
 
 
-def choose(m: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> Config | None:
+def choose(m: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False, scaled: bool = False) -> Config | None:
     """The launch of m rows by a weight [n, k], or [2 n, k] if gated; None where cuBLAS is as good.
 
     cuBLAS has the better main loop, ours has fewer launches and starts earlier: several rows are ours where a weight is
     read in a few microseconds, one row always is. Columns are split among programs until the device is full.
     """
+    if scaled:
+        return _choose_scaled(m, n, k, gated)
     if m > MAX_ROWS or k % 16:  # weight rows that do not begin at 32 bytes have no vector loads
         return None
     if dtype == torch.float32:  # only for comparisons
@@ -174,6 +199,26 @@ def _choose_tiles(n: int, k: int, gated: bool) -> Config:
     return Config(rows=32, outputs=64, inputs=128, splits=splits, stages=7 if k > 4096 else 4)
 
 
+def _choose_scaled(m: int, n: int, k: int, gated: bool) -> Config | None:
+    """Of a float8 weight. cuBLAS has no GEMM with x in more bits, so ours take every weight that few rows read."""
+    if m > MAX_SCALED_ROWS or k % 128:
+        return None
+    if m == 1:
+        return _choose_scaled_vector(k, gated)
+    rows = power_of_two(m, minimum=16)
+    if gated:
+        return Config(rows=rows, outputs=64, inputs=128, stages=4, pdl=False)
+    return Config(rows=rows, outputs=64, inputs=128, splits=choose_splits(n, k, 64, 128), stages=4)
+
+
+def _choose_scaled_vector(k: int, gated: bool) -> Config:
+    if gated:
+        return Config(rows=1, outputs=4, inputs=512, warps=2, stages=3, pdl=False)
+    if k > 8192:
+        return Config(rows=1, outputs=8, inputs=1024, warps=4, stages=3)
+    return Config(rows=1, outputs=8, inputs=512, warps=1, stages=3)
+
+
 def choose_splits(n: int, k: int, outputs: int, inputs: int) -> int:
     """As many as run at once, none without columns."""
     tiles, steps = triton.cdiv(n, outputs), triton.cdiv(k, inputs)
@@ -197,7 +242,11 @@ def _split_outputs(rows: int) -> int:
     return 128 if rows >= 64 else 64
 
 
-def _library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+def _library_linear(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
+    if scales is not None:
+        return fp8_linear(x, weight, scales, bias, out)
     if out is None:
         return F.linear(x, weight, bias)
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
@@ -211,6 +260,12 @@ class _Gemm(NamedTuple):
     norm_weight: Tensor | None = None  # norm x first
     eps: float = 0.0
     gated: bool = False
+    scales: Tensor | None = None  # of a float8 weight
+
+    @property
+    def block(self) -> int:
+        """Rows and columns with one scale; 0: each row has one, or none has."""
+        return block_of(self.weight, self.scales)
 
 
 def _launch(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None, out: Tensor | None) -> Tensor:
@@ -229,12 +284,17 @@ def _launch(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None, out: 
 def _launch_vector(gemm: _Gemm, config: Config, out: Tensor) -> None:
     inputs = gemm.x.shape[1]
     pdl = config.pdl and supports_pdl(gemm.x)
-    _vector_kernel[(triton.cdiv(out.shape[1], config.outputs),)](
-        gemm.x, gemm.weight, gemm.bias, gemm.residual, gemm.norm_weight, out, gemm.eps, out.shape[1],
-        K=inputs, OUTPUTS=config.outputs, INPUTS=config.inputs, STAGES=config.stages, GATED=gemm.gated,
-        PDL=pdl, PREFETCH=_prefetched_lines(config, inputs, gemm.weight) if pdl else 0,
-        num_warps=config.warps, num_stages=config.stages, **pdl_options(pdl),
-    )  # fmt: skip
+    common = (gemm.bias, gemm.residual, gemm.norm_weight, out, gemm.eps, out.shape[1])
+    sizes = {
+        "K": inputs, "OUTPUTS": config.outputs, "INPUTS": config.inputs, "STAGES": config.stages, "GATED": gemm.gated,
+        "PDL": pdl, "num_warps": config.warps, "num_stages": config.stages, **pdl_options(pdl),
+    }  # fmt: skip
+    grid = (triton.cdiv(out.shape[1], config.outputs),)
+    if gemm.scales is not None:
+        scaled_vector_kernel[grid](gemm.x, gemm.weight, gemm.scales, *common, BLOCK=gemm.block, **sizes)
+        return
+    lines = _prefetched_lines(config, inputs, gemm.weight) if pdl else 0
+    _vector_kernel[grid](gemm.x, gemm.weight, *common, PREFETCH=lines, **sizes)
 
 
 def _launch_tiles(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None, out: Tensor) -> None:
@@ -246,10 +306,10 @@ def _launch_tiles(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None,
     share = triton.cdiv(triton.cdiv(inputs, config.inputs), splits) * config.inputs
     pdl = config.pdl and supports_pdl(gemm.x)
     _tile_kernel[(tiles, splits)](
-        gemm.x, gemm.weight, gemm.bias, gemm.residual, gemm.norm_weight, out, *scratch, gemm.eps, rows, outputs,
-        gemm.x.stride(0),
-        K=inputs, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs, SPLITS=splits, GATED=gemm.gated,
-        PRECISION=precision_of(gemm.x), PDL=pdl,
+        gemm.x, gemm.weight, gemm.scales, gemm.bias, gemm.residual, gemm.norm_weight, out, *scratch, gemm.eps, rows,
+        outputs, gemm.x.stride(0),
+        K=inputs, BLOCK=gemm.block, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs, SPLITS=splits,
+        GATED=gemm.gated, PRECISION=precision_of(gemm.x), PDL=pdl,
         PREFETCH=_prefetched_lines(config, min(share, inputs), gemm.weight) if pdl else 0,
         num_warps=config.warps, num_stages=_fitting_stages(config, gemm), **pdl_options(pdl),
     )  # fmt: skip
@@ -258,8 +318,8 @@ def _launch_tiles(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None,
 def _fitting_stages(config: Config, gemm: _Gemm) -> int:
     """The stages of a config, or as many as a program has shared memory for."""
     device = gemm.x.device
-    weights = 2 * config.outputs if gemm.gated else config.outputs
-    buffer = (weights + config.rows) * config.inputs * gemm.x.element_size()
+    weights = (2 if gemm.gated else 1) * config.outputs * gemm.weight.element_size()
+    buffer = (weights + config.rows * gemm.x.element_size()) * config.inputs
     buffers = (shared_memory(device) - _SCRATCH) // buffer
     return max(1, min(config.stages, buffers if has_async_mma(device) else buffers + 1))
 
@@ -290,10 +350,26 @@ def _check(gemm: _Gemm, config: Config) -> None:
         raise ValueError(f"{len(x)} rows do not fit a launch for {config.rows}; choose a config for more rows")
     if gemm.gated and config.splits > 1:
         raise ValueError(f"a gated GEMM cannot be split, and {config.splits} splits were asked for; use splits=1")
-    assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1], (x.shape, x.dtype, weight.shape, weight.dtype)
+    if gemm.scales is None:
+        assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
+    else:
+        _check_scales(gemm, config)
+    assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     assert x.stride(1) == 1 and weight.is_contiguous()
     assert gemm.residual is None or gemm.residual.is_contiguous()
     assert gemm.norm_weight is None or norms(config, x.dtype), f"{config} cannot norm {x.dtype}"
+
+
+def _check_scales(gemm: _Gemm, config: Config) -> None:
+    """A program's rows, of the gate and of `up`, are in one block, and so are the columns of a step."""
+    assert gemm.scales is not None and gemm.scales.is_contiguous() and gemm.scales.dtype == torch.float32
+    rows, inputs = gemm.weight.shape
+    if gemm.block:
+        assert gemm.scales.shape == (rows // BLOCK, inputs // BLOCK), (gemm.scales.shape, gemm.weight.shape)
+        assert rows % (2 * BLOCK if gemm.gated else BLOCK) == 0 and BLOCK % config.outputs == 0
+        assert config.rows == 1 or BLOCK % config.inputs == 0
+    else:
+        assert gemm.scales.shape == (rows, 1), (gemm.scales.shape, gemm.weight.shape)
 
 
 @triton.jit
@@ -306,7 +382,7 @@ def _vector_kernel(
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
     to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
-    _prefetch_weights(own, to_up, GATED, PREFETCH)
+    prefetch_weights(own, to_up, GATED, PREFETCH)
     pdl_wait_then_release(PDL)
     acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
@@ -314,25 +390,25 @@ def _vector_kernel(
     MASKED: tl.constexpr = K % INPUTS != 0
     for first in tl.range(0, K, INPUTS, num_stages=STAGES):
         inputs = first + tl.arange(0, INPUTS)[None, :]
-        here = _load(x, inputs, K, MASKED, "").to(tl.float32)  # [1, INPUTS]
+        here = load_columns(x, inputs, K, MASKED, "").to(tl.float32)  # [1, INPUTS]
         if norm is not None:
             squares += here * here
-            here *= _load(norm, inputs, K, MASKED, "").to(tl.float32)
-        acc += _load(own, inputs, K, MASKED, "evict_first").to(tl.float32) * here
+            here *= load_columns(norm, inputs, K, MASKED, "").to(tl.float32)
+        acc += load_columns(own, inputs, K, MASKED, "evict_first").to(tl.float32) * here
         if GATED:
-            acc_up += _load(own + to_up, inputs, K, MASKED, "evict_first").to(tl.float32) * here
+            acc_up += load_columns(own + to_up, inputs, K, MASKED, "evict_first").to(tl.float32) * here
     total = tl.sum(squares, 1)  # [1]
-    found = _scale_and_gate(tl.sum(acc, 1)[:, None], tl.sum(acc_up, 1)[:, None], total, norm, eps, K, GATED)
-    _store(found, bias, residual, out, tl.arange(0, 1), columns, 1, N)
+    found = scale_and_gate(tl.sum(acc, 1)[:, None], tl.sum(acc_up, 1)[:, None], total, norm, eps, K, GATED)
+    store_outputs(found, bias, residual, out, tl.arange(0, 1), columns, 1, N)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _tile_kernel(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, residual: tl.tensor, norm: tl.tensor, out: tl.tensor,
-    partials: tl.tensor, squares: tl.tensor, counters: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, residual: tl.tensor, norm: tl.tensor,
+    out: tl.tensor, partials: tl.tensor, squares: tl.tensor, counters: tl.tensor,
     eps: tl.tensor, M: tl.tensor, N: tl.tensor, x_row: tl.tensor,
-    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ) -> None:  # fmt: skip
     """Up to ROWS rows of x, on tensor cores."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -340,15 +416,20 @@ def _tile_kernel(
     columns, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
     own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
     to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
-    _prefetch_weights(own + split * SHARE, to_up, GATED, PREFETCH)
+    prefetch_weights(own + split * SHARE, to_up, GATED, PREFETCH)
     pdl_wait_then_release(PDL)
     few = x + tl.minimum(rows, M - 1)[:, None] * x_row  # [ROWS, 1]
+    blocks = scales
+    if BLOCK > 0:
+        blocks = scales + tile * OUTPUTS // BLOCK * (K // BLOCK)
     acc, acc_up, total = _multiply(
-        few, own, own + to_up, norm, split * SHARE,
-        SHARE, K, ROWS, OUTPUTS, INPUTS, SHARE * SPLITS != K, GATED, PRECISION,
+        few, own, own + to_up, norm, split * SHARE, blocks, N,
+        SHARE, K, BLOCK, ROWS, OUTPUTS, INPUTS, SHARE * SPLITS != K, GATED, PRECISION,
     )  # fmt: skip
+    acc, acc_up = scale_rows(acc, acc_up, scales, columns, N, BLOCK, GATED)
     if SPLITS == 1:
-        _store(_scale_and_gate(acc, acc_up, total, norm, eps, K, GATED), bias, residual, out, rows, columns, M, N)
+        found = scale_and_gate(acc, acc_up, total, norm, eps, K, GATED)
+        store_outputs(found, bias, residual, out, rows, columns, M, N)
     else:
         cell = (tile * SPLITS).to(tl.int64) * ROWS  # the tile's first row in the workspace
         partial = partials + cell * OUTPUTS + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
@@ -356,17 +437,18 @@ def _tile_kernel(
         tl.store(squares + cell + split * ROWS + rows, total)
         tl.debug_barrier()  # all threads have stored before one of them counts this split
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
-            acc = _combine(partial, OUTPUTS * ROWS, SPLITS)
-            total = _combine(squares + cell + rows, ROWS, SPLITS)
-            _store(_scale_and_gate(acc, acc, total, norm, eps, K, False), bias, residual, out, rows, columns, M, N)
+            acc = combine_splits(partial, OUTPUTS * ROWS, SPLITS)
+            total = combine_splits(squares + cell + rows, ROWS, SPLITS)
+            found = scale_and_gate(acc, acc, total, norm, eps, K, False)
+            store_outputs(found, bias, residual, out, rows, columns, M, N)
             tl.store(counters + tile, 0)
 
 
 @triton.jit
 def _multiply(
-    few: tl.tensor, gate: tl.tensor, up: tl.tensor, norm: tl.tensor, start: tl.tensor,
-    SHARE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    MASKED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    few: tl.tensor, gate: tl.tensor, up: tl.tensor, norm: tl.tensor, start: tl.tensor, blocks: tl.tensor, N: tl.tensor,
+    SHARE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """The GEMM over the columns from `start` on [OUTPUTS, ROWS], that with `up`, and sums of x's squares [ROWS]."""
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -374,74 +456,31 @@ def _multiply(
     squares = tl.zeros([ROWS, INPUTS], tl.float32)  # by thread; one reduction at the end
     for first in range(0, SHARE, INPUTS):
         inputs = start + first + tl.arange(0, INPUTS)[None, :]
-        here = _load(few, inputs, K, MASKED, "")  # [ROWS, INPUTS]
+        here = load_columns(few, inputs, K, MASKED, "")  # [ROWS, INPUTS]
         if norm is not None:
             exact = here.to(tl.float32)
             squares += exact * exact
-            here = (exact * _load(norm, inputs, K, MASKED, "").to(tl.float32)).to(here.dtype)
-        weights = _load(gate, inputs, K, MASKED, "evict_first")  # [OUTPUTS, INPUTS]
-        acc = tl.dot(weights, tl.trans(here), acc, input_precision=PRECISION)
+            here = (exact * load_columns(norm, inputs, K, MASKED, "").to(tl.float32)).to(here.dtype)
+        weights = load_columns(gate, inputs, K, MASKED, "evict_first")  # [OUTPUTS, INPUTS]
+        acc = _dot(weights, here, acc, blocks, start + first, BLOCK, PRECISION)
         if GATED:
-            weights = _load(up, inputs, K, MASKED, "evict_first")
-            acc_up = tl.dot(weights, tl.trans(here), acc_up, input_precision=PRECISION)
+            weights = load_columns(up, inputs, K, MASKED, "evict_first")
+            of_up = blocks
+            if BLOCK > 0:
+                of_up = blocks + N // BLOCK * (K // BLOCK)
+            acc_up = _dot(weights, here, acc_up, of_up, start + first, BLOCK, PRECISION)
     return acc, acc_up, tl.sum(squares, 1)
 
 
 @triton.jit
-def _prefetch_weights(own: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, PREFETCH: tl.constexpr) -> None:
-    """The first PREFETCH cache lines of each weight row."""
-    if PREFETCH > 0:
-        of_line: tl.constexpr = 1024 // own.dtype.element_ty.primitive_bitwidth  # elements
-        lines = own + tl.arange(0, PREFETCH)[None, :] * of_line  # [OUTPUTS, PREFETCH]
-        prefetch_l2(lines)
-        if GATED:
-            prefetch_l2(lines + to_up)
-
-
-@triton.jit
-def _load(row: tl.tensor, inputs: tl.tensor, K: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr) -> tl.tensor:
-    """Columns `inputs` of rows; zero after K. Weights are read once, so they are evicted first."""
-    if MASKED:
-        found = tl.load(row + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
-    else:
-        found = tl.load(row + inputs, eviction_policy=POLICY)
-    return found
-
-
-@triton.jit
-def _scale_and_gate(
-    found: tl.tensor, up: tl.tensor, squares: tl.tensor, norm: tl.tensor, eps: tl.tensor,
-    K: tl.constexpr, GATED: tl.constexpr,
+def _dot(
+    weights: tl.tensor, here: tl.tensor, acc: tl.tensor, blocks: tl.tensor, first: tl.tensor,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """[OUTPUTS, ROWS]: the norm's divisor, and silu(gate) * up."""
-    if norm is not None:
-        scale = tl.rsqrt(squares / K + eps)[None, :]
-        found *= scale
-        up *= scale
-    if GATED:
-        found = found * tl.sigmoid(found) * up
-    return found
-
-
-@triton.jit
-def _combine(first: tl.tensor, step: tl.constexpr, SPLITS: tl.constexpr) -> tl.tensor:
-    """Other SMs wrote the partials, so loads bypass L1; always in the same order."""
-    total = tl.load(first, cache_modifier=".cg")
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(first + split * step, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
-def _store(
-    found: tl.tensor, bias: tl.tensor, residual: tl.tensor, out: tl.tensor,
-    rows: tl.tensor, columns: tl.tensor, M: tl.tensor, N: tl.tensor,
-) -> None:  # fmt: skip
-    """found [OUTPUTS, ROWS] -> out [M, N], with bias [N] and residual [M, N] where there are any."""
-    inside = (columns < N)[:, None] & (rows < M)[None, :]
-    offsets = rows[None, :].to(tl.int64) * N + columns[:, None]
-    if bias is not None:
-        found += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
-    if residual is not None:
-        found += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + offsets, found.to(out.dtype.element_ty), mask=inside)
+    """acc + weights here^T. `blocks`: the scales of these rows; columns from `first` on have one."""
+    weights = convert_weights(weights, here.dtype)
+    if BLOCK > 0:
+        acc += tl.dot(weights, tl.trans(here), input_precision=PRECISION) * tl.load(blocks + first // BLOCK)
+    else:
+        acc = tl.dot(weights, tl.trans(here), acc, input_precision=PRECISION)
+    return acc

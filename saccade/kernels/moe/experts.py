@@ -12,6 +12,8 @@ MMA. Many (prefill) are compute-bound: out = x weight^T; GROUP blocks run tile b
 weights in L2. Grids are sized for the worst routing; programs without a block end at once. Rows after the last of a
 block are the last one again, and their results are dropped.
 
+A float8 weight has `scales`, float32 [E, N / 128, K / 128] or [E, N, 1], as in `gemm.skinny`.
+
 With `tma`, weights (and the rows of `wide`) are loaded by TMA tensor descriptors instead of pointers.
 
 PDL: the block table is older than the previous GEMM, which waited before it released its dependents. So `moe_down`
@@ -31,6 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from saccade.kernels.launch.device import precision_of
 from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
 from saccade.kernels.moe.sorting import SortedPairs
+from saccade.kernels.ops.scaled_weight import BLOCK, block_of, convert_weights
 
 _LINE = 128  # bytes
 
@@ -48,35 +51,54 @@ class TileConfig(NamedTuple):
     prefetch: int = 0  # cache lines of each weight row, before the previous kernel has ended; `moe_down` alone
 
 
-def moe_gate_up(x: Tensor, weight: Tensor, pairs: SortedPairs, config: TileConfig) -> Tensor:
+def moe_gate_up(
+    x: Tensor, weight: Tensor, pairs: SortedPairs, config: TileConfig, scales: Tensor | None = None
+) -> Tensor:
     """x [T, H], weight [E, 2 I, H] with gates first -> silu(gate) * up: [pairs, I], in sorted order."""
     _, both, inputs = weight.shape
     outputs = both // 2
-    assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == inputs
+    assert x.stride(1) == 1 and weight.is_contiguous() and x.shape[1] == inputs
+    _check_scales(x, weight, scales, config)
     out = torch.empty((len(pairs.order), outputs), dtype=x.dtype, device=x.device)
     pdl = supports_pdl(x)
     _gate_up_kernel[_grid(pairs, outputs, config)](
-        x, _weights(weight, config), pairs.order, pairs.blocks, out, outputs, pairs.blocks.shape[1], x.stride(0),
-        pairs.slots, K=inputs, ROWS=pairs.rows, **_sizes(config, x, pdl),
+        x, _weights(weight, config), scales, pairs.order, pairs.blocks, out, outputs, pairs.blocks.shape[1],
+        x.stride(0), pairs.slots, K=inputs, BLOCK=block_of(weight, scales), ROWS=pairs.rows, **_sizes(config, x, pdl),
     )  # fmt: skip
     return out
 
 
-def moe_down(wide: Tensor, weight: Tensor, pairs: SortedPairs, scales: Tensor, config: TileConfig) -> Tensor:
-    """wide [pairs, I] in sorted order, weight [E, H, I], scales float32 [T, slots] -> [pairs, H] in pair order."""
+def moe_down(
+    wide: Tensor, weight: Tensor, pairs: SortedPairs, shares: Tensor, config: TileConfig,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """wide [pairs, I] in sorted order, weight [E, H, I], shares float32 [T, slots] -> [pairs, H] in pair order."""
     _, outputs, inputs = weight.shape
-    assert wide.is_contiguous() and weight.is_contiguous() and wide.dtype == weight.dtype and wide.shape[1] == inputs
-    assert scales.is_contiguous() and scales.dtype == torch.float32 and scales.numel() == len(pairs.order)
+    assert wide.is_contiguous() and weight.is_contiguous() and wide.shape[1] == inputs
+    assert shares.is_contiguous() and shares.dtype == torch.float32 and shares.numel() == len(pairs.order)
+    _check_scales(wide, weight, scales, config)
     out = torch.empty((len(wide), outputs), dtype=wide.dtype, device=wide.device)
     pdl = supports_pdl(wide)
     rows = TensorDescriptor.from_tensor(wide, [pairs.rows, config.inputs]) if config.tma else wide
     of_line = _LINE // weight.element_size()
     lines = min(config.prefetch, inputs // of_line) if pdl and not config.tma else 0
     _down_kernel[_grid(pairs, outputs, config)](
-        rows, _weights(weight, config), pairs.order, pairs.blocks, scales, out, outputs, pairs.blocks.shape[1],
-        K=inputs, ROWS=pairs.rows, PREFETCH=1 << (lines.bit_length() - 1) if lines else 0, **_sizes(config, wide, pdl),
+        rows, _weights(weight, config), scales, pairs.order, pairs.blocks, shares, out, outputs,
+        pairs.blocks.shape[1], K=inputs, BLOCK=block_of(weight, scales), ROWS=pairs.rows,
+        PREFETCH=1 << (lines.bit_length() - 1) if lines else 0, **_sizes(config, wide, pdl),
     )  # fmt: skip
     return out
+
+
+def _check_scales(x: Tensor, weight: Tensor, scales: Tensor | None, config: TileConfig) -> None:
+    """A program's rows are in one block, and so are the columns of a step."""
+    if scales is None:
+        assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
+        return
+    experts, outputs, inputs = weight.shape
+    in_blocks = (experts, outputs // BLOCK, inputs // BLOCK)
+    assert scales.is_contiguous() and scales.shape in (in_blocks, (experts, outputs, 1)), (scales.shape, weight.shape)
+    assert BLOCK % config.outputs == 0 and BLOCK % config.inputs == 0, config
 
 
 def _grid(pairs: SortedPairs, outputs: int, config: TileConfig) -> tuple[int]:
@@ -101,9 +123,9 @@ def _sizes(config: TileConfig, x: Tensor, pdl: bool) -> dict[str, Any]:
 
 @triton.jit(do_not_specialize=["capacity", "slots"])
 def _gate_up_kernel(
-    x: tl.tensor, weight: tl.tensor, order: tl.tensor, blocks: tl.tensor, out: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, order: tl.tensor, blocks: tl.tensor, out: tl.tensor,
     N: tl.tensor, capacity: tl.tensor, x_row: tl.tensor, slots: tl.tensor,
-    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GROUP: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     block, tile = _block_and_tile(N, OUTPUTS, GROUP)
@@ -125,9 +147,11 @@ def _gate_up_kernel(
         inputs = k + tl.arange(0, INPUTS)[None, :]
         here = _load(own_x, inputs, K, INPUTS, "")  # [ROWS, INPUTS]
         weights = _load_weights(weight, gate_rows, gates, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
-        gate = _dot(here, weights, gate, SWAPPED, PRECISION)
+        gate = _dot(here, weights, gate, scales, gates, k, K, BLOCK, SWAPPED, PRECISION)
         weights = _load_weights(weight, up_rows, gates + N, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
-        up = _dot(here, weights, up, SWAPPED, PRECISION)
+        up = _dot(here, weights, up, scales, gates + N, k, K, BLOCK, SWAPPED, PRECISION)
+    gate = _scale_rows(gate, scales, gates, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
+    up = _scale_rows(up, scales, gates + N, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
     found = gate * tl.sigmoid(gate) * up
     if SWAPPED:
         found = tl.trans(found)
@@ -138,10 +162,11 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["capacity"])
 def _down_kernel(
-    wide: tl.tensor, weight: tl.tensor, order: tl.tensor, blocks: tl.tensor, scales: tl.tensor, out: tl.tensor,
-    N: tl.tensor, capacity: tl.tensor,
-    K: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    GROUP: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    wide: tl.tensor, weight: tl.tensor, scales: tl.tensor, order: tl.tensor, blocks: tl.tensor, shares: tl.tensor,
+    out: tl.tensor, N: tl.tensor, capacity: tl.tensor,
+    K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, GROUP: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     block, tile = _block_and_tile(N, OUTPUTS, GROUP)
     count = tl.load(blocks + 2 * capacity + block, mask=block < capacity, other=0)
@@ -165,11 +190,12 @@ def _down_kernel(
             own_wide = wide + (first + tl.minimum(rows, count - 1))[:, None].to(tl.int64) * K
             here = _load(own_wide, inputs, K, INPUTS, "")
         weights = _load_weights(weight, weight_rows, own, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
-        acc = _dot(here, weights, acc, SWAPPED, PRECISION)
+        acc = _dot(here, weights, acc, scales, own, k, K, BLOCK, SWAPPED, PRECISION)
+    acc = _scale_rows(acc, scales, own, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
     if SWAPPED:
         acc = tl.trans(acc)
     pair = tl.load(order + first + rows, mask=rows < count, other=0)
-    acc *= tl.load(scales + pair)[:, None]
+    acc *= tl.load(shares + pair)[:, None]
     columns = tile * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
     target = out + pair[:, None].to(tl.int64) * N + columns
     tl.store(target, acc.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N))
@@ -227,10 +253,44 @@ def _load(rows: tl.tensor, inputs: tl.tensor, K: tl.constexpr, INPUTS: tl.conste
 
 @triton.jit
 def _dot(
+    rows: tl.tensor, weights: tl.tensor, acc: tl.tensor, scales: tl.tensor, first: tl.tensor, k: tl.tensor,
+    K: tl.constexpr, BLOCK: tl.constexpr, SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Weight rows from `first` on and columns from k on have one scale, if weights have scales for blocks.
+
+    With few rows it multiplies the sums, with many the weights: a second set of large sums would not fit.
+    """
+    if BLOCK == 0:
+        acc = _mma(rows, convert_weights(weights, rows.dtype), acc, SWAPPED, PRECISION)
+    else:
+        scale = tl.load(scales + (first // BLOCK).to(tl.int64) * (K // BLOCK) + k // BLOCK)
+        if SWAPPED:
+            weights = convert_weights(weights, rows.dtype)
+            acc += _mma(rows, weights, tl.zeros_like(acc), SWAPPED, PRECISION) * scale
+        else:
+            weights = (weights.to(tl.float32) * scale).to(rows.dtype)
+            acc = _mma(rows, weights, acc, SWAPPED, PRECISION)
+    return acc
+
+
+@triton.jit
+def _mma(
     rows: tl.tensor, weights: tl.tensor, acc: tl.tensor, SWAPPED: tl.constexpr, PRECISION: tl.constexpr
 ) -> tl.tensor:
     if SWAPPED:
         acc = tl.dot(weights, tl.trans(rows), acc, input_precision=PRECISION)
     else:
         acc = tl.dot(rows, tl.trans(weights), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _scale_rows(
+    acc: tl.tensor, scales: tl.tensor, first: tl.tensor, left: tl.tensor,
+    BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, SWAPPED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Times the scales of weight rows from `first` on, if there are such."""
+    if scales is not None and BLOCK == 0:
+        found = tl.load(scales + first + tl.minimum(tl.arange(0, OUTPUTS), left - 1))
+        acc *= found[:, None] if SWAPPED else found[None, :]
     return acc

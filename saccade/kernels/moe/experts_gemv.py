@@ -21,7 +21,9 @@ from torch import Tensor
 
 from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
+from saccade.kernels.moe.experts_gemv_scaled import scaled_down_kernel, scaled_gate_up_kernel
 from saccade.kernels.moe.topk_routing import Routed
+from saccade.kernels.ops.scaled_weight import BLOCK, block_of
 
 MAX_TOKENS = 4
 _LINE = 128  # bytes
@@ -35,42 +37,65 @@ class VectorConfig(NamedTuple):
     prefetch: bool = False  # weights, before the previous kernel has ended; `vector_down` alone
 
 
-def vector_gate_up(x: Tensor, weight: Tensor, routed: Routed, config: VectorConfig) -> Tensor:
+def vector_gate_up(
+    x: Tensor, weight: Tensor, routed: Routed, config: VectorConfig, scales: Tensor | None = None
+) -> Tensor:
     """x [T, H], weight [E, 2 I, H] -> silu(gate) * up: [pairs, I], in pair order."""
     _, both, inputs = weight.shape
     outputs = both // 2
     pairs = routed.experts.numel()
-    assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == inputs
+    assert x.stride(1) == 1 and weight.is_contiguous() and x.shape[1] == inputs
     out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
     pdl = supports_pdl(x)
-    _gate_up_kernel[(triton.cdiv(outputs, config.outputs), pairs)](
-        x, weight, routed.experts, out, outputs, x.stride(0), K=inputs, SLOTS=routed.experts.shape[1],
-        OUTPUTS=config.outputs, INPUTS=config.inputs, STAGES=config.stages, PDL=pdl,
-        num_warps=config.warps, num_stages=config.stages, **pdl_options(pdl),
-    )  # fmt: skip
+    grid = (triton.cdiv(outputs, config.outputs), pairs)
+    rest = (routed.experts, out, outputs, x.stride(0))
+    sizes = {
+        "K": inputs, "SLOTS": routed.experts.shape[1], "OUTPUTS": config.outputs, "INPUTS": config.inputs,
+        "STAGES": config.stages, "PDL": pdl, "num_warps": config.warps, "num_stages": config.stages, **pdl_options(pdl),
+    }  # fmt: skip
+    if scales is not None:
+        scaled_gate_up_kernel[grid](x, weight, scales, *rest, BLOCK=_checked_block(weight, scales, config), **sizes)
+    else:
+        assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
+        _gate_up_kernel[grid](x, weight, *rest, **sizes)
     return out
 
 
 def vector_down(
     wide: Tensor, weight: Tensor, routed: Routed, config: VectorConfig,
-    added: Tensor | None = None, gate: Tensor | None = None,
+    added: Tensor | None = None, gate: Tensor | None = None, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """wide [pairs, I], weight [E, H, I] -> [T, H]: the weighted sum over slots, `added` and `gate` as in `combine`."""
     _, outputs, inputs = weight.shape
     tokens, slots = routed.experts.shape
-    assert wide.is_contiguous() and weight.is_contiguous() and wide.dtype == weight.dtype and wide.shape[1] == inputs
+    assert wide.is_contiguous() and weight.is_contiguous() and wide.shape[1] == inputs
     assert added is None or (added.is_contiguous() and added.shape == (tokens, outputs))
     out = torch.empty((tokens, outputs), dtype=wide.dtype, device=wide.device)
     pdl = supports_pdl(wide)
+    grid = (triton.cdiv(outputs, config.outputs), tokens)
+    rest = (routed.experts, routed.weights, added, gate, out, outputs)
+    sizes = {
+        "K": inputs, "SLOTS": slots, "OUTPUTS": config.outputs, "INPUTS": config.inputs, "PDL": pdl,
+        "num_warps": config.warps, "num_stages": config.stages, **pdl_options(pdl),
+    }  # fmt: skip
+    if scales is not None:
+        scaled_down_kernel[grid](wide, weight, scales, *rest, BLOCK=_checked_block(weight, scales, config), **sizes)
+        return out
+    assert wide.dtype == weight.dtype, (wide.dtype, weight.dtype)
     lines = triton.cdiv(config.outputs * inputs * weight.element_size(), _LINE)  # of a program's rows of one expert
     if not (config.prefetch and pdl and outputs % config.outputs == 0):
         lines = 0
-    _down_kernel[(triton.cdiv(outputs, config.outputs), tokens)](
-        wide, weight, routed.experts, routed.weights, added, gate, out, outputs, K=inputs, SLOTS=slots,
-        OUTPUTS=config.outputs, INPUTS=config.inputs, LINES=lines, LINES_PADDED=power_of_two(lines), PDL=pdl,
-        num_warps=config.warps, num_stages=config.stages, **pdl_options(pdl),
-    )  # fmt: skip
+    _down_kernel[grid](wide, weight, *rest, LINES=lines, LINES_PADDED=power_of_two(lines), **sizes)
     return out
+
+
+def _checked_block(weight: Tensor, scales: Tensor, config: VectorConfig) -> int:
+    """Rows and columns with one scale; 0: each row has one. A program's rows are in one block."""
+    experts, outputs, inputs = weight.shape
+    in_blocks = (experts, outputs // BLOCK, inputs // BLOCK)
+    assert scales.is_contiguous() and scales.shape in (in_blocks, (experts, outputs, 1)), (scales.shape, weight.shape)
+    assert BLOCK % config.outputs == 0 and config.inputs % BLOCK == 0 and inputs % BLOCK == 0, (config, inputs)
+    return block_of(weight, scales)
 
 
 @triton.jit

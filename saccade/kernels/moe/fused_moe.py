@@ -21,6 +21,7 @@ from saccade.kernels.moe.experts_gemv import MAX_TOKENS, VectorConfig, vector_do
 from saccade.kernels.moe.router_gemm import router_logits
 from saccade.kernels.moe.sorting import sort_by_expert
 from saccade.kernels.moe.topk_routing import Routed, RoutingRules, route
+from saccade.kernels.ops.scaled_weight import BLOCK
 
 _RESERVED = 8 << 10  # bytes of shared memory for what is not in the pipeline
 
@@ -30,6 +31,8 @@ class MoEWeights(NamedTuple):
     bias: Tensor | None  # float32 [E]: selects experts, does not enter their weights
     gate_up: Tensor  # [E + shared, 2 I, H], gates first
     down: Tensor  # [E + shared, H, I]
+    gate_up_scales: Tensor | None = None  # of weights in float8
+    down_scales: Tensor | None = None
 
 
 class MoELaunch(NamedTuple):
@@ -63,14 +66,15 @@ def run_experts(
     slots = routed.experts.shape[1]
     if launch is None:
         launch = choose(len(x), slots, count, x.dtype, shared_memory(x.device), tma=supports_tma(weights))
+        launch = launch if weights.down_scales is None else _scaled(launch)
     if isinstance(launch.gate_up, VectorConfig):
         assert isinstance(launch.down, VectorConfig)
-        wide = vector_gate_up(x, weights.gate_up, routed, launch.gate_up)
-        return vector_down(wide, weights.down, routed, launch.down, added, gate)
+        wide = vector_gate_up(x, weights.gate_up, routed, launch.gate_up, weights.gate_up_scales)
+        return vector_down(wide, weights.down, routed, launch.down, added, gate, weights.down_scales)
     assert isinstance(launch.down, TileConfig)
     pairs = sort_by_expert(routed.experts, count, launch.rows)
-    wide = moe_gate_up(x, weights.gate_up, pairs, launch.gate_up)
-    made = moe_down(wide, weights.down, pairs, routed.weights, launch.down)
+    wide = moe_gate_up(x, weights.gate_up, pairs, launch.gate_up, weights.gate_up_scales)
+    made = moe_down(wide, weights.down, pairs, routed.weights, launch.down, weights.down_scales)
     return combine(made, slots, added, gate)
 
 
@@ -93,6 +97,17 @@ def choose(tokens: int, slots: int, experts: int, dtype: torch.dtype, shared: in
         tile = TileConfig(outputs=128, inputs=64, warps=8, group=8, swapped=False, tma=tma)
         launch = MoELaunch(128, tile, tile._replace(outputs=256))
     return fit(launch, dtype.itemsize, shared)
+
+
+def _scaled(launch: MoELaunch) -> MoELaunch:
+    """For weights in float8: a program's rows are within a block of 128."""
+    if isinstance(launch.gate_up, VectorConfig):
+        return MoELaunch(0, VectorConfig(4, 512, warps=2, stages=1), VectorConfig(2, 512, warps=1, stages=1))
+    assert isinstance(launch.down, TileConfig)
+    down = launch.down._replace(outputs=min(launch.down.outputs, BLOCK))
+    if launch.rows == 16:
+        down = down._replace(inputs=BLOCK, stages=min(down.stages, 3))  # the bytes of a stage are the same
+    return launch._replace(down=down)
 
 
 def fit(launch: MoELaunch, itemsize: int, shared: int) -> MoELaunch:

@@ -40,19 +40,31 @@ def qk_rms_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps
         part.copy_(F.rms_norm(part.float(), weight.shape, weight.float(), eps))
 
 
-def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: PipelineConfig) -> Tensor:
+def split_k_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: PipelineConfig, scales: Tensor | None = None
+) -> Tensor:
     """One partial for each split, some of which may have no columns."""
     xs = x.float().tensor_split(config.splits, dim=1)
-    weights = weight.float().tensor_split(config.splits, dim=1)
+    weights = _scaled(weight, scales).tensor_split(config.splits, dim=1)
     partials = torch.stack([F.linear(*columns) for columns in zip(xs, weights, strict=True)])
     if bias is not None:
         partials[0] += bias.float()
     return partials
 
 
-def split_k_gated_linear(x: Tensor, gate_up_weight: Tensor, config: PipelineConfig) -> Tensor:
+def split_k_gated_linear(
+    x: Tensor, gate_up_weight: Tensor, config: PipelineConfig, scales: Tensor | None = None
+) -> Tensor:
     assert config.splits == 1
-    return silu_and_mul(F.linear(x.float(), gate_up_weight.float())).to(x.dtype)
+    return silu_and_mul(F.linear(x.float(), _scaled(gate_up_weight, scales))).to(x.dtype)
+
+
+def _scaled(weight: Tensor, scales: Tensor | None) -> Tensor:
+    """In float32. Scales are for blocks, or for rows."""
+    if scales is None:
+        return weight.float()
+    rows, columns = (size // count for size, count in zip(weight.shape, scales.shape, strict=True))
+    return weight.float() * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -8,6 +8,9 @@
     others                                   `_LargeGemms`    the norm adds the residual; gate fused where
                                                               `skinny` or `linear_act` has a kernel
 
+Layers in float8 (`Linear.scales`) take kernels that read it: `skinny` for 1 row, split-K for up to 64 on
+Hopper GPUs, cuBLAS beyond, which reads x in float8 as well.
+
 The choice depends on shapes alone, so it is made once for each CUDA graph.
 """
 
@@ -20,11 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from saccade.kernels.gemm.fp8_linear import has_fp8_gemm
 from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.gemm.skinny import (
     MAX_ELEMENTS,
     MAX_NORMED_ROWS,
     MAX_ROWS,
+    MAX_SCALED_ROWS,
     Config,
     SplitWorkspace,
     choose,
@@ -37,6 +42,7 @@ from saccade.kernels.launch.device import is_hopper
 from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
 from saccade.kernels.moe.experts_gemv import MAX_TOKENS as MAX_VECTOR_TOKENS
 from saccade.kernels.ops.norm import add_rms_norm, rms_norm, silu_and_mul
+from saccade.kernels.ops.scaled_weight import block_of
 from saccade.models.cuda.moe import run_moe, runs_in_one
 from saccade.models.layers.cross_attention import CrossAttention
 from saccade.models.layers.decoder import Decoder
@@ -87,7 +93,9 @@ class Gemms(Protocol):
 def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_parts: bool = False) -> Gemms:
     """`in_parts`: attention accepts queries, keys and values as split-K partials."""
     wide = list(_wide_linears(decoder))
-    if _splits_k(rows, max(linear.weight.numel() for linear in wide), decoder.table.device):
+    is_scaled = any(_scales(linear) is not None for linear in wide)
+    largest = 0 if is_scaled and rows <= MAX_SCALED_ROWS else max(linear.weight.numel() for linear in wide)
+    if _splits_k(rows, largest, decoder.table.device):
         return _SplitKGemms(workspace, in_parts)
     if rows <= MAX_NORMED_ROWS and all(_is_skinny(layer.mlp, rows) for layer in decoder.layers):
         return _SkinnyGemms(workspace)
@@ -160,7 +168,25 @@ def _gated_config(mlp: GatedMLP, rows: int) -> Config | None:
     weight = mlp.gate_up.weight
     if mlp.gate_up.bias is not None:
         return None
-    return choose(rows, len(weight) // 2, weight.shape[1], weight.dtype, gated=True)
+    scaled = _scales(mlp.gate_up) is not None
+    return choose(rows, len(weight) // 2, weight.shape[1], weight.dtype, gated=True, scaled=scaled)
+
+
+def _scales(linear: Linear) -> Tensor | None:
+    """PyTorch's own layers, which `gated` takes too, have none."""
+    return getattr(linear, "scales", None)
+
+
+def _reads_fp8(rows: Tensor, linear: Linear) -> bool:
+    """Whether a kernel multiplies so many rows with its weight in float8."""
+    in_blocks = block_of(linear.weight, linear.scales) > 0
+    return len(rows) <= MAX_SCALED_ROWS or has_fp8_gemm(rows, in_blocks=in_blocks)
+
+
+def _is_large(rows: Tensor, linear: Linear) -> bool:
+    """Whether it has too many elements for so many rows. Matters where layers in float8 are beside others."""
+    limit = MAX_SCALED_ROWS if _scales(linear) is not None else MAX_ROWS
+    return linear.weight.numel() > MAX_ELEMENTS and len(rows) > limit
 
 
 class _SkinnyGemms:
@@ -171,15 +197,20 @@ class _SkinnyGemms:
         self, x: Residual, norm: RMSNorm, linear: Linear, *, in_parts: bool = False
     ) -> tuple[Tensor, Residual]:
         own = (linear.weight, linear.bias)
-        return norm_linear(x.rows, norm.weight, norm.eps, *own, workspace=self.workspace), x
+        return norm_linear(
+            x.rows, norm.weight, norm.eps, *own, scales=_scales(linear), workspace=self.workspace
+        ), x
 
     def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
-        return Residual(skinny_linear(rows, linear.weight, linear.bias, x.rows, workspace=self.workspace))
+        own = (linear.weight, linear.bias)
+        return Residual(skinny_linear(rows, *own, x.rows, scales=_scales(linear), workspace=self.workspace))
 
     def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
         if isinstance(mlp, MoE):
             return Residual(run_moe(rms_norm(x.rows, norm.weight, norm.eps), mlp, x.rows))
-        gated = norm_gated_linear(x.rows, norm.weight, norm.eps, mlp.gate_up.weight)
+        gated = norm_gated_linear(
+            x.rows, norm.weight, norm.eps, mlp.gate_up.weight, scales=_scales(mlp.gate_up)
+        )
         return self.add(gated if scales is None else gated.mul_(scales), mlp.down, x)
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
@@ -227,7 +258,12 @@ class _LargeGemms:
         return normed, Residual(rows)
 
     def _linear(self, rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        return skinny_linear(rows, linear.weight, linear.bias, workspace=self.workspace, out=out)
+        scales = _scales(linear)
+        if scales is not None and not _reads_fp8(rows, linear):
+            return linear(rows)  # dequantised
+        return skinny_linear(
+            rows, linear.weight, linear.bias, scales=scales, workspace=self.workspace, out=out
+        )
 
     def _scratch_for(self, rows: Tensor, outputs: int) -> Tensor | None:
         return None if self.scratch is None else self.scratch[: len(rows) * outputs].view(len(rows), outputs)
@@ -239,13 +275,14 @@ class _LargeGemms:
     def _gated(self, rows: Tensor, mlp: GatedMLP) -> Tensor:
         """silu(gate) * up: [T, wide]."""
         config = _gated_config(mlp, len(rows))
+        weight, scales = mlp.gate_up.weight, _scales(mlp.gate_up)
         if config is not None:
-            return gated_linear(rows, mlp.gate_up.weight, config=config)
-        weight = mlp.gate_up.weight
-        out = self._scratch_for(rows, len(weight) // 2)
-        found = linear_act(rows, weight, mlp.gate_up.bias, "silu_and_mul", out)
-        if found is not None:
-            return found
+            return gated_linear(rows, weight, scales=scales, config=config)
+        if scales is None:
+            out = self._scratch_for(rows, len(weight) // 2)
+            found = linear_act(rows, weight, mlp.gate_up.bias, "silu_and_mul", out)
+            if found is not None:
+                return found
         scratch = self._scratch_for(rows, len(weight))
         return silu_and_mul(self._linear(rows, mlp.gate_up, scratch), over_gate=scratch is not None)
 
@@ -265,16 +302,20 @@ class _SplitKGemms(_LargeGemms):
     def _added(self, rows: Tensor, linear: Linear) -> Tensor:
         from saccade.kernels.gemm.hopper_split_k import choose_split_k, split_k_linear, suits
 
-        outputs, inputs = linear.weight.shape
-        if not suits(len(rows), outputs, inputs, rows.dtype):
+        weight = linear.weight
+        outputs, inputs = weight.shape
+        if not suits(len(rows), outputs, inputs, rows.dtype) or _is_large(rows, linear):
             return self._linear(rows, linear)
-        return split_k_linear(rows, linear.weight, linear.bias, choose_split_k(len(rows), outputs, inputs))
+        config = choose_split_k(len(rows), outputs, inputs, weight.itemsize)
+        return split_k_linear(rows, weight, linear.bias, config, _scales(linear))
 
     def _gated(self, rows: Tensor, mlp: GatedMLP) -> Tensor:
         from saccade.kernels.gemm.hopper_split_k import choose_gated, split_k_gated_linear, suits
 
         weight = mlp.gate_up.weight
-        is_suited = suits(len(rows), len(weight) // 2, weight.shape[1], weight.dtype)
-        if mlp.gate_up.bias is not None or not is_suited:
+        is_suited = suits(len(rows), len(weight) // 2, weight.shape[1], rows.dtype)
+        if mlp.gate_up.bias is not None or not is_suited or _is_large(rows, mlp.gate_up):
             return super()._gated(rows, mlp)
-        return split_k_gated_linear(rows, weight, choose_gated(len(rows)))
+        return split_k_gated_linear(
+            rows, weight, choose_gated(len(rows), weight.itemsize), _scales(mlp.gate_up)
+        )

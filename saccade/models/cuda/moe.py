@@ -41,8 +41,15 @@ def prepare_moe(experts: MoE) -> MoEWeights:
 def _weights_of(experts: MoE) -> MoEWeights:
     """The router in bfloat16 parts for models of that dtype: their sum is the float32 weight."""
     rows = experts.routers if experts.shared is None else experts.routers[: experts.rules.count]
-    router = split_router(rows) if experts.down.dtype == torch.bfloat16 else rows
-    return MoEWeights(router, experts.router_bias, experts.gate_up, experts.down)
+    router = split_router(rows) if experts.dtype == torch.bfloat16 else rows
+    return MoEWeights(
+        router,
+        experts.router_bias,
+        experts.gate_up,
+        experts.down,
+        experts.gate_up_scales,
+        experts.down_scales,
+    )
 
 
 def routing_rules(experts: MoE) -> RoutingRules:

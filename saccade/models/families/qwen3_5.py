@@ -129,13 +129,21 @@ class GatedAttention:
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
         inner = params.within("qkv")
-        self.qkv = Linear(inner, hidden, {"q": q, "k": kv, "v": kv, "gate": q})
-        del inner.targets[inner.full_name("gate.weight")]
-        block = self.head_dim * hidden
-        strides = (block, (q + 2 * kv) * hidden, hidden, 1)
-        inner.add("q.weight", self.qkv.weight.as_strided((self.heads, 2, self.head_dim, hidden), strides))
+        stored = {"q": self.head_dim, "k": kv, "v": kv}
+        self.qkv = Linear(inner, hidden, {"q": q, "k": kv, "v": kv, "gate": q}, stored=stored)
+        inner.remove("gate.weight")
+        scales = None if self.qkv.scales is None else self._by_head(self.qkv.scales)
+        inner.add("q.weight", self._by_head(self.qkv.weight), scales)
         self.qk_norms = CenteredQKNorms(params, text)
         self.out = Linear(params.within("out"), q, hidden)
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        """Of a weight, or of its scales: [heads, query and gate, rows of a head, columns]."""
+        total = 2 * (self.heads + self.kv_heads) * self.head_dim
+        of_head = self.head_dim * len(rows) // total
+        columns = rows.shape[1]
+        to_gate = (self.heads + 2 * self.kv_heads) * of_head * columns
+        return rows.as_strided((self.heads, 2, of_head, columns), (of_head * columns, to_gate, columns, 1))
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         projected = self.qkv(x).view(len(x), -1, self.head_dim)

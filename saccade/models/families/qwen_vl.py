@@ -162,9 +162,9 @@ def _decoder(params: Parameters, config: ModelConfig) -> Decoder:
     has_bias = not config.raw.get("no_bias", True)
     decoder = Decoder(params, config.text, Biases(qkv=True, out=has_bias, mlp=has_bias))
     for inner, layer in zip(params.each("layers", len(decoder.layers)), decoder.layers, strict=True):
-        for kind, tensor in (("weight", layer.attention.qkv.weight), ("bias", layer.attention.qkv.bias)):
-            assert tensor is not None
-            inner.add_whole(f"qkv.{kind}", tensor, [f"qkv.{part}.{kind}" for part in "qkv"])
+        qkv = layer.attention.qkv
+        for kind, tensor, scales in (("weight", qkv.weight, qkv.scales), ("bias", qkv.bias, None)):
+            inner.add_whole(f"qkv.{kind}", tensor, [f"qkv.{part}.{kind}" for part in "qkv"], scales)
     return decoder
 
 

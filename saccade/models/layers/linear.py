@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from saccade.models.fp8_weights import dequantized
 from saccade.models.layers.packed_linear import Gemm, pack, packed_linear, padded_rows
 from saccade.models.state_dict import Parameters
 
@@ -15,8 +16,11 @@ from saccade.models.state_dict import Parameters
 class Linear:
     """x @ weight.T + bias. Several projections of one input are one GEMM: give `outputs` as {name: size}.
 
+    Where the checkpoint's weight stays in float8, `scales` are beside it (`fp8_weights`).
+
     `pad_outputs` pads each of them with zero rows to a multiple, `pad_inputs` the weight with zero columns,
-    so that the tensor between two GEMMs can be wider than in the checkpoint.
+    so that the tensor between two GEMMs can be wider than in the checkpoint. `stored`: tensors of the
+    checkpoint and sizes of their parts, where they are others.
     """
 
     def __init__(
@@ -28,15 +32,20 @@ class Linear:
         bias: bool = False,
         pad_inputs: int = 1,
         pad_outputs: int = 1,
+        stored: Mapping[str, int] | None = None,
     ) -> None:
         parts = {"": outputs} if isinstance(outputs, int) else outputs
         sizes = [_up_to(size, pad_outputs) for size in parts.values()]
         shape = (sum(sizes), _up_to(inputs, pad_inputs))
-        self.gemm: Gemm = F.linear
-        self.weight = params.empty(*shape)  # [outputs, inputs]
+        names = [_join(name, "weight") for name in parts]
+        self.weight, self.scales = params.empty_weight(_weights(stored or parts), *shape)  # [outputs, inputs]
+        self.gemm: Gemm = F.linear if self.scales is None else self._dequantized_linear
         self.bias = params.empty(sum(sizes)) if bias else None  # [outputs]
-        for (name, size), rows in zip(parts.items(), torch.split(self.weight, sizes), strict=True):
-            params.add(_join(name, "weight"), _own_part(rows, size, inputs))
+        weights = torch.split(self.weight, sizes)
+        for name, size, rows, scales in zip(
+            names, parts.values(), weights, self._scales_of(sizes), strict=True
+        ):
+            params.add(name, _own_part(rows, size, inputs), scales)
         if self.bias is not None:
             for (name, size), values in zip(parts.items(), torch.split(self.bias, sizes), strict=True):
                 params.add(_join(name, "bias"), _own_part(values, size))
@@ -44,6 +53,18 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.gemm(x, self.weight, self.bias)
+
+    def _scales_of(self, sizes: list[int]) -> Sequence[Tensor | None]:
+        """Of each part."""
+        if self.scales is None:
+            return [None] * len(sizes)
+        rows = sum(sizes) // len(self.scales)  # with one scale
+        return torch.split(self.scales, [size // rows for size in sizes])
+
+    def _dequantized_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The reference for the kernels that read float8."""
+        assert self.scales is not None
+        return F.linear(x, dequantized(weight, self.scales, x.dtype), bias)
 
     def padding(self, rows: int) -> int:
         """Rows that a call with so many rows would add to them."""
@@ -60,10 +81,15 @@ class PatchLinear(Linear):
 
     def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int, bias: bool = False) -> None:
         self.gemm = F.linear
+        self.scales = None
         stored = params.new("weight", outputs, *kernel)
         self.weight = stored.view(outputs, -1)  # [outputs, patch_dim]
         self.bias = params.new("bias", outputs) if bias else None
         params.linears.append(self)
+
+
+def _weights(parts: Mapping[str, int]) -> dict[str, int]:
+    return {_join(name, "weight"): size for name, size in parts.items()}
 
 
 def _own_part(padded: Tensor, *sizes: int) -> Tensor:

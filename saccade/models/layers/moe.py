@@ -14,12 +14,14 @@ from torch import Tensor
 from saccade.checkpoint.config import TextConfig
 from saccade.checkpoint.moe_config import MoEConfig
 from saccade.errors import ConfigError
+from saccade.models.fp8_weights import dequantized
 from saccade.models.layers.activation import silu_and_mul
 from saccade.models.layers.mlp import GatedMLP
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
 
 _CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")
+_SHARED_NAMES = {"gate": "gate_up.gate", "up": "gate_up.up", "down": "down"}
 _TINY = 1e-20  # against division by zero
 
 
@@ -27,6 +29,7 @@ class MoE:
     def __init__(self, params: Parameters, hidden: int, rules: MoEConfig) -> None:
         _check(rules)
         self.rules = rules
+        self.dtype = params.dtype  # of tokens
         count = rules.count
         # In float32 for any dtype, because close scores decide between experts.
         self.routers = _float32(params, count + rules.shared_gate, hidden)  # the shared expert's gate is last
@@ -35,8 +38,11 @@ class MoE:
         if self.router_bias is not None:
             params.add("router.bias", self.router_bias)
         stacked = count + rules.stacked_shared
-        self.gate_up = params.empty(stacked, 2 * rules.width, hidden)  # [E, 2 I, H], gates first
-        self.down = params.empty(stacked, hidden, rules.width)  # [E, H, I]
+        width = rules.width
+        parts = dict.fromkeys(self._names("gate", "up"), width)  # [E, 2 I, H], gates first
+        self.gate_up, self.gate_up_scales = params.empty_weight(parts, stacked, 2 * width, hidden)
+        parts = dict.fromkeys(self._names("down"), hidden)  # [E, H, I]
+        self.down, self.down_scales = params.empty_weight(parts, stacked, hidden, width)
         self._name_experts(params)
         self.shared = None  # of another width: it runs by itself
         if rules.stacked_shared:
@@ -49,24 +55,45 @@ class MoE:
     def _name_experts(self, params: Parameters) -> None:
         """Register each expert's weights, and the stacked tensors that a checkpoint may have instead."""
         count = self.rules.count
-        gates, ups = self.gate_up.chunk(2, dim=1)
-        for name, tensor in {"gate": gates, "up": ups, "down": self.down}.items():
+        for name, (tensors, scales) in self._parts().items():
             for expert in range(count):
-                params.add(f"{expert}.{name}.weight", tensor[expert])
-        for whole, tensor in {"gate_up": self.gate_up, "down": self.down}.items():
+                params.add(
+                    f"{expert}.{name}.weight", tensors[expert], None if scales is None else scales[expert]
+                )
+        wholes = {"gate_up": (self.gate_up, self.gate_up_scales), "down": (self.down, self.down_scales)}
+        for whole, (tensors, scales) in wholes.items():
             names = whole.split("_")
             parts = [f"{expert}.{name}.weight" for name in names for expert in range(count)]
-            params.add_whole(whole, tensor[:count], parts)
+            params.add_whole(whole, tensors[:count], parts, None if scales is None else scales[:count])
+
+    def _parts(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Gates, ups and downs of all experts, with their scales in float8."""
+        gates, ups = self.gate_up.chunk(2, dim=1)
+        of_gates, of_ups = (
+            (None, None) if self.gate_up_scales is None else self.gate_up_scales.chunk(2, dim=1)
+        )
+        return {"gate": (gates, of_gates), "up": (ups, of_ups), "down": (self.down, self.down_scales)}
+
+    def _names(self, *kinds: str) -> list[str]:
+        """Of the parts of all experts, also of a shared one that is stacked with them."""
+        rules = self.rules
+        own = [f"{expert}.{kind}.weight" for kind in kinds for expert in range(rules.count)]
+        shared = [_SHARED_NAMES[kind] for kind in kinds]
+        return own + [
+            f"shared.{name}.{part}.weight" for name in shared for part in range(rules.stacked_shared)
+        ]
 
     def _name_shared(self, params: Parameters) -> None:
         """The parts of the shared expert that lie in the stacked tensors, and as a checkpoint has them."""
-        gates, ups = self.gate_up[self.rules.count :].chunk(2, dim=1)
-        down = self.down[self.rules.count :]
-        for name, parts in {"gate_up.gate": gates, "gate_up.up": ups, "down": down}.items():
+        first = self.rules.count
+        for kind, (tensors, scales) in self._parts().items():
+            name = _SHARED_NAMES[kind]
+            parts = tensors[first:]
+            of_parts = None if scales is None else scales[first:]
             names = [f"{name}.{part}.weight" for part in range(len(parts))]
-            for part_name, part in zip(names, parts, strict=True):
-                params.add(part_name, part)
-            params.add_whole(f"{name}.weight", parts, names)
+            for part, part_name in enumerate(names):
+                params.add(part_name, parts[part], None if of_parts is None else of_parts[part])
+            params.add_whole(f"{name}.weight", parts, names, of_parts)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]"""
@@ -116,8 +143,12 @@ class MoE:
 
     def _run_expert(self, rows: Tensor, expert: int) -> None:
         """One expert over its tokens, in place. A method: its memory is free before the next one begins."""
-        wide = F.linear(rows, self.gate_up[expert])
-        torch.mm(silu_and_mul(wide), self.down[expert].T, out=rows)
+        wide = F.linear(rows, _expert(self.gate_up, self.gate_up_scales, expert, rows.dtype))
+        torch.mm(silu_and_mul(wide), _expert(self.down, self.down_scales, expert, rows.dtype).T, out=rows)
+
+
+def _expert(weights: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+    return weights[expert] if scales is None else dequantized(weights[expert], scales[expert], dtype)
 
 
 def layer_mlp(params: Parameters, text: TextConfig, index: int, *, bias: bool = False) -> GatedMLP | MoE:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.checkpoint.quantization import Quantization
 from saccade.errors import ConfigError
+from saccade.models.fp8_weights import is_by_row, is_in_blocks, quantized
 from saccade.models.quantized import dequantize
 from saccade.models.tensor_files import TensorFiles
 
@@ -38,6 +39,7 @@ _PARTS = (  # of a weight, beside the numbers themselves
 )
 _NUMBERS = (".weight", ".weight_packed", ".qweight")
 _STACKED = ("_scale_inv", "_scale")  # experts in one tensor: gate_up_proj and gate_up_proj_scale_inv
+_FP8_SCALES = (".weight_scale_inv", ".weight_scale", *_STACKED)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 Parts = Mapping[str, Tensor]
@@ -62,7 +64,7 @@ class DequantizedTensors:
                 self.file_of[weight] = file
         self._check_whole()
         count = sum(len(parts) > 1 for parts in self._parts.values())
-        logger.info("%d weights are stored as %s and dequantised as they load", count, quantization.summary)
+        logger.info("%d weights are stored as %s", count, quantization.summary)
 
     def _weight_of(self, name: str) -> tuple[str, str]:
         """The usual name of a weight, and which part of it this is."""
@@ -84,6 +86,28 @@ class DequantizedTensors:
         weight = name.removesuffix("bias") + "weight"
         is_beside = name.endswith(".bias") and ".qweight" in self._parts.get(weight, ())
         return is_beside and not self._files.read(name).any()
+
+    def fp8_weights(self) -> dict[str, bool]:
+        """Weights that are stored in float8, and whether their scales are for blocks of 128 x 128."""
+        found = {}
+        for name, parts in self._parts.items():
+            numbers = next((parts[part] for part in ("", ".weight") if part in parts), None)
+            scales = next((parts[part] for part in _FP8_SCALES if part in parts), None)
+            if numbers is None or scales is None or ".weight_zero_point" in parts:
+                continue
+            dtype, shape = self._files.kind(numbers)
+            of_scales = self._files.kind(scales)[1]
+            in_blocks = is_in_blocks(of_scales, shape)
+            if dtype == "F8_E4M3" and (in_blocks or is_by_row(of_scales, shape)):
+                found[name] = in_blocks
+        return found
+
+    def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor]:
+        parts = self._parts[name]
+        if not any(part in parts for part in _FP8_SCALES):
+            return quantized(self._files.read(name).to(self._device), in_blocks)
+        stored = {part: self._files.read(full).to(self._device) for part, full in parts.items()}
+        return _first(stored, ".weight", ""), _first(stored, *_FP8_SCALES)
 
     def read(self, name: str) -> Tensor:
         stored = {part: self._files.read(full).to(self._device) for part, full in self._parts[name].items()}
@@ -109,7 +133,7 @@ def _weight(parts: Parts, quantization: Quantization) -> Tensor:
     if ".weight_packed" in parts:
         return _packed(parts)
     numbers = _first(parts, ".weight", "")
-    scale = _first(parts, ".weight_scale_inv", ".weight_scale", *_STACKED)
+    scale = _first(parts, *_FP8_SCALES)
     if numbers.dtype == torch.uint8:
         return dequantize.fp4(numbers, scale, parts.get(".weight_scale_2", 1.0))
     return dequantize.scaled(numbers, scale, quantization.block, parts.get(".weight_zero_point"))

@@ -1,0 +1,83 @@
+"""Steps that the kernels of skinny GEMMs have in common."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.launch.pdl import prefetch_l2
+
+
+@triton.jit
+def prefetch_weights(own: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, PREFETCH: tl.constexpr) -> None:
+    """The first PREFETCH cache lines of each weight row."""
+    if PREFETCH > 0:
+        of_line: tl.constexpr = 1024 // own.dtype.element_ty.primitive_bitwidth  # elements
+        lines = own + tl.arange(0, PREFETCH)[None, :] * of_line  # [OUTPUTS, PREFETCH]
+        prefetch_l2(lines)
+        if GATED:
+            prefetch_l2(lines + to_up)
+
+
+@triton.jit
+def load_columns(
+    row: tl.tensor, inputs: tl.tensor, K: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr
+) -> tl.tensor:
+    """Columns `inputs` of rows; zero after K. Weights are read once, so they are evicted first."""
+    if MASKED:
+        found = tl.load(row + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
+    else:
+        found = tl.load(row + inputs, eviction_policy=POLICY)
+    return found
+
+
+@triton.jit
+def scale_rows(
+    found: tl.tensor, up: tl.tensor, scales: tl.tensor, columns: tl.tensor, N: tl.tensor,
+    BLOCK: tl.constexpr, GATED: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """[OUTPUTS, ROWS] each: times the scale of each weight row, if there are such."""
+    if scales is not None and BLOCK == 0:
+        found *= tl.load(scales + tl.minimum(columns, N - 1))[:, None]
+        if GATED:
+            up *= tl.load(scales + N + tl.minimum(columns, N - 1))[:, None]
+    return found, up
+
+
+@triton.jit
+def scale_and_gate(
+    found: tl.tensor, up: tl.tensor, squares: tl.tensor, norm: tl.tensor, eps: tl.tensor,
+    K: tl.constexpr, GATED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """[OUTPUTS, ROWS]: the norm's divisor, and silu(gate) * up."""
+    if norm is not None:
+        scale = tl.rsqrt(squares / K + eps)[None, :]
+        found *= scale
+        up *= scale
+    if GATED:
+        found = found * tl.sigmoid(found) * up
+    return found
+
+
+@triton.jit
+def combine_splits(first: tl.tensor, step: tl.constexpr, SPLITS: tl.constexpr) -> tl.tensor:
+    """Other SMs wrote the partials, so loads bypass L1; always in the same order."""
+    total = tl.load(first, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(first + split * step, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def store_outputs(
+    found: tl.tensor, bias: tl.tensor, residual: tl.tensor, out: tl.tensor,
+    rows: tl.tensor, columns: tl.tensor, M: tl.tensor, N: tl.tensor,
+) -> None:  # fmt: skip
+    """found [OUTPUTS, ROWS] -> out [M, N], with bias [N] and residual [M, N] where there are any."""
+    inside = (columns < N)[:, None] & (rows < M)[None, :]
+    offsets = rows[None, :].to(tl.int64) * N + columns[:, None]
+    if bias is not None:
+        found += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+    if residual is not None:
+        found += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + offsets, found.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,119 @@
+"""Weights that stay in float8 on the device: which ones, their scales, and how they are made.
+
+Scales are float32, [N / 128, K / 128] for blocks or [N, 1] for rows of a weight [N, K].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.checkpoint.quantization import Quantization
+from saccade.errors import ConfigError
+
+BLOCK = 128
+LARGEST = 448.0
+FP8 = torch.float8_e4m3fn
+_LAYERS = "decoder.layers."
+
+
+class Fp8Weights(NamedTuple):
+    in_blocks: bool  # else each row has a scale
+    names: frozenset[str] | None = None  # targets that a checkpoint has so; None: all of the decoder's layers
+
+    def keep(self, parts: Mapping[str, int], inputs: int) -> bool:
+        """Whether one GEMM over parts of these names and rows stays so. Kernels read 128 columns at once."""
+        multiple = BLOCK if self.in_blocks else 1
+        if inputs % BLOCK or any(rows % multiple for rows in parts.values()):
+            return False
+        return all(name.startswith(_LAYERS) if self.names is None else name in self.names for name in parts)
+
+    def scales_shape(self, *shape: int) -> tuple[int, ...]:
+        *stacked, outputs, inputs = shape
+        own = (outputs // BLOCK, inputs // BLOCK) if self.in_blocks else (outputs, 1)
+        return *stacked, *own
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """From compute capability 8.9 on (Ada, Hopper, Blackwell)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def check_online(how: str, stored: Quantization | None, device: torch.device) -> None:
+    """Whether the weights of a checkpoint can be quantised while they load."""
+    if how != "fp8":
+        raise ConfigError(
+            f"--quantization {how} is not known; fp8 is, and quantised checkpoints need no option"
+        )
+    if stored is not None and not stored.is_fp8:
+        found = f"this one is {stored.summary}"
+        raise ConfigError(f"--quantization {how} is for checkpoints that are not quantised; {found}")
+    if not multiplies_fp8(device):
+        raise ConfigError(f"--quantization {how} needs a GPU of compute capability 8.9 or more, not {device}")
+
+
+def quantized(weight: Tensor, in_blocks: bool) -> tuple[Tensor, Tensor]:
+    """[..., N, K] -> float8 and its scales: the largest of a block or row becomes 448, the largest."""
+    if not in_blocks:
+        scales = _scales(weight.float().abs().amax(-1, keepdim=True))
+        return (weight / scales).to(FP8), scales
+    blocks = _blocks(weight).float()
+    scales = _scales(blocks.abs().amax((-3, -1)))
+    return (blocks / scales[..., :, None, :, None]).reshape(weight.shape).to(FP8), scales
+
+
+def has_blocks(weight: Tensor, scales: Tensor) -> bool:
+    """Whether scales are for blocks; else there is one for each row."""
+    return scales.shape[-2] != weight.shape[-2]
+
+
+def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reference: [..., N, K] times its scales."""
+    wide = weight.to(dtype)
+    if not has_blocks(weight, scales):
+        return wide.mul_(scales)
+    _blocks(wide).mul_(scales[..., :, None, :, None])
+    return wide
+
+
+def _blocks(weight: Tensor) -> Tensor:
+    """A view [..., rows of blocks, 128, columns of blocks, 128]"""
+    *stacked, rows, columns = weight.shape
+    return weight.view(*stacked, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+
+
+def _scales(largest: Tensor) -> Tensor:
+    return (largest / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def scales_for(scale: Tensor, wanted: Sequence[int]) -> Tensor:
+    """A checkpoint's scales of a weight as they are here: one for all becomes one for each row."""
+    found = scale.float()
+    if found.numel() == 1:
+        return found.reshape([1] * len(wanted)).expand(*wanted)
+    if wanted[-1] == 1 and found.shape[-1] != 1:
+        found = found.unsqueeze(-1)
+    if wanted[-1] == 1 and list(found.shape) == list(wanted[1:]):
+        return found.expand(*wanted)  # of a matrix that is cut by columns: its parts have the same rows
+    if found.numel() != math.prod(wanted):
+        raise ValueError(f"its scale has the shape {list(scale.shape)}; {list(wanted)} was expected")
+    if found.dim() == 2 and len(wanted) == 3 and len(found) == wanted[1]:
+        return found.view(len(found), wanted[0], -1).transpose(0, 1)
+    return found.reshape(*wanted)
+
+
+def is_in_blocks(scale: Sequence[int], weight: Sequence[int]) -> bool:
+    """Whether scales of this shape are for blocks of 128 x 128."""
+    if len(scale) != len(weight) or len(weight) < 2:
+        return False
+    blocks = [-(-size // BLOCK) for size in weight[-2:]]
+    return list(scale[-2:]) == blocks
+
+
+def is_by_row(scale: Sequence[int], weight: Sequence[int]) -> bool:
+    rows = list(weight[:-1])
+    return list(scale) in ([], [1], rows, [*rows, 1])

@@ -1,0 +1,173 @@
+"""Weights that stay in float8: which, and that a model with them computes as with the dequantised ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import saccade.models
+from saccade.checkpoint.config import model_config
+from saccade.checkpoint.quantization import quantization_of
+from saccade.errors import ConfigError
+from saccade.models import load_model
+from saccade.models.fp8_weights import FP8, check_online, dequantized, is_by_row, is_in_blocks, quantized, scales_for
+from saccade.models.layers.linear import Linear
+from tests.helpers.quantize import fp8_blocks, fp8_rows, fp8_tensor
+
+CPU = torch.device("cpu")
+TEXT: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 384, "mlp_only_layers": [0], "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128, "rope_theta": 1e4, "torch_dtype": "float32", "tie_word_embeddings": True,
+    "eos_token_id": 0, "hidden_act": "silu",
+}  # fmt: skip
+PACKERS = {"blocks": fp8_blocks, "rows": fp8_rows, "tensor": fp8_tensor}
+LEFT_OUT = "layers.1.self_attn.o_proj"
+
+
+def write_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
+    """A model of random weights, its linear layers in float8 but for one. Returns config.json."""
+    folder.mkdir(exist_ok=True)
+    config = {**TEXT, "quantization_config": {"quant_method": "fp8"}}
+    plain = load_model(None, model_config(TEXT), dtype=torch.float32, device=CPU, load_format="dummy", seed=4)
+    stored = {}
+    for name, tensor in published_names(plain).items():
+        if tensor.dim() == 2 and ".layers." in name and "mlp.gate." not in name and LEFT_OUT not in name:
+            parts, _ = PACKERS[kind](tensor)
+            stored |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
+        else:
+            stored[name] = tensor
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, folder / "model.safetensors")
+    return config
+
+
+def published_names(model: Any) -> dict[str, torch.Tensor]:
+    ours = {
+        "qkv.q": "self_attn.q_proj", "qkv.k": "self_attn.k_proj", "qkv.v": "self_attn.v_proj",
+        "out": "self_attn.o_proj", "gate_up.gate": "mlp.gate_proj", "gate_up.up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm", "experts.router": "mlp.gate",
+    }  # fmt: skip
+    named = {}
+    for name, tensor in model.params.targets.items():
+        _, *levels, kind = name.split(".")
+        if levels[0] != "layers":
+            named[f"model.{ {'embed': 'embed_tokens'}.get(levels[0], levels[0]) }.{kind}"] = tensor
+            continue
+        inner = ".".join(levels[2:])
+        if inner not in ours:  # experts.3.gate
+            _, expert, part = inner.split(".")
+            ours[inner] = f"mlp.experts.{expert}.{part}_proj"
+        named[f"model.layers.{levels[1]}.{ours[inner]}.{kind}"] = tensor
+    return named
+
+
+def load(folder: Path, config: dict[str, Any], **options: Any) -> Any:
+    return load_model(folder, model_config(config), dtype=torch.float32, device=CPU, progress=False, **options)
+
+
+@pytest.mark.parametrize("kind", PACKERS)
+def test_a_model_keeps_what_is_stored_in_float8_and_computes_the_same(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_checkpoint(tmp_path, kind)
+    expected = load(tmp_path, config)  # a CPU dequantises
+    monkeypatch.setattr(saccade.models, "multiplies_fp8", lambda device: True)
+    found = load(tmp_path, config)
+    layers = found.decoder.layers
+    assert layers[0].mlp.gate_up.weight.dtype == layers[1].attention.qkv.weight.dtype == FP8
+    assert layers[1].mlp.gate_up.dtype == layers[1].mlp.down.dtype == FP8
+    assert layers[1].attention.out.weight.dtype == torch.float32  # the file leaves it out
+    assert not any(linear.scales is not None for linear in expected.params.linears)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    for ours, theirs in zip(layers, expected.decoder.layers, strict=True):
+        assert torch.allclose(ours.attention.qkv(x), theirs.attention.qkv(x), atol=1e-5)
+        assert torch.allclose(ours.mlp(x), theirs.mlp(x), atol=1e-5)
+
+
+def test_stacked_experts_are_read_with_their_scales_as_they_are_turned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[experts, in, out], as some checkpoints have them."""
+    config = write_checkpoint(tmp_path, "blocks")
+    expected = load(tmp_path, config)
+    stored = load_file(tmp_path / "model.safetensors")
+    prefix = "model.layers.1.mlp.experts."
+    for part in ("weight", "weight_scale_inv"):
+        gates, ups, downs = (
+            torch.stack([stored.pop(f"{prefix}{expert}.{name}_proj.{part}") for expert in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        ending = "" if part == "weight" else "_scale_inv"
+        stored[f"{prefix}gate_up_proj{ending}"] = torch.cat((gates, ups), dim=1).mT.contiguous()
+        stored[f"{prefix}down_proj{ending}"] = downs.mT.contiguous()
+    save_file(stored, tmp_path / "model.safetensors")
+    monkeypatch.setattr(saccade.models, "multiplies_fp8", lambda device: True)
+    experts = load(tmp_path, config).decoder.layers[1].mlp
+    assert experts.gate_up.dtype == FP8
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(experts(x), expected.decoder.layers[1].mlp(x), atol=1e-5)
+
+
+def test_a_checkpoint_is_quantised_while_it_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("saccade.models.fp8_weights.multiplies_fp8", lambda device: True)
+    plain = load_model(None, model_config(TEXT), dtype=torch.float32, device=CPU, load_format="dummy", seed=4)
+    save_file({n: t.contiguous().clone() for n, t in published_names(plain).items()}, tmp_path / "model.safetensors")
+    model = load(tmp_path, TEXT, quantize="fp8")
+    linears = [linear for linear in model.params.linears if isinstance(linear, Linear)]
+    assert all(linear.weight.dtype == FP8 for linear in linears)
+    for ours, theirs in zip(linears, plain.params.linears, strict=True):  # type: ignore[attr-defined]
+        assert ours.scales is not None
+        difference = dequantized(ours.weight, ours.scales, torch.float32) - theirs.weight
+        assert difference.norm() / theirs.weight.norm() < 0.04
+    assert model.decoder.table.dtype == torch.float32
+
+
+def test_quantising_needs_a_gpu_that_multiplies_float8() -> None:
+    with pytest.raises(ConfigError, match=r"fp8 needs a GPU of compute capability 8\.9 or more, not cpu"):
+        check_online("fp8", None, CPU)
+    with pytest.raises(ConfigError, match="--quantization int3 is not known"):
+        check_online("int3", None, CPU)
+    awq = quantization_of({"quantization_config": {"quant_method": "awq", "bits": 4}}, Path())
+    with pytest.raises(ConfigError, match="for checkpoints that are not quantised; this one is AWQ in 4 bits"):
+        check_online("fp8", awq, CPU)
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_quantising_twice_gives_the_same(in_blocks: bool) -> None:
+    weight = torch.randn(3, 256, 128, generator=torch.Generator().manual_seed(1))
+    values, scales = quantized(weight, in_blocks)
+    again, same = quantized(dequantized(values, scales, torch.float32), in_blocks)
+    assert torch.equal(again.float(), values.float()) and torch.allclose(same, scales)
+    zeros, _ = quantized(torch.zeros(128, 128), in_blocks)
+    assert not zeros.float().any()
+
+
+def test_scales_of_every_published_shape_fit() -> None:
+    assert scales_for(torch.tensor(2.0), (4, 1)).tolist() == [[2.0]] * 4
+    assert scales_for(torch.arange(4), (4, 1)).tolist() == [[0.0], [1.0], [2.0], [3.0]]
+    assert scales_for(torch.ones(4, 1), (2, 4, 1)).shape == (2, 4, 1)  # cut by columns: parts have the same rows
+    assert scales_for(torch.arange(8).view(2, 4), (2, 2, 2))[1].tolist() == [[2.0, 3.0], [6.0, 7.0]]
+    with pytest.raises(ValueError, match=r"shape \[3, 5\]; \[4, 1\] was expected"):
+        scales_for(torch.ones(3, 5), (4, 1))
+    assert is_in_blocks([2, 3], [256, 384]) and not is_in_blocks([256, 1], [256, 384])
+    assert is_by_row([], [256, 384]) and is_by_row([256], [256, 384]) and is_by_row([256, 1], [256, 384])
+    assert not is_by_row([2, 3], [256, 384])
+
+
+def test_what_a_config_says_decides_random_weights() -> None:
+    for config, is_fp8, has_blocks in (
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, True, True),
+        ({"quant_method": "fbgemm_fp8"}, True, False),
+        ({"quant_method": "awq", "bits": 4}, False, False),
+    ):
+        found = quantization_of({"quantization_config": config}, Path("."))
+        assert found is not None and (found.is_fp8, found.has_blocks) == (is_fp8, has_blocks)
