@@ -145,36 +145,48 @@ class GrammarWriter:
             rest = self.rule(f"{goes_on} {rest}" if member.is_required else f"({goes_on})? {rest}")
         return first
 
-    def value(self, schema: Any, root: Mapping[str, Any], end: str) -> str:
+    def value(self, schema: Any, root: Mapping[str, Any], end: str, *, lines: bool = False) -> str:
         """An argument as `ArgumentWriter.copy_text` reads it: a string as it is, other types as JSON."""
         types = types_of(schema, root)
         if "string" not in types:
-            return f"{self.json(schema, root)} {self.literal(end)}"
-        return self.string(resolved(schema, root), root, end, or_null="null" in types)
+            return f"{self.json(schema, root)} {self._end(end, lines)}"
+        return self.string(resolved(schema, root), root, end, or_null="null" in types, lines=lines)
 
-    def string(self, schema: Mapping[str, Any], root: Mapping[str, Any], end: str, *, or_null: bool) -> str:
-        """Plain text and what ends it."""
+    def _end(self, end: str, lines: bool) -> str:
+        return self.literal(f"\n{end}" if lines else end)
+
+    def string(
+        self,
+        schema: Mapping[str, Any],
+        root: Mapping[str, Any],
+        end: str,
+        *,
+        or_null: bool,
+        lines: bool = False,
+    ) -> str:
+        """Plain text and what ends it, the first time it comes. `lines`: after a line break."""
         for name in _CHOICES:
             if name in schema and not set(schema) - NOTES - {name}:
-                return self.string(_first_string(schema[name], root), root, end, or_null=or_null)
+                first = _first_string(schema[name], root)
+                return self.string(first, root, end, or_null=or_null, lines=lines)
         if "enum" in schema or "const" in schema:
             choices = schema["enum"] if "enum" in schema else [schema["const"]]
             texts = ["null" if choice is None and or_null else choice for choice in choices]
             if not all(isinstance(text, str) and text and end not in text for text in texts):
                 raise Inexpressible
-            return f"{self.terminal(' | '.join(map(quoted_text, texts)))} {self.literal(end)}"
+            return f"{self.terminal(' | '.join(map(quoted_text, texts)))} {self._end(end, lines)}"
         if set(schema) - _STRING:
             raise Inexpressible
         low = schema.get("minLength", 0)
         high = schema.get("maxLength")
         if not isinstance(low, int) or not isinstance(high, int | None):
             raise Inexpressible
-        return self._text_until(end, low, high)
+        return self._text_until(end, low, high, lines)
 
-    def _text_until(self, end: str, low: int, high: int | None) -> str:
+    def _text_until(self, end: str, low: int, high: int | None, lines: bool) -> str:
         """Text of `low` to `high` letters. What would end it must not come too early."""
         more = "*" if high is None else f"{{0,{max(0, high - low)}}}"
-        letters = (rf"[^<\n]{{{low}}}" if low else "") + rf"(.|\n){more}"
+        letters = (rf"[^<\n]{{{low}}}" if low else "") + rf"(.|\n){more}" + (r"\n?" if lines else "")
         head, *rest = self._split(end)
         if head in self._ids:  # no text contains it
             return f"/{letters}/ {self.literal(end)}"

@@ -56,10 +56,12 @@ def write_qwen3_coder(writer: GrammarWriter, functions: Sequence[Function], many
 
 
 def _written(writer: GrammarWriter, function: Function) -> str:
+    next_line = writer.literal("\n")
+
     def parameter(member: Member) -> str:
-        value = writer.value(member.schema, function.parameters, f"\n{_PARAMETER_END}\n")
+        value = writer.value(member.schema, function.parameters, _PARAMETER_END, lines=True)
         begin = writer.literal(f"{_PARAMETER}{member.key}>\n")
-        return f"{begin} {value}"
+        return f"{begin} {value} {next_line}"
 
     begin = writer.literal(f"{OPEN}\n{FUNCTION}{function.name}>\n")
     parameters = writer.in_turn(members_of(function.parameters), parameter)

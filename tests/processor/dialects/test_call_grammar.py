@@ -281,6 +281,17 @@ def test_a_choice_that_refers_to_itself_is_one_of_its_texts() -> None:
     assert follows(grammar, coder(("f", {"x": "C"}))) and not follows(grammar, coder(("f", {"x": "K"})))
 
 
+def test_a_text_ends_where_it_is_read_to_end() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = formats("qwen3_coder").call_grammar(tools)
+    for text in ("", "x\n", "</para\n", "\n\nx", "123456789"):
+        call = coder(("f", {"a": text}))
+        assert follows(grammar, call) and read("qwen3_coder", call, tools).calls == [("f", {"a": text})]
+    for text in ("</parameter>y", "0123456789"):
+        assert not follows(grammar, coder(("f", {"a": text}))), text
+
+
 def test_a_boolean_is_held_to_its_only_value() -> None:
     properties = {"a": {"type": "boolean", "const": True}, "b": {"type": "boolean"}}
     tools = [
