@@ -225,8 +225,12 @@ def _latent_params(text: TextConfig, mla: MLAConfig) -> int:
 def decoder_params(text: TextConfig) -> int:
     """All decoder layers plus the embedding table and, unless it is tied, the output projection."""
     tables = 1 if text.tie_word_embeddings else 2
-    layers = _all_mixer_params(text) + _all_mlp_params(text, text.experts.total_width if text.experts else 0)
-    return layers + tables * text.vocab_size * text.hidden_size
+    return layer_params(text) + tables * text.vocab_size * text.hidden_size
+
+
+def layer_params(text: TextConfig) -> int:
+    """All decoder layers, with all experts."""
+    return _all_mixer_params(text) + _all_mlp_params(text, text.experts.total_width if text.experts else 0)
 
 
 def active_layer_params(text: TextConfig) -> int:

@@ -9,6 +9,7 @@ from saccade.cli.bench_arguments import count, positive, size
 
 OPTIONS = (  # of the engine, as `saccade serve` takes them
     "dtype",
+    "quantization",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",

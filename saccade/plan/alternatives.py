@@ -10,7 +10,6 @@ from saccade.errors import ConfigError
 from saccade.plan.planner import Deployment, Plan, make_plan, restore_seconds
 from saccade.plan.workload import is_fixed_size, max_resized_pixels
 
-NOT_SERVED = "not yet served by this version"
 _CACHE_TIMES = 4  # the encoder cache
 _DISK_GB_S = 0.8  # 4.8 MB in 5.9 ms (docs/experiments/040)
 _STORE_GB_S = 2.5  # a Valkey server over 25 Gb/s, most of it
@@ -44,8 +43,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Deployment | None, str]]:
     if plan.cost.num_images:
         yield _half_pixels(plan)
     if not given.hardware.is_cpu:
-        speed = "" if given.hardware.has_fp8 else "; saves memory only, this GPU has no FP8 GEMMs"
-        yield "FP8 weights", replace(given, weight_bytes=1.0), NOT_SERVED + speed
+        if not given.fp8_weights:
+            options = replace(given.options, quantization="fp8")
+            yield "--quantization fp8", replace(given, options=options), "check accuracy with saccade eval"
         if given.kv_dtype != costs.FP8:
             options = replace(given.options, kv_cache_dtype="fp8")
             yield "--kv-cache-dtype fp8", replace(given, options=options), "check accuracy with saccade eval"

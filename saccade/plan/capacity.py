@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from saccade import costs
 from saccade.errors import ConfigError
@@ -74,14 +74,6 @@ def plan_capacity(
     )
 
 
-def _saved_bytes(checkpoint: Checkpoint, dtype: str, precision: Precision) -> int:
-    """What a smaller precision of the decoder's layers leaves to the KV cache."""
-    text = checkpoint.config.text
-    tables = (1 if text.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size
-    layers = costs.decoder_params(text) - tables
-    return int(layers * (costs.dtype_bytes(dtype) - precision.layer_bytes))
-
-
 def _fitting(
     checkpoint: Checkpoint,
     options: Options,
@@ -92,18 +84,24 @@ def _fitting(
 ) -> tuple[int, MemoryParts, SchedulerConfig]:
     """The fewest GPUs that hold a copy of the model and at least one request."""
     largest = largest_image(checkpoint, options)
-    saved = _saved_bytes(checkpoint, dtype, precision)
     problem = None
     for gpus in range(1, 2 if hardware.is_cpu else _MAX_GPUS + 1):
-        free = hardware.free_bytes(options.gpu_memory_utilization) * gpus + saved
-        machine = Machine(hardware.device, dtype, free, free, is_known(checkpoint.config))
+        free = hardware.free_bytes(options.gpu_memory_utilization) * gpus
+        machine = Machine(
+            hardware.device,
+            dtype,
+            free,
+            host_free_bytes=free,
+            is_native=is_known(checkpoint.config),
+            fp8_weights=precision.fp8_weights,
+        )
         try:
             sizes = size_memory(options, checkpoint.config, largest, machine)
         except ConfigError as error:
             problem = problem or error
             continue
         if cost.max_tokens <= sizes.scheduler.max_model_len:
-            return gpus, replace(sizes.parts, weights=sizes.parts.weights - saved), sizes.scheduler
+            return gpus, sizes.parts, sizes.scheduler
         longest = min(options.max_model_len or cost.max_tokens, checkpoint.config.text.max_context)
         if cost.max_tokens > longest:
             raise ConfigError(

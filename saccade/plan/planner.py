@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from saccade import costs
+from saccade.checkpoint.quantization import Quantization, quantization_of
 from saccade.errors import ConfigError
 from saccade.options import Options
 from saccade.plan.calibration import Calibration
@@ -15,6 +16,7 @@ from saccade.plan.throughput import MAX_LOAD, Demand, Level, Load, load_at, sust
 from saccade.plan.timing import Precision, Timing
 from saccade.plan.workload import RequestCost, Workload, request_cost
 from saccade.processor.checkpoint_files import Checkpoint
+from saccade.processor.families import is_known
 
 _DECODE_THREADS = 8  # of the host, where no option says how many
 
@@ -29,7 +31,6 @@ class Deployment:
     workload: Workload
     options: Options
     kv_gb: float | None = None  # 10^9 bytes for KV on paper; None: what an engine leaves
-    weight_bytes: float | None = None  # of a value of the decoder's layers; None: the dtype's
     encoders_apart: bool = False
     store_gb_s: float = 0.0  # of a store for embeddings that memory does not hold; 0: there is none
 
@@ -50,11 +51,23 @@ class Deployment:
         return costs.kv_dtype(self.options.kv_cache_dtype, self.dtype)
 
     @property
+    def stored(self) -> Quantization | None:
+        """How the checkpoint is quantised."""
+        return quantization_of(self.checkpoint.config.raw, self.checkpoint.path)
+
+    @property
+    def fp8_weights(self) -> bool:
+        """Where a GPU multiplies no FP8, an engine dequantises a checkpoint as it loads."""
+        is_stored = self.stored is not None and self.stored.is_fp8
+        return self.hardware.has_fp8 and (is_stored or self.options.quantization == "fp8")
+
+    @property
     def precision(self) -> Precision:
         size = costs.dtype_bytes(self.dtype)
-        is_fp8 = self.weight_bytes is not None and self.hardware.has_fp8
         kv_size = 1 if self.kv_dtype == costs.FP8 else size
-        return Precision(self.weight_bytes or size, kv_size, 2.0 if is_fp8 else 1.0)
+        text = self.checkpoint.config.text
+        saved = costs.fp8_params(text) * (size - 1) if self.fp8_weights else 0
+        return Precision(size - saved / costs.layer_params(text), kv_size, self.fp8_weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +115,7 @@ class Plan:
 
 
 def make_plan(given: Deployment) -> Plan:
-    if given.kv_dtype == costs.FP8 and not (given.hardware.has_fp8 or given.hardware.is_cpu):
-        asked = f"kv_cache_dtype={given.options.kv_cache_dtype}"
-        raise ConfigError(f"{asked} needs a GPU that converts FP8, which {given.hardware.name} does not")
+    _check_fp8(given)
     cost = request_cost(given.checkpoint, given.options, given.workload)
     capacity = plan_capacity(
         given.checkpoint, given.options, given.hardware, cost, given.dtype, given.precision, given.kv_gb
@@ -143,6 +154,25 @@ def make_plan(given: Deployment) -> Plan:
         copies=copies,
         encode_apart=apart,
     )
+
+
+def _check_fp8(given: Deployment) -> None:
+    """What an engine refuses."""
+    hardware = given.hardware
+    if given.kv_dtype == costs.FP8 and not (hardware.has_fp8 or hardware.is_cpu):
+        asked = f"kv_cache_dtype={given.options.kv_cache_dtype}"
+        raise ConfigError(f"{asked} needs a GPU that converts FP8, which {hardware.name} does not")
+    if given.options.quantization is None:
+        return
+    asked = f"quantization={given.options.quantization}"
+    if not hardware.has_fp8:
+        raise ConfigError(f"{asked} needs a GPU that multiplies FP8, which {hardware.name} does not")
+    if given.stored is not None and not given.stored.is_fp8:
+        found = f"this one is {given.stored.summary}"
+        raise ConfigError(f"{asked} is for checkpoints that are not quantised; {found}")
+    if not is_known(given.checkpoint.config):
+        model_type = given.checkpoint.config.model_type
+        raise ConfigError(f"{asked} cannot be used: {model_type!r} runs through Transformers' code")
 
 
 def first_token(given: Deployment, timing: Timing, cost: RequestCost) -> FirstToken:

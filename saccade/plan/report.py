@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from saccade import costs
-from saccade.plan.alternatives import NOT_SERVED, Alternative
+from saccade.plan.alternatives import Alternative
 from saccade.plan.hardware import PRESETS
 from saccade.plan.model_cards import card_names
 from saccade.plan.planner import Plan
@@ -31,6 +31,8 @@ def table(plan: Plan, others: Sequence[Alternative]) -> str:
     given = plan.deployment
     copies = "one" if plan.capacity.gpus == 1 else str(plan.capacity.gpus)
     head = f"{given.checkpoint.path} on {copies} {given.hardware.name}, {given.dtype}"
+    if given.fp8_weights:
+        head += ", FP8 weights"
     if given.kv_dtype == costs.FP8:
         head += ", FP8 KV cache"
     rows = [f"{title:<{_TITLE}}{words}" for title, words in _rows(plan)]
@@ -115,7 +117,8 @@ def notes(plan: Plan) -> list[str]:
     given = plan.deployment
     found = [f"times: {given.calibration.source}"]
     if plan.capacity.gpus > 1:
-        found.append(f"one model over several GPUs is {NOT_SERVED}; times are those of ideal scaling")
+        served = "not yet served by this version"
+        found.append(f"one model over several GPUs is {served}; times are those of ideal scaling")
     if given.kv_gb is not None:
         block_bytes = given.options.block_size * plan.capacity.kv_bytes_per_token
         fit = int(plan.capacity.kv_bytes // (plan.capacity.kv_blocks_per_request * block_bytes))
@@ -139,6 +142,7 @@ def as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
         "model": str(plan.deployment.checkpoint.path),
         "gpu": asdict(plan.deployment.hardware),
         "dtype": plan.deployment.dtype,
+        "fp8_weights": plan.deployment.fp8_weights,
         "kv_cache_dtype": plan.deployment.kv_dtype,
         "images": [_image(plan, index) for index in range(len(plan.cost.images))],
         "image_tokens": _whole(plan.cost.image_tokens),

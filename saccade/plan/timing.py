@@ -19,13 +19,26 @@ from saccade.plan.hardware import Hardware
 from saccade.types import Geometry
 from saccade.vision_graph_sizes import square
 
+_FP8_SPEED = 1.45  # of GEMMs, times that of bfloat16: 1,600 rows (docs/experiments/048)
+_FP8_BANDWIDTH = 0.75  # the same of weights that are read: 1 and 32 rows
+
 
 class Precision(NamedTuple):
     """Bytes of a value; FP8 is 1."""
 
     layer_bytes: float  # weights of the decoder's layers
     kv_bytes: float
-    speed: float = 1.0  # of GEMMs, times that of the dtype
+    fp8_weights: bool = False
+
+    @property
+    def speed(self) -> float:
+        """Of GEMMs, times that of the dtype."""
+        return _FP8_SPEED if self.fp8_weights else 1.0
+
+    @property
+    def read_bytes(self) -> float:
+        """For a weight of the decoder's layers, in bytes at the bandwidth of the dtype."""
+        return self.layer_bytes / _FP8_BANDWIDTH if self.fp8_weights else self.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +117,9 @@ class Timing:
         experts = costs.read_expert_params(text, math.ceil(tokens))
         used = costs.active_layer_params(text) - costs.dense_params(text)
         dense = costs.dense_params(text) * self._layers
-        read = (dense * self.precision.layer_bytes + head * costs.dtype_bytes(self.dtype)) / self._bandwidth
+        read = (dense * self.precision.read_bytes + head * costs.dtype_bytes(self.dtype)) / self._bandwidth
         compute = (2 * tokens * dense + attention_flops) / self._flops
-        routed = experts * self.precision.layer_bytes / self._bandwidth + 2 * tokens * used / self._flops
+        routed = experts * self.precision.read_bytes / self._bandwidth + 2 * tokens * used / self._flops
         return math.hypot(read, compute) + routed + self._launches(text)
 
     def _launches(self, text: TextConfig) -> float:

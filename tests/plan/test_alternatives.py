@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.plan.alternatives import NOT_SERVED, Alternative, alternatives
+from saccade.plan.alternatives import Alternative, alternatives
 from tests.helpers.plans import planned
 
 
@@ -24,10 +24,13 @@ def test_pixels_have_no_effect_where_every_image_costs_the_same() -> None:
     assert row.plan is None and "every image costs the same" in row.note
 
 
-def test_what_the_engine_cannot_do_yet_is_said() -> None:
-    row = named(alternatives(planned()), "FP8 weights")
-    assert row.note.startswith(NOT_SERVED)
-    assert row.gain and row.gain > 1
+def test_fp8_weights_are_compared_where_the_gpu_multiplies_them() -> None:
+    row = named(alternatives(planned()), "--quantization fp8")
+    assert row.gain and row.gain > 1.1
+    old = named(alternatives(planned("qwen2-vl-2b", "a100-80")), "--quantization fp8")
+    assert old.plan is None and "needs a GPU that multiplies FP8, which A100 80GB does not" in old.note
+    rows = alternatives(planned(options={"quantization": "fp8"}))
+    assert not any(row.name == "--quantization fp8" for row in rows), "the plan has them"
 
 
 def test_an_fp8_kv_cache_is_compared_where_the_gpu_and_the_model_take_it() -> None:
@@ -62,7 +65,7 @@ def test_encoders_apart_count_the_gpus_they_need() -> None:
 
 def test_a_text_model_has_no_rows_about_images() -> None:
     names = [row.name for row in alternatives(planned("Qwen/Qwen3-8B", images=0))]
-    assert names == ["FP8 weights", "--kv-cache-dtype fp8"]
+    assert names == ["--quantization fp8", "--kv-cache-dtype fp8"]
 
 
 def test_an_encoder_of_a_model_over_several_gpus_is_on_one() -> None:

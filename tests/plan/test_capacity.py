@@ -12,8 +12,8 @@ from saccade.errors import ConfigError
 from saccade.options import MediaPolicy, Options
 from saccade.plan.hardware import PRESETS, find_hardware
 from saccade.plan.model_cards import card_names, read_card
-from saccade.plan.planner import make_plan
-from saccade.plan.report import as_json
+from saccade.plan.planner import Deployment, make_plan
+from saccade.plan.report import as_json, table
 from saccade.plan.workload import largest_image
 from saccade.processor.images import Images
 from saccade.runner.device_memory import plan_memory
@@ -62,9 +62,47 @@ def test_images_that_are_cross_attended_take_the_encoder_cache_and_one_kv_token(
     assert largest and plan.capacity.concurrent == plan.capacity.scheduler.encoder_cache_slots // largest.slots == 8
 
 
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+
+
+def quantised(given: Deployment, how: dict[str, object]) -> Deployment:
+    """The same with a quantization_config in config.json."""
+    config = given.checkpoint.config
+    raw = {**config.raw, "quantization_config": how}
+    return replace(given, checkpoint=replace(given.checkpoint, config=replace(config, raw=raw)))
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-VL-8B", "Qwen/Qwen3-VL-30B-A3B"])
+def test_fp8_weights_are_those_that_an_engine_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    given = deployment(name, images=0)
+    asked = make_plan(replace(given, options=Options(quantization="fp8")))
+    stored = make_plan(quantised(given, BLOCKS))
+    largest = largest_image(given.checkpoint, Options())
+    options = Options(device="cuda", quantization="fp8")
+    engine = plan_memory(options, given.checkpoint.config, largest, find_hardware("h200").free_bytes(0.9))
+    assert asked.capacity.parts == stored.capacity.parts == engine.parts
+    assert asked.capacity.scheduler == stored.capacity.scheduler == engine.scheduler
+    assert as_json(stored, [])["fp8_weights"] and not as_json(make_plan(given), [])["fp8_weights"]
+    assert table(stored, []).splitlines()[0].endswith("bfloat16, FP8 weights")
+
+
+def test_an_fp8_checkpoint_is_dequantised_where_a_gpu_multiplies_no_fp8() -> None:
+    given = deployment(gpu="a100-80")
+    assert make_plan(quantised(given, BLOCKS)).capacity == make_plan(given).capacity
+
+
+def test_what_an_engine_would_not_quantise_has_no_plan() -> None:
+    given = deployment(options={"quantization": "fp8"})
+    with pytest.raises(ConfigError, match="quantization=fp8 is for checkpoints that are not quantised; this one is"):
+        make_plan(quantised(given, AWQ))
+
+
 def test_fp8_weights_leave_their_bytes_to_the_kv_cache() -> None:
     given = deployment()
-    full, fp8 = make_plan(given), make_plan(replace(given, weight_bytes=1.0))
+    full, fp8 = make_plan(given), make_plan(replace(given, options=Options(quantization="fp8")))
     saved = full.capacity.parts.weights - fp8.capacity.parts.weights
     layers = costs.active_layer_params(given.checkpoint.config.text)
     assert saved == layers

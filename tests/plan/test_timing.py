@@ -89,6 +89,13 @@ def test_the_h200_calibration_predicts_what_was_measured(name: str, figure: str)
     assert is_near == ((name, figure) not in OUTSIDE), f"{ratio:.2f} times what was measured"
 
 
+def test_fp8_weights_take_what_was_measured() -> None:
+    """docs/experiments/048."""
+    made = replace(timing(read_card("Qwen/Qwen3-VL-8B")), precision=Precision(1, 2, fp8_weights=True))
+    found = (made.decode(1, 1000), made.decode(32, 1000), made.prefill(1600) + made.request)
+    assert [1e3 * seconds for seconds in found] == pytest.approx([3.03, 4.99, 29.3], rel=WITHIN)
+
+
 def test_large_batches_decode_as_measured() -> None:
     """README.md and docs/experiments/025: 128 requests at 1k context."""
     for name, ms in (("Qwen/Qwen2-VL-2B", 2.77), ("Qwen/Qwen2.5-VL-7B", 6.8), ("llava-hf/llava-1.5-7b", 24.1)):
