@@ -305,6 +305,11 @@ def fp8_params(text: TextConfig) -> int:
     return text.num_kv_layers * _attention_params(text) + all_mlps
 
 
+def fp8_input_bytes_per_token(text: TextConfig) -> int:
+    """The widest input of a GEMM in FP8, which is quantised as well."""
+    return max(text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim)
+
+
 def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:
     """Multiply-adds (x 2) to compute `new_tokens` after `context` tokens, logits of the last one included."""
     matrices = 2 * new_tokens * active_layer_params(text)

@@ -160,6 +160,8 @@ def _beside_kv(
     per_slot = costs.embedding_bytes_per_slot(model.text, dtype)
     per_token = costs.fused_prompt_bytes_per_token if machine.is_native else costs.prompt_bytes_per_token
     token_bytes = per_token(model.text, dtype)
+    if machine.fp8_weights:
+        token_bytes += costs.fp8_input_bytes_per_token(model.text)
     graphs = _graph_bytes(options, model, dtype, token_bytes)
     return MemoryParts(
         weights=weights,

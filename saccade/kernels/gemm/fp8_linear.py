@@ -9,9 +9,11 @@ The caller asks `has_fp8_gemm` first: not every device has one.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.kernels.launch.device import gpu_of
+from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
 from saccade.kernels.ops.quantize_rows import quantize_rows
 from saccade.kernels.ops.scaled_weight import BLOCK, block_of
 
@@ -22,7 +24,14 @@ _BLOCK_GPUS = ((9, 0),)  # whose cuBLAS takes scales of blocks as float32
 def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """x [M, K], weight float8 [N, K] -> x @ (weight * scales).T + bias: [M, N]."""
     in_blocks = block_of(weight, scales) > 0
-    assert has_fp8_gemm(x, in_blocks=in_blocks), (x.device, x.dtype, scales.shape)
+    assert has_fp8_gemm(x, in_blocks=in_blocks), (x.device, x.dtype, x.shape, scales.shape)
+    found = _multiply(x, weight, scales, out, in_blocks)
+    found = found if bias is None else found.add_(bias)
+    return found if out is None or found.data_ptr() == out.data_ptr() else out.copy_(found)
+
+
+def _multiply(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor | None, in_blocks: bool) -> Tensor:
+    """In `out`, if cuBLAS can write there."""
     values, of_values = quantize_rows(x, BLOCK if in_blocks else x.shape[1])
     rows = len(x)
     if out is None or len(values) > rows:  # padded
@@ -30,11 +39,26 @@ def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, o
     else:
         made = out
     torch._scaled_mm(values, weight.T, of_values.T, scales.T, out_dtype=x.dtype, use_fast_accum=not in_blocks, out=made)
-    found = made[:rows] if bias is None else made[:rows].add_(bias)
-    return found if out is None or made is out else out.copy_(found)
+    return made[:rows]
 
 
 def has_fp8_gemm(x: Tensor, *, in_blocks: bool) -> bool:
-    """Whether its device has one whose result is of its dtype."""
-    capability = gpu_of(x.device).capability
-    return x.dtype == torch.bfloat16 and capability in (_BLOCK_GPUS if in_blocks else _FP8_GPUS)
+    """Whether its device has one for its dtype and width. cuBLAS reads scales of blocks four at a time."""
+    is_whole = not in_blocks or x.shape[-1] % (4 * BLOCK) == 0
+    return x.dtype == torch.bfloat16 and is_whole and fp8_gemm(x.device, in_blocks)
+
+
+def _supports(device: torch.device, in_blocks: bool) -> bool:
+    return gpu_of(device).capability in (_BLOCK_GPUS if in_blocks else _FP8_GPUS)
+
+
+def _self_test(device: torch.device, in_blocks: bool) -> None:
+    x = torch.randn(12, 4 * BLOCK, device=device, dtype=torch.bfloat16)
+    weight = (torch.randn(2 * BLOCK, 4 * BLOCK, device=device) * 16).to(torch.float8_e4m3fn)
+    scales = torch.full((2, 4) if in_blocks else (2 * BLOCK, 1), 1 / 362, device=device)  # sums near 1
+    expected = F.linear(x.float(), weight.float() / 362)
+    assert_agree(_multiply(x, weight, scales, None, in_blocks).float(), expected, 0.25)
+
+
+fp8_gemm = KernelChoice("the FP8 GEMM of many rows", _supports, _self_test, "weights are dequantised for it")
+"""(device, whether scales are for blocks). Decided before a CUDA graph is captured."""

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.kernels.gemm.fp8_linear import has_fp8_gemm
+from saccade.kernels.gemm.fp8_linear import fp8_gemm, has_fp8_gemm
 from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.gemm.skinny import (
     MAX_ELEMENTS,
@@ -94,6 +94,8 @@ def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_part
     """`in_parts`: attention accepts queries, keys and values as split-K partials."""
     wide = list(_wide_linears(decoder))
     is_scaled = any(_scales(linear) is not None for linear in wide)
+    if is_scaled:
+        _decide_fp8_gemms(decoder.table.device)
     largest = 0 if is_scaled and rows <= MAX_SCALED_ROWS else max(linear.weight.numel() for linear in wide)
     if _splits_k(rows, largest, decoder.table.device):
         return _SplitKGemms(workspace, in_parts)
@@ -181,6 +183,11 @@ def _reads_fp8(rows: Tensor, linear: Linear) -> bool:
     """Whether a kernel multiplies so many rows with its weight in float8."""
     in_blocks = block_of(linear.weight, linear.scales) > 0
     return len(rows) <= MAX_SCALED_ROWS or has_fp8_gemm(rows, in_blocks=in_blocks)
+
+
+def _decide_fp8_gemms(device: torch.device) -> None:
+    for in_blocks in (False, True):
+        fp8_gemm(device, in_blocks)
 
 
 def _is_large(rows: Tensor, linear: Linear) -> bool:
