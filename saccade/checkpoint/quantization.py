@@ -48,7 +48,9 @@ class Quantization:
 
     @property
     def is_fp8(self) -> bool:
-        """By the config; what a file holds is seen when it is read."""
+        """Whether weights can stay so, by the config; what a file holds is seen when it is read."""
+        if self.has_blocks and self.block != BLOCK:
+            return False
         return self.method in ("fp8", "fbgemm_fp8") or self.summary.startswith(_FP8_SUMMARIES)
 
 

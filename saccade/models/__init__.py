@@ -84,6 +84,8 @@ def load_model(
     else:
         parts = (params.wholes, params.scales)
         load_weights(tensors, params.targets, _rules(model, config), *parts, progress=progress)
+    if isinstance(tensors, DequantizedTensors):
+        logger.info("%s", tensors.summary())
     loaded: VisionLanguageModel = model
     return loaded
 
@@ -131,10 +133,7 @@ def _fp8_weights(
         return None
     if isinstance(tensors, DequantizedTensors):
         probe = build(left_out="decoder")
-        found = fp8_targets(tensors.fp8_weights(), _rules(probe, config), probe.params.wholes)
-        if found is not None:
-            logger.info("%d weights stay in FP8 on the device", len(found.names or ()))
-        return found
+        return fp8_targets(tensors.fp8_weights(), _rules(probe, config), probe.params.wholes)
     return Fp8Weights(quantization.has_blocks) if quantization and quantization.is_fp8 else None
 
 

@@ -25,7 +25,8 @@ def test_a_config_that_is_no_object_is_refused() -> None:
 
 def test_blocks_bits_and_zero_points_are_read() -> None:
     found = read({"quant_method": "fp8", "weight_block_size": [128, 64]}, nested=True)
-    assert found == Quantization("fp8", "FP8 in blocks of 128x64", (128, 64))
+    assert found == Quantization("fp8", "FP8 in blocks of 128x64", (128, 64), has_blocks=True)
+    assert not found.is_fp8  # it is dequantised
     found = read({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": GROUP}})
     assert found is not None and found.block == (64, 32)
     for version, offset in ((None, 1), ("gptq", 1), ("gptq_v2", 0)):

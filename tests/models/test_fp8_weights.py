@@ -76,12 +76,15 @@ def load(folder: Path, config: dict[str, Any], **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", PACKERS)
 def test_a_model_keeps_what_is_stored_in_float8_and_computes_the_same(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="saccade")
     config = write_checkpoint(tmp_path, kind)
     expected = load(tmp_path, config)  # a CPU dequantises
+    assert "22 weights are stored as FP8: 22 are dequantised as they load" in caplog.text
     monkeypatch.setattr(saccade.models, "multiplies_fp8", lambda device: True)
     found = load(tmp_path, config)
+    assert "22 weights are stored as FP8: 22 stay in FP8, 0 are dequantised" in caplog.text
     layers = found.decoder.layers
     assert layers[0].mlp.gate_up.weight.dtype == layers[1].attention.qkv.weight.dtype == FP8
     assert layers[1].mlp.gate_up.dtype == layers[1].mlp.down.dtype == FP8

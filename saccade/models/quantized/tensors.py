@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,7 +42,6 @@ _FP8_SCALES = (".weight_scale_inv", ".weight_scale", *_STACKED)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 Parts = Mapping[str, Tensor]
-logger = logging.getLogger(__name__)
 
 
 class DequantizedTensors:
@@ -63,8 +61,14 @@ class DequantizedTensors:
             if part in ("", *_NUMBERS):
                 self.file_of[weight] = file
         self._check_whole()
+        self._kept = 0  # weights that were read in float8
+
+    def summary(self) -> str:
+        """What became of the weights that have been read."""
         count = sum(len(parts) > 1 for parts in self._parts.values())
-        logger.info("%d weights are stored as %s", count, quantization.summary)
+        rest = f"{count - self._kept} are dequantised as they load"
+        fate = f"{self._kept} stay in FP8, {rest}" if self._kept else rest
+        return f"{count} weights are stored as {self._quantization.summary}: {fate}"
 
     def _weight_of(self, name: str) -> tuple[str, str]:
         """The usual name of a weight, and which part of it this is."""
@@ -106,6 +110,7 @@ class DequantizedTensors:
         parts = self._parts[name]
         if not any(part in parts for part in _FP8_SCALES):
             return quantized(self._files.read(name).to(self._device), in_blocks)
+        self._kept += 1
         stored = {part: self._files.read(full).to(self._device) for part, full in parts.items()}
         return _first(stored, ".weight", ""), _first(stored, *_FP8_SCALES)
 
