@@ -47,8 +47,13 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
 
 
 def parameters_of_call(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments are an object, also where the schema does not say so. Without a schema there are none."""
+    """Arguments are an object, also where the schema does not say so. Without a schema there are none.
+
+    Names that a schema does not list are left out, unless it says what they are.
+    """
     parameters: Mapping[str, Any] = tool["function"].get("parameters") or {"additionalProperties": False}
+    if parameters.get("properties") and not set(parameters) - _OBJECT:
+        parameters = {"additionalProperties": False, **parameters}
     return parameters if "type" in parameters or "$ref" in parameters else {"type": "object", **parameters}
 
 

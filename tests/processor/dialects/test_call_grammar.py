@@ -29,7 +29,6 @@ LOOK = {
         "on": {"type": "boolean"},
     },
     "required": ["city", "days"],
-    "additionalProperties": False,
     "$defs": {"Unit": {"enum": ["C", "F"]}},
 }
 TOOLS = [
