@@ -49,7 +49,9 @@ def check_online(how: str, stored: Quantization | None, device: torch.device) ->
         raise ConfigError(
             f"--quantization {how} is not known; fp8 is, and quantised checkpoints need no option"
         )
-    if stored is not None and not stored.is_fp8:
+    if stored is not None and stored.is_fp8:
+        return  # nothing is left to do
+    if stored is not None:
         found = f"this one is {stored.summary}"
         raise ConfigError(f"--quantization {how} is for checkpoints that are not quantised; {found}")
     if not multiplies_fp8(device):

@@ -82,6 +82,8 @@ def test_a_model_keeps_what_is_stored_in_float8_and_computes_the_same(
     config = write_checkpoint(tmp_path, kind)
     expected = load(tmp_path, config)  # a CPU dequantises
     assert "22 weights are stored as FP8: 22 are dequantised as they load" in caplog.text
+    asked = load(tmp_path, config, quantize="fp8")  # which it is, so nothing changes
+    assert asked.decoder.layers[0].mlp.gate_up.weight.dtype == torch.float32
     monkeypatch.setattr(saccade.models, "multiplies_fp8", lambda device: True)
     found = load(tmp_path, config)
     assert "22 weights are stored as FP8: 22 stay in FP8, 0 are dequantised" in caplog.text
