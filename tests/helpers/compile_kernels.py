@@ -240,8 +240,8 @@ def vit_variants() -> Iterator[Variant]:
 
 def skinny_variants() -> Iterator[Variant]:
     for gated in (False, True):
-        types = [BF16, BF16, NONE, NONE if gated else BF16, NONE if gated else BF16, BF16, BF16, "fp32", "i32:16"]
-        constants = [1536, 0, 4, 512, 4, gated, True, 8]
+        types = [BF16, BF16, NONE if gated else BF16, NONE if gated else BF16, BF16, BF16, "fp32", "i32:16"]
+        constants = [1536, 4, 512, 4, gated, True, 8]
         yield new_variant(f"vector.{gated}", "gemm.skinny:_vector_kernel", types, constants, **EARLY)
         work = [NONE, NONE, NONE] if gated else [F32, F32, I32]
         types = [BF16, BF16, NONE, NONE, NONE if gated else BF16, BF16, BF16, *work, "fp32", "i32", "i32:16", "i32:16"]
@@ -317,10 +317,10 @@ def moe_variants() -> Iterator[Variant]:
         wide = f"tensordesc<bf16[{rows}, 64]>" if tma else BF16
         name = f"{rows}{'.tma' if tma else ''}"
         warps = 4 if swapped else 8
-        types = [BF16, weight, I32, I32, BF16, "i32:16", "i32", "i32:16", "i32"]
-        yield of(f"moe_gate_up.{name}", "experts:_gate_up_kernel", types, [2048, rows, *tail], warps, 4)
-        types = [wide, weight, I32, I32, F32, BF16, "i32:16", "i32"]
-        constants = [768, rows, 8 if swapped and not tma else 0, *tail]
+        types = [BF16, weight, NONE, I32, I32, BF16, "i32:16", "i32", "i32:16", "i32"]
+        yield of(f"moe_gate_up.{name}", "experts:_gate_up_kernel", types, [2048, 0, rows, *tail], warps, 4)
+        types = [wide, weight, NONE, I32, I32, F32, BF16, "i32:16", "i32"]
+        constants = [768, 0, rows, 8 if swapped and not tma else 0, *tail]
         yield of(f"moe_down.{name}", "experts:_down_kernel", types, constants, warps, 4)
     types = [BF16, BF16, I32, BF16, "i32:16", "i32:16"]
     yield of("moe_vector_gate_up", "experts_gemv:_gate_up_kernel", types, [2048, 8, 8, 256, 1, True], 4, 1)

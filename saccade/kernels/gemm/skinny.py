@@ -40,7 +40,6 @@ from torch import Tensor
 from saccade.kernels.gemm.fp8_linear import fp8_linear
 from saccade.kernels.gemm.skinny_parts import (
     combine_splits,
-    load_columns,
     prefetch_weights,
     scale_and_gate,
     scale_rows,
@@ -50,6 +49,7 @@ from saccade.kernels.gemm.skinny_scaled import scaled_vector_kernel
 from saccade.kernels.launch.device import has_async_mma, precision_of, shared_memory
 from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
+from saccade.kernels.ops.load_columns import load_columns
 from saccade.kernels.ops.norm import silu_and_mul
 from saccade.kernels.ops.scaled_weight import BLOCK, block_of, convert_weights
 

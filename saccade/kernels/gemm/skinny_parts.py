@@ -20,18 +20,6 @@ def prefetch_weights(own: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, PREF
 
 
 @triton.jit
-def load_columns(
-    row: tl.tensor, inputs: tl.tensor, K: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr
-) -> tl.tensor:
-    """Columns `inputs` of rows; zero after K. Weights are read once, so they are evicted first."""
-    if MASKED:
-        found = tl.load(row + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
-    else:
-        found = tl.load(row + inputs, eviction_policy=POLICY)
-    return found
-
-
-@triton.jit
 def scale_rows(
     found: tl.tensor, up: tl.tensor, scales: tl.tensor, columns: tl.tensor, N: tl.tensor,
     BLOCK: tl.constexpr, GATED: tl.constexpr,

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from saccade.kernels.gemm.skinny_parts import scale_and_gate, scale_rows, store_outputs
 from saccade.kernels.launch.pdl import pdl_wait_then_release
-from saccade.kernels.ops.scaled_weight import load_groups
+from saccade.kernels.ops.load_columns import load_columns
 
 
 @triton.jit
@@ -32,19 +32,21 @@ def scaled_vector_kernel(
     squares = tl.zeros([1, GROUPS, 128], tl.float32)
     MASKED: tl.constexpr = K % INPUTS != 0
     for first in tl.range(0, K, INPUTS, num_stages=STAGES):
-        here = load_groups(x + first, inside, K - first, MASKED, "").to(tl.float32)  # [1, GROUPS, 128]
+        here = load_columns(x + first, inside, K - first, MASKED, "").to(tl.float32)  # [1, GROUPS, 128]
         if norm is not None:
             squares += here * here
-            here *= load_groups(norm + first, inside, K - first, MASKED, "").to(tl.float32)
+            here *= load_columns(norm + first, inside, K - first, MASKED, "").to(tl.float32)
         scaled = here
         if BLOCK > 0:
-            scaled = here * load_groups(blocks + first // 128, groups, (K - first) // 128, MASKED, "")
-        acc += load_groups(own + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * scaled
+            scaled = here * load_columns(blocks + first // 128, groups, (K - first) // 128, MASKED, "")
+        acc += load_columns(own + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * scaled
         if GATED:
             if BLOCK > 0:
                 of_up = blocks + N // BLOCK * (K // BLOCK) + first // 128
-                scaled = here * load_groups(of_up, groups, (K - first) // 128, MASKED, "")
-            acc_up += load_groups(own + to_up + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * scaled
+                scaled = here * load_columns(of_up, groups, (K - first) // 128, MASKED, "")
+            acc_up += (
+                load_columns(own + to_up + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * scaled
+            )
     total = tl.sum(tl.sum(squares, 2), 1)  # [1]
     found, up = tl.sum(tl.sum(acc, 2), 1)[:, None], tl.sum(tl.sum(acc_up, 2), 1)[:, None]
     found, up = scale_rows(found, up, scales, columns, N, BLOCK, GATED)

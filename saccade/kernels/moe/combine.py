@@ -45,9 +45,19 @@ def _combine_kernel(
     total = tl.load(row, mask=mask, other=0.0).to(tl.float32)
     for slot in tl.static_range(1, SLOTS):
         total += tl.load(row + slot * hidden, mask=mask, other=0.0).to(tl.float32)
+    add_and_store(total, added, gate, out, token, columns, hidden)
+
+
+@triton.jit
+def add_and_store(
+    total: tl.tensor, added: tl.tensor, gate: tl.tensor, out: tl.tensor, token: tl.tensor, columns: tl.tensor,
+    N: tl.tensor,
+) -> None:  # fmt: skip
+    """Columns of a token's row, with those of `added`, times its gate if there is one."""
+    mask = columns < N
     if added is not None:
-        more = tl.load(added + token * hidden + columns, mask=mask, other=0.0).to(tl.float32)
+        more = tl.load(added + token * N + columns, mask=mask, other=0.0).to(tl.float32)
         if gate is not None:
             more *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
         total += more
-    tl.store(out + token * hidden + columns, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + token * N + columns, total.to(out.dtype.element_ty), mask=mask)

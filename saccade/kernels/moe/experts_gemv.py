@@ -21,8 +21,10 @@ from torch import Tensor
 
 from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
+from saccade.kernels.moe.combine import add_and_store
 from saccade.kernels.moe.experts_gemv_scaled import scaled_down_kernel, scaled_gate_up_kernel
 from saccade.kernels.moe.topk_routing import Routed
+from saccade.kernels.ops.load_columns import load_columns
 from saccade.kernels.ops.scaled_weight import BLOCK, block_of
 
 MAX_TOKENS = 4
@@ -115,9 +117,9 @@ def _gate_up_kernel(
     up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     for k in tl.range(0, K, INPUTS, num_stages=STAGES):
         inputs = k + tl.arange(0, INPUTS)[None, :]
-        here = _load(row, inputs, K, INPUTS, "").to(tl.float32)
-        gate += _load(gates, inputs, K, INPUTS, "evict_first").to(tl.float32) * here
-        up += _load(ups, inputs, K, INPUTS, "evict_first").to(tl.float32) * here
+        here = load_columns(row, inputs, K, K % INPUTS != 0, "").to(tl.float32)
+        gate += load_columns(gates, inputs, K, K % INPUTS != 0, "evict_first").to(tl.float32) * here
+        up += load_columns(ups, inputs, K, K % INPUTS != 0, "evict_first").to(tl.float32) * here
     found = tl.sum(gate, 1)
     found = found * tl.sigmoid(found) * tl.sum(up, 1)
     tl.store(out + pair * N + columns, found.to(out.dtype.element_ty), mask=columns < N)
@@ -148,22 +150,7 @@ def _down_kernel(
         scale = tl.load(scales + pair)
         for k in tl.static_range(0, K, INPUTS):
             inputs = k + tl.arange(0, INPUTS)[None, :]
-            here = _load(wide + pair * K, inputs, K, INPUTS, "").to(tl.float32) * scale
-            acc += _load(rows, inputs, K, INPUTS, "evict_first").to(tl.float32) * here
+            here = load_columns(wide + pair * K, inputs, K, K % INPUTS != 0, "").to(tl.float32) * scale
+            acc += load_columns(rows, inputs, K, K % INPUTS != 0, "evict_first").to(tl.float32) * here
     found = tl.sum(acc, 1)
-    if added is not None:
-        more = tl.load(added + token * N + columns, mask=columns < N, other=0.0).to(tl.float32)
-        if gate is not None:
-            more *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
-        found += more
-    tl.store(out + token * N + columns, found.to(out.dtype.element_ty), mask=columns < N)
-
-
-@triton.jit
-def _load(rows: tl.tensor, inputs: tl.tensor, K: tl.constexpr, INPUTS: tl.constexpr, POLICY: tl.constexpr) -> tl.tensor:
-    """Columns `inputs` of rows; zero after K."""
-    if K % INPUTS == 0:
-        found = tl.load(rows + inputs, eviction_policy=POLICY)
-    else:
-        found = tl.load(rows + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
-    return found
+    add_and_store(found, added, gate, out, token, columns, N)

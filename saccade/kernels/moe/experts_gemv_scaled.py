@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from saccade.kernels.launch.pdl import pdl_wait_then_release
-from saccade.kernels.ops.scaled_weight import load_groups
+from saccade.kernels.moe.combine import add_and_store
+from saccade.kernels.ops.load_columns import load_columns
 
 
 @triton.jit
@@ -44,12 +45,7 @@ def scaled_down_kernel(
         rows = tl.load(experts + pair).to(tl.int64) * N + tl.minimum(columns, N - 1)
         share = tl.load(shares + pair)
         found += _gemv(wide + pair * K, weight, scales, rows, share, K, BLOCK, OUTPUTS, INPUTS, 1)
-    if added is not None:
-        more = tl.load(added + token * N + columns, mask=columns < N, other=0.0).to(tl.float32)
-        if gate is not None:
-            more *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
-        found += more
-    tl.store(out + token * N + columns, found.to(out.dtype.element_ty), mask=columns < N)
+    add_and_store(found, added, gate, out, token, columns, N)
 
 
 @triton.jit
@@ -65,11 +61,11 @@ def _gemv(
     own = weight + rows[:, None, None] * K
     acc = tl.zeros([OUTPUTS, GROUPS, 128], tl.float32)
     for first in tl.range(0, K, INPUTS, num_stages=STAGES):
-        here = load_groups(row + first, inside, K - first, MASKED, "").to(tl.float32)
+        here = load_columns(row + first, inside, K - first, MASKED, "").to(tl.float32)
         if BLOCK > 0:
             blocks = scales + tl.min(rows) // BLOCK * (K // BLOCK) + first // BLOCK
-            here *= load_groups(blocks, groups, (K - first) // BLOCK, MASKED, "")
-        acc += load_groups(own + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * here
+            here *= load_columns(blocks, groups, (K - first) // BLOCK, MASKED, "")
+        acc += load_columns(own + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * here
     found = tl.sum(tl.sum(acc, 2), 1) * share
     if BLOCK == 0:
         found *= tl.load(scales + rows)

@@ -15,18 +15,6 @@ def block_of(weight: Tensor, scales: Tensor | None) -> int:
 
 
 @triton.jit
-def load_groups(
-    start: tl.tensor, offsets: tl.tensor, left: tl.tensor, MASKED: tl.constexpr, POLICY: tl.constexpr
-) -> tl.tensor:
-    """Zero after the `left` ones."""
-    if MASKED:
-        found = tl.load(start + offsets, mask=offsets < left, other=0.0, eviction_policy=POLICY)
-    else:
-        found = tl.load(start + offsets, eviction_policy=POLICY)
-    return found
-
-
-@triton.jit
 def convert_weights(weights: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Through float32: a GPU has a slow instruction from float8 to bfloat16, and fast ones for both steps."""
     if weights.dtype == dtype:
