@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from random import Random
 
@@ -10,14 +11,17 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from training import chat
+from training.canvas import NUM_LINKS
 from training.samples import SKILLS, Sample
-from training.scenes import EVALUATION, HELD_OUT, TRAIN, TRAINING, Plan, Shape, draw_shape, sample, typed
+from training.scenes import EVALUATION, HELD_OUT, PAGE_SKILLS, TRAIN, TRAINING, Plan, Shape, draw_shape, sample, typed
 from training.tokenizer import token_id
 
 Array = npt.NDArray[np.generic]
 Arrays = dict[str, Array]
 
 IGNORED = -100  # target of a token that is not part of an answer
+_GROUPS = (("several",), PAGE_SKILLS)  # skills that need a shape or a length of their own: never mixed with others
+_KEY = re.compile(r' ?"[^"]*":')  # of a JSON object
 _SYSTEM = ("You are a helpful assistant.", "Answer the question about the picture.", "You are Saccade.", "Be brief.")
 
 
@@ -25,6 +29,7 @@ _SYSTEM = ("You are a helpful assistant.", "Answer the question about the pictur
 class BatchSizes:
     patches: int = 160_000  # of 8x8 pixels, in one batch
     text: int = 128  # tokens of text per sample; several questions about a picture fill them
+    page_text: int = 352  # where questions bring a schema or tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +50,22 @@ class Encoder:
         )
         self._answering = [self.start, *tokenizer.encode("assistant\n").ids]
 
-    def turn(self, text: str, skill: int) -> tuple[list[int], list[int]]:
-        """Ids of some turns and, for each, the skill it is an answer for, or -1."""
-        ids = self.tokenizer.encode(text).ids
+    def turn(self, text: str, skill: int, *, has_given_keys: bool = False) -> tuple[list[int], list[int]]:
+        """Ids of some turns and, for each, the skill it is an answer for, or -1.
+
+        Keys that a schema gives are no part of the answer: a grammar writes them.
+        """
+        encoded = self.tokenizer.encode(text)
+        ids = encoded.ids
         skills, reach = [-1] * len(ids), len(self._answering)
         for place in range(len(ids) - reach):
             if ids[place : place + reach] == self._answering:
                 last = ids.index(self.end, place)
                 skills[place + reach : last + 1] = [skill] * (last + 1 - place - reach)
+        for key in _KEY.finditer(text) if has_given_keys else ():
+            for index, (start, end) in enumerate(encoded.offsets):
+                if key.start() <= start and end <= key.end():
+                    skills[index] = -1
         return ids, skills
 
     def conversation(self, rng: Random, made: Sample, room: int, *, plain: bool) -> tuple[list[int], list[int]]:
@@ -60,13 +73,22 @@ class Encoder:
         ids: list[int] = []
         skills: list[int] = []
         pictures = len(made.pictures)
-        if not plain and rng.random() < 0.1:
-            ids, skills = self.turn(chat.turn("system", rng.choice(_SYSTEM)), -1)
+        system = rng.choice(_SYSTEM) if not plain and rng.random() < 0.1 else ""
+        if made.questions[0].tools:
+            ids, skills = self.turn(chat.tools_turn(made.questions[0].tools, system), -1)
+        elif system:
+            ids, skills = self.turn(chat.turn("system", system), -1)
         for index, question in enumerate(made.questions):
             text = question.text if plain else typed(rng, question)
             shown = pictures if index == 0 else 0
             asked = chat.user(text, shown, is_text_first=not plain and rng.random() < 0.2)
-            more_ids, more_skills = self.turn(asked + chat.assistant(question.answer), SKILLS.index(question.skill))
+            if question.role == "tool":
+                asked = chat.turn("tool", question.text)
+            more_ids, more_skills = self.turn(
+                asked + chat.assistant(question.answer),
+                SKILLS.index(question.skill),
+                has_given_keys=question.schema is not None,
+            )
             if index and len(ids) + len(more_ids) > room:
                 break
             ids, skills = ids + more_ids, skills + more_skills
@@ -101,6 +123,7 @@ def collate(encoder: Encoder, rng: Random, samples: list[Sample], shape: Shape, 
         "pixels": np.zeros((total, height, width, 3), np.uint8),
         "glyphs": np.zeros((total, height // 8, width // 8), np.uint8),
         "colors": np.zeros((total, height // 8, width // 8), np.uint8),
+        "links": np.zeros((NUM_LINKS, total, height // 8, width // 8), np.uint8),
         "ids": np.full((count, length), encoder.pad, np.int32),
         "positions": np.zeros((3, count, length), np.int32),
         "targets": np.full((count, length), IGNORED, np.int32),
@@ -115,6 +138,8 @@ def collate(encoder: Encoder, rng: Random, samples: list[Sample], shape: Shape, 
             slot = row * shape.pictures + index
             out["pixels"][slot] = np.asarray(picture.resized())
             out["glyphs"][slot], out["colors"][slot] = picture.glyphs, picture.colors
+            if picture.links is not None:
+                out["links"][:, slot] = picture.links
     # Found here, because to look for them on a GPU is to wait for it.
     out["answers"] = np.flatnonzero(out["targets"] != IGNORED)
     return out
@@ -137,33 +162,49 @@ def _put_text(out: Arrays, encoder: Encoder, row: int, ids: list[int], skills: l
 def train_batch(encoder: Encoder, seed: int, sizes: BatchSizes, mix: Mix) -> Arrays:
     """The batch of a seed: one size of picture, skills by weight, several questions about each picture."""
     rng = Random(f"{TRAIN} batch/{seed}")
-    is_several = rng.random() < mix.weights[SKILLS.index("several")] / sum(mix.weights)
-    fits_data = is_several or rng.random() < 0.6
-    shape = draw_shape(rng, "several" if is_several else "chart" if fits_data else None)
     weights = dict(zip(SKILLS, mix.weights, strict=True))
-    if not fits_data and min(shape.columns, shape.rows) < 9:
-        weights |= {"chart": 0.0, "table": 0.0}
-    elif not is_several:  # the share that small pictures could not take
-        weights |= {name: weights[name] / 0.7 for name in ("chart", "table")}
-    weights["several"] = 0.0
+    group = _drawn_group(rng, weights)
+    fits_data = bool(group) or rng.random() < 0.6
+    shape = draw_shape(rng, group[0] if group else "chart" if fits_data else None)
+    if group:
+        weights = {name: weight if name in group else 0.0 for name, weight in weights.items()}
+    else:
+        weights |= {name: 0.0 for other in _GROUPS for name in other}
+        if not fits_data and min(shape.columns, shape.rows) < 9:
+            weights |= {"chart": 0.0, "table": 0.0}
+        else:  # the share that small pictures could not take
+            weights |= {name: weights[name] / 0.7 for name in ("chart", "table")}
     count = max(1, sizes.patches // (4 * shape.columns * shape.rows * shape.pictures))
-    chosen = ["several"] * count if is_several else rng.choices(SKILLS, list(weights.values()), k=count)
+    chosen = rng.choices(SKILLS, list(weights.values()), k=count)
     samples = [
         sample(seed * 4096 + i, TRAIN, skill=skill, shape=shape, turns=5, plan=mix.plan)
         for i, skill in enumerate(chosen)
     ]
-    return collate(encoder, rng, samples, shape, sizes.text, plain=False)
+    text = sizes.page_text if group == PAGE_SKILLS else sizes.text
+    return collate(encoder, rng, samples, shape, text, plain=False)
+
+
+def _drawn_group(rng: Random, weights: dict[str, float]) -> tuple[str, ...]:
+    """One of the groups by its weight, or none: skills of any picture."""
+    mark = rng.random() * sum(weights.values())
+    for group in _GROUPS:
+        mark -= sum(weights[name] for name in group)
+        if mark < 0:
+            return group
+    return ()
 
 
 def held_out_batch(encoder: Encoder, seed: int, sizes: BatchSizes) -> Arrays:
     """Evaluation samples of one picture size, one question each, all skills in turn."""
     rng = Random(f"{HELD_OUT} batch/{seed}")
-    is_several = seed % 6 == 5
-    shape = draw_shape(rng, "several" if is_several else "chart")
-    skills = ("several",) if is_several else tuple(s for s in SKILLS if s != "several")
+    group = {5: _GROUPS[0], 4: _GROUPS[1]}.get(seed % 6, ())
+    shape = draw_shape(rng, group[0] if group else "chart")
+    grouped = {name for other in _GROUPS for name in other}
+    skills = group or tuple(s for s in SKILLS if s not in grouped)
     count = max(len(skills), sizes.patches // (8 * shape.columns * shape.rows * shape.pictures))
     samples = [
         sample(10**9 + seed * 4096 + i, HELD_OUT, skill=skills[i % len(skills)], shape=shape, plan=EVALUATION)
         for i in range(count)
     ]
-    return collate(encoder, rng, samples, shape, sizes.text, plain=True)
+    text = sizes.page_text if group == PAGE_SKILLS else sizes.text
+    return collate(encoder, rng, samples, shape, text, plain=True)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw
 
 from saccade.evaluation.image_noise import Field, Grain, add_grain
-from training.fonts import Font
+from training.fonts import Font, advance
 from training.palette import Rgb
 from training.samples import Picture
 
@@ -25,6 +25,8 @@ OTHER_GLYPH = len(GLYPHS) + 1
 KIND_CLASSES = {kind: OTHER_GLYPH + 1 + index for index, kind in enumerate(KINDS)}
 BAR_CLASS = OTHER_GLYPH + 1 + len(KINDS)
 NUM_GLYPH_CLASSES = BAR_CLASS + 1
+NUM_LINKS = 4  # labels of a patch: two letters of the heading above it, two of the label beside it
+NUM_LETTER_CLASSES = OTHER_GLYPH + 1
 _SMOOTH = 3  # shapes are drawn this much larger and reduced
 
 Points = list[tuple[float, float]]
@@ -41,6 +43,7 @@ class Canvas:
         grid = size[1] // PATCH, size[0] // PATCH
         self._scale = grid[1] / self.width, grid[0] / self.height
         self._glyphs, self._colors = np.zeros(grid, np.uint8), np.zeros(grid, np.uint8)
+        self._links = np.zeros((NUM_LINKS, *grid), np.uint8)
 
     def shape(
         self, points: Points, hole: Points, center: tuple[float, float], color: Rgb, classes: tuple[int, int]
@@ -58,30 +61,52 @@ class Canvas:
         self.image.paste(color, (left, top), smooth)
         self._mark_mask(left, top, np.asarray(smooth) > 127, classes)
 
-    def bar(self, box: tuple[int, int, int, int], color: Rgb, color_class: int) -> None:
+    def bar(self, box: tuple[int, int, int, int], color: Rgb, color_class: int, *, below: str = "") -> None:
         self.draw.rectangle(box, fill=color)
         self._mark(box, BAR_CLASS, color_class)
+        self._link(box, below, "")
 
-    def text(self, at: tuple[int, int], text: str, font: Font, color: Rgb, color_class: int = 0) -> None:
-        """Draw one line with its top left corner at `at`."""
+    def text(
+        self,
+        at: tuple[int, int],
+        text: str,
+        font: Font,
+        color: Rgb,
+        color_class: int = 0,
+        *,
+        below: str = "",
+        beside: str = "",
+    ) -> None:
+        """Draw one line with its top left corner at `at`; `below` and `beside` are the labels that say what it is."""
         self.draw.text(at, text, fill=color, font=font)
         _, top, _, bottom = font.getbbox(text)
-        x, y = at
-        ends = [x + font.getlength(text[: i + 1]) for i in range(len(text))]
-        for char, start, end in zip(text, [x, *ends], ends, strict=False):
+        x, y = float(at[0]), at[1]
+        first = x
+        for char in text:
+            end = x + advance(font, char)
             if char != " ":
-                self._mark((start, y + top, end, y + bottom), GLYPH_CLASSES.get(char, OTHER_GLYPH), color_class)
+                self._mark((x, y + top, end, y + bottom), GLYPH_CLASSES.get(char, OTHER_GLYPH), color_class)
+            x = end
+        if below or beside:
+            self._link((first, y + top, x, y + bottom), below, beside)
 
     def finish(self, rng: Random) -> Picture:
         """Add what cameras and compressors add, to half of the pictures."""
         grain = _grain(self.image, rng) if rng.random() < 0.5 else None
         image = add_grain(self.image, noise_field(), grain) if grain else self.image
-        return Picture(image, self.size, self._glyphs, self._colors, self.image, grain)
+        return Picture(image, self.size, self._glyphs, self._colors, self.image, grain, self._links)
 
     def _mark(self, box: tuple[float, float, float, float], glyph: int, color: int) -> None:
         """Label the patches whose middles lie in the box."""
         columns, rows = self._middles(0, box[0], box[2]), self._middles(1, box[1], box[3])
         self._glyphs[rows, columns], self._colors[rows, columns] = glyph, color
+
+    def _link(self, box: tuple[float, float, float, float], below: str, beside: str) -> None:
+        """Label the patches of a value with the first two letters of its heading and of its row's label."""
+        columns, rows = self._middles(0, box[0], box[2]), self._middles(1, box[1], box[3])
+        for index, char in enumerate(f"{below:2.2}{beside:2.2}"):
+            if char != " ":
+                self._links[index, rows, columns] = GLYPH_CLASSES.get(char, OTHER_GLYPH)
 
     def _mark_mask(self, left: int, top: int, mask: npt.NDArray[np.bool_], classes: tuple[int, int]) -> None:
         """Label the patches whose middles the mask covers."""

@@ -7,12 +7,15 @@ from random import Random
 
 from saccade.evaluation.scoring import OTHER_NUMBER
 from training.canvas import Canvas
+from training.extract import ask_json
 from training.fonts import Font, font, font_names
 from training.palette import COLORS, NAMES, Rgb, background, distance, ink, shade
+from training.records import Record, number_field, text_field
 from training.samples import Picture, Question
 from training.shape_questions import DESCRIBE
 from training.sheet import Sheet, listed, others
-from training.words import COLUMNS, labels
+from training.table_questions import ask_places
+from training.words import COLUMNS, headings, labels
 
 _LETTER_SIZES = (13, 18)  # of labels, pixels
 _STEPS = (1, 2, 5, 10, 20)
@@ -26,7 +29,7 @@ class Bar:
 
 
 class BarScene:
-    skills: tuple[str, ...] = ("chart", "chart", "chart", "caption")
+    skills: tuple[str, ...] = ("chart", "chart", "chart", "caption", "extract")
 
     def __init__(self, rng: Random, sheet: Sheet) -> None:
         self._face = font(rng.choice(font_names()), rng.randint(*_LETTER_SIZES))
@@ -56,10 +59,10 @@ class BarScene:
             half = self._slot * 0.34
             height = (floor - ceiling) * bar.value / (self._step * self._ticks)
             box = (int(middle - half), int(floor - height), int(middle + half), floor - 1)
-            canvas.bar(box, shades[bar.color], NAMES.index(bar.color) + 1)
+            canvas.bar(box, shades[bar.color], NAMES.index(bar.color) + 1, below=bar.label)
             _centred(canvas, bar.label, middle, floor + 2, self._face, color)
             if self._is_labelled:
-                _centred(canvas, str(bar.value), middle, box[1] - line, self._face, color)
+                _centred(canvas, str(bar.value), middle, box[1] - line, self._face, color, below=bar.label)
         return canvas.finish(rng)
 
     def _axis(self, canvas: Canvas, color: Rgb, left: int, floor: int, ceiling: int) -> None:
@@ -77,10 +80,23 @@ class BarScene:
         if skill == "caption":
             answer = f"The picture shows a bar chart with the bars {listed([b.label for b in self.bars])}."
             return Question("caption", rng.choice(DESCRIBE), answer, ("bar chart", *(b.label for b in self.bars)))
+        if skill == "extract":
+            return ask_json(rng, self.record())
         kind = rng.random()
         if kind < 0.4:
             return self._extreme(rng)
         return self._value(rng) if kind < 0.8 else self._other(rng)
+
+    def record(self) -> Record:
+        rows = tuple(
+            (
+                text_field(("label", "name", "bar"), bar.label),
+                number_field(("value", "height"), str(bar.value)),
+                text_field(("color", "colour"), bar.color),
+            )
+            for bar in self.bars
+        )
+        return Record("chart", rows=rows, rows_names=("bars", "data", "values"))
 
     def _extreme(self, rng: Random) -> Question | None:
         ordered = sorted(self.bars, key=lambda b: b.value)
@@ -132,14 +148,17 @@ class BarScene:
 
 
 class TableScene:
-    skills: tuple[str, ...] = ("table", "table", "table", "caption")
+    skills: tuple[str, ...] = ("table", "table", "table", "caption", "extract")
 
-    def __init__(self, rng: Random, sheet: Sheet) -> None:
+    def __init__(self, rng: Random, sheet: Sheet, *, is_varied: bool = False) -> None:
+        """A varied table has any headings, and questions about the places of rows and columns."""
+        self._is_varied = is_varied
         face = font(rng.choice(font_names()), rng.randint(*_LETTER_SIZES))
         line = sum(face.getmetrics()) + 4
         rows = max(1, min(rng.randint(2, 5), sheet.drawn[1] // line - 1))
-        columns = max(1, min(rng.randint(1, 3), int(sheet.drawn[0] / face.getlength("Weight")) - 1))
-        self.columns = rng.sample(COLUMNS, columns)
+        fitting = int(sheet.drawn[0] / face.getlength("Weight")) - 1
+        columns = max(1, min(rng.choice((1, 2, 2, 3, 3, 4)) if is_varied else rng.randint(1, 3), fitting))
+        self.columns = headings(rng, columns) if is_varied else rng.sample(COLUMNS, columns)
         self.rows = labels(rng, rows, _longest(face, sheet.drawn[0] / (columns + 1)))
         most = rng.choice((10, 100, 1000))
         self.cells = [[rng.randrange(most) for _ in self.columns] for _ in self.rows]
@@ -158,8 +177,10 @@ class TableScene:
         ]
         for y, texts in enumerate(grid):
             for x, text in enumerate(texts):
+                middle, above = 2 + wide * (x + 0.5), top + high * y + (high - line) // 2 + 2
+                labels = (grid[0][x], grid[y][0]) if x and y else ("", "")
                 if text:
-                    _centred(canvas, text, 2 + wide * (x + 0.5), top + high * y + (high - line) // 2 + 2, face, color)
+                    _centred(canvas, text, middle, above, face, color, *labels)
         if rng.random() < 0.7:
             self._rules(canvas, color, top, high, wide)
         return canvas.finish(rng)
@@ -177,6 +198,10 @@ class TableScene:
             if len(self.columns) == 1:
                 answer = f"The picture shows a table with the column {self.columns[0]}."
             return Question("caption", rng.choice(DESCRIBE), answer, ("table", *self.columns))
+        if skill == "extract":
+            return ask_json(rng, self.record())
+        if self._is_varied and rng.random() < 0.35:
+            return ask_places(rng, self)
         x, y = rng.randrange(len(self.columns)), rng.randrange(len(self.rows))
         row, column = self.rows[y], self.columns[x]
         if len(self.rows) > 1 and rng.random() < 0.2:
@@ -192,6 +217,19 @@ class TableScene:
         )
         value = str(self.cells[y][x])
         return Question("table", text, f"The {column} of {row} is {value}.", (value,), (OTHER_NUMBER,))
+
+    def record(self) -> Record:
+        rows = tuple(
+            (
+                text_field(("name", "row", "label"), row),
+                *(
+                    number_field((column.lower(), column), str(cell))
+                    for column, cell in zip(self.columns, cells, strict=True)
+                ),
+            )
+            for row, cells in zip(self.rows, self.cells, strict=True)
+        )
+        return Record("table", rows=rows, rows_names=("rows", "table", "data"))
 
     def _extreme(self, rng: Random, x: int) -> Question | None:
         values = [cells[x] for cells in self.cells]
@@ -209,8 +247,11 @@ def _longest(face: Font, width: float) -> int:
     return int(width / (face.getlength("nm") / 2))
 
 
-def _centred(canvas: Canvas, text: str, middle: float, top: float, face: Font, color: Rgb) -> None:
-    canvas.text((int(middle - face.getlength(text) / 2), int(top)), text, face, color)
+def _centred(
+    canvas: Canvas, text: str, middle: float, top: float, face: Font, color: Rgb, below: str = "", beside: str = ""
+) -> None:
+    at = int(middle - face.getlength(text) / 2), int(top)
+    canvas.text(at, text, face, color, below=below, beside=beside)
 
 
 def _readable(paper: Rgb) -> Rgb:

@@ -42,6 +42,12 @@ def font(name: str, size: int) -> Font:
     return ImageFont.truetype(name, size, layout_engine=ImageFont.Layout.BASIC)
 
 
+@lru_cache(maxsize=1 << 16)
+def advance(face: Font, char: str) -> float:
+    """Pixels from a letter to the next; kerning is left out."""
+    return face.getlength(char)
+
+
 def _folders() -> list[Path]:
     folders = [Path(given) for given in os.environ.get("SACCADE_FONTS", "").split(os.pathsep) if given]
     folders += [Path("/usr/share/fonts/truetype/dejavu"), Path("/usr/share/fonts/dejavu-sans-fonts")]

@@ -12,6 +12,7 @@ from training.model import Model, Views, in_patch_order
 from training.samples import SKILLS
 
 Batch = dict[str, Tensor]
+_LINKS = 0.5  # weight of each link
 _NOTHING = 0.15  # weight of patches that hold nothing: most do
 
 
@@ -34,13 +35,17 @@ def losses(model: Model, batch: Batch) -> Losses:
 
 
 def dense_loss(model: Model, views: Views, batch: Batch) -> Tensor:
-    glyphs, colors, places = model.dense(views.patches)
+    glyphs, colors, places, *links = model.dense(views.patches)
     named = torch.zeros((), device=glyphs.device)
     for logits, name in ((glyphs, "glyphs"), (colors, "colors")):
         labels = in_patch_order(batch[name]).flatten().long()
         each = F.cross_entropy(logits.flatten(0, 1).float(), labels, reduction="none")
         weights = torch.where(labels == 0, _NOTHING, 1.0)
         named = named + (each * weights).sum() / weights.sum()
+    for logits, cells in zip(links, batch["links"], strict=True):
+        labels = in_patch_order(cells).flatten().long()
+        each = F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=0, reduction="sum")
+        named = named + _LINKS * each / (labels != 0).sum().clamp(min=1)
     return named + F.mse_loss(places.float(), _places(batch["glyphs"]).expand_as(places))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.canvas import NUM_GLYPH_CLASSES, PATCH
+from training.canvas import NUM_GLYPH_CLASSES, NUM_LETTER_CLASSES, NUM_LINKS, PATCH
 from training.palette import NAMES
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -176,16 +176,19 @@ class Merger(nn.Module):
 
 
 class DenseHeads(nn.Module):
-    """Names what covers each patch: glyph or shape, colour, place. Teaches the tower to see before answers can."""
+    """Names what covers each patch: glyph or shape, colour, place, and letters of the labels that a value belongs to.
+
+    Teaches the tower to see, and to carry a column's heading to its cells, before answers can.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.splits = (NUM_GLYPH_CLASSES, len(NAMES) + 1, 2)
+        self.splits = (NUM_GLYPH_CLASSES, len(NAMES) + 1, 2, *(NUM_LETTER_CLASSES,) * NUM_LINKS)
         self.proj = nn.Linear(width, sum(self.splits))
 
-    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        glyphs, colors, places = self.proj(seen).split(self.splits, dim=-1)
-        return glyphs, colors, places
+    def forward(self, seen: Tensor) -> tuple[Tensor, ...]:
+        """Logits of glyphs and colours, places, logits of each link."""
+        return self.proj(seen).split(self.splits, dim=-1)
 
 
 def patches(pixels: Tensor) -> Tensor:

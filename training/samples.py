@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,14 @@ SKILLS = (
     "json",
     "caption",
     "chat",
+    "document",
+    "extract",
+    "tool",
 )
+FIRST_SKILLS = SKILLS[: SKILLS.index("chat") + 1]  # of the first thousand held-out questions
+_JSON_SKILLS = ("json", "extract", "tool")
+MOST_JSON_TOKENS = 128  # within which an answer in JSON must end
+Tool = Mapping[str, Any]  # as in a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +45,26 @@ class Question:
     skill: str  # one of SKILLS
     text: str
     answer: str  # what the model is trained to say; a function of the picture and the question
-    keys: tuple[str, ...]  # each must occur, as whole words; for skill json: the JSON value itself
+    keys: tuple[str, ...]  # each must occur, as whole words; where the answer is JSON: the JSON value itself
     forbidden: tuple[str, ...] = ()  # see Rule
+    schema: Mapping[str, Any] | None = None  # the server holds the answer to it; the question says nothing of it
+    tools: tuple[Tool, ...] = ()  # of the request
+    role: str = "user"  # or "tool": the text is what a tool returned
 
     @property
     def rule(self) -> Rule:
-        return Rule(self.keys, "json" if self.skill == "json" else "all", self.forbidden)
+        is_json = self.skill in _JSON_SKILLS and self.answer[0] in "[{<"
+        return Rule(self.keys, "json" if is_json else "all", self.forbidden)
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Further fields of a request that asks it."""
+        held = {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.schema}}
+        return {
+            **({"response_format": held} if self.schema else {}),
+            **({"tools": list(self.tools)} if self.tools else {}),
+            **({"max_tokens": MOST_JSON_TOKENS} if self.skill in ("extract", "tool") else {}),
+        }
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,6 +77,7 @@ class Picture:
     colors: npt.NDArray[np.uint8]  # [rows, columns]: class of the colour; 0 is the background
     clean: Image.Image  # before noise was added
     grain: Grain | None  # the noise, where there is any
+    links: npt.NDArray[np.uint8] | None = None  # [NUM_LINKS, rows, columns]: letters of a value's labels; 0 is none
 
     def resized(self) -> Image.Image:
         return self.image if self.image.size == self.size else self.image.resize(self.size, Image.Resampling.BICUBIC)

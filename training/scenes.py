@@ -9,19 +9,24 @@ from collections.abc import Iterator
 from random import Random
 from typing import NamedTuple
 
+from training.calls import ToolScene
 from training.charts import BarScene, TableScene
+from training.pages import SMALLEST_PRINT, PageScene
+from training.pages import SMALLEST_TRAINED as SMALLEST_PRINT_TRAINED
 from training.reading import SMALLEST, SMALLEST_TRAINED, TextScene
-from training.samples import SKILLS, Question, Sample
+from training.samples import FIRST_SKILLS, SKILLS, Question, Sample
 from training.several import SeveralScene
 from training.shapes import ShapeScene
-from training.sheet import Scene, sheet
+from training.sheet import Scene, Sheet, sheet
 from training.talk import TalkScene
 
 TRAIN = "train"
 HELD_OUT = "held out"
 SMALLEST_SIDE, LARGEST_SIDE = 6, 20  # tokens: 96 and 320 pixels
 MOST_TOKENS = 400  # the image processor reduces larger pictures to this
+PAGE_SKILLS = ("document", "extract", "tool")  # asked about pages, and with long questions
 _EXTREME_ASPECT = 2.0
+_A4 = 2**0.5
 
 
 class Shape(NamedTuple):
@@ -37,24 +42,37 @@ class Plan(NamedTuple):
 
     level: float = 1.0  # 0..1: how long texts are; training starts low
     smallest_text: int = SMALLEST
+    smallest_print: int = SMALLEST_PRINT
     odd: float = 0.35  # share of pictures whose size is no multiple of a token's
+    is_varied: bool = True  # tables have any headings, and questions on the way to finding a cell
 
 
-EVALUATION = Plan(odd=1.0)
-TRAINING = Plan(smallest_text=SMALLEST_TRAINED)
+EVALUATION = Plan(odd=1.0, is_varied=False)
+TRAINING = Plan(smallest_text=SMALLEST_TRAINED, smallest_print=SMALLEST_PRINT_TRAINED)
 
 
 def draw_shape(rng: Random, skill: str | None = None) -> Shape:
     """A size that suits the skill: charts need room, several pictures must fit one prompt."""
     if skill == "several":
         return Shape(rng.randint(6, 10), rng.randint(6, 10), rng.choice((2, 2, 3, 4)))
-    low = 9 if skill in ("chart", "table") else SMALLEST_SIDE
+    if skill in PAGE_SKILLS and rng.random() < 0.7:
+        return _page_shape(rng)
+    low = 9 if skill in ("chart", "table", *PAGE_SKILLS) else SMALLEST_SIDE
     while True:
         wide = rng.random() < 0.08  # what a large wide or tall picture is reduced to
         columns, rows = rng.randint(low, 28 if wide else LARGEST_SIDE), rng.randint(low, 28 if wide else LARGEST_SIDE)
         aspect = max(columns, rows) / min(columns, rows)
         if columns * rows <= MOST_TOKENS and aspect <= _EXTREME_ASPECT and rng.random() < 150 / (columns * rows):
             return Shape(columns, rows)
+
+
+def _page_shape(rng: Random) -> Shape:
+    """A4, upright or across, or a narrow receipt."""
+    if rng.random() < 0.2:
+        return Shape(rng.randint(9, 11), rng.randint(16, 20))
+    short = rng.randint(11, 16)
+    long = round(short * _A4)
+    return Shape(long, short) if rng.random() < 0.15 else Shape(short, long)
 
 
 def sample(
@@ -83,7 +101,7 @@ def sample(
     return Sample(scene.pictures, tuple(questions))
 
 
-def held_out(count: int, skills: tuple[str, ...] = SKILLS) -> Iterator[Sample]:
+def held_out(count: int, skills: tuple[str, ...] = FIRST_SKILLS) -> Iterator[Sample]:
     """The first `count` evaluation samples, the skills in turn."""
     return (sample(seed, skill=skills[seed % len(skills)]) for seed in range(count))
 
@@ -106,14 +124,31 @@ def _scene(rng: Random, skill: str, shape: Shape, plan: Plan) -> Scene:
     sheets = [sheet(rng, shape.columns, shape.rows, plan.odd) for _ in range(shape.pictures)]
     if skill == "several":
         return SeveralScene(rng, sheets, plan.level)
+    if skill in PAGE_SKILLS:
+        return _data_scene(rng, skill, sheets[0], plan)
     fits_data = shape.columns >= 8 and shape.rows >= 7
     if skill == "caption" and rng.random() < 0.4:
         skill = rng.choice(("words", "numbers", "chart", "table") if fits_data else ("words", "numbers"))
     if skill == "chart":
         return BarScene(rng, sheets[0])
     if skill == "table":
-        return TableScene(rng, sheets[0])
+        return TableScene(rng, sheets[0], is_varied=plan.is_varied)
     if skill in ("words", "numbers") or (skill in ("color", "absent") and rng.random() < 0.1):
         text = skill if skill in ("words", "numbers") else "words"
         return TextScene(rng, sheets[0], text, plan.level, smallest=plan.smallest_text)
     return ShapeScene(rng, sheets[0], skill)
+
+
+def _data_scene(rng: Random, skill: str, sheet: Sheet, plan: Plan) -> Scene:
+    """A page, or for other skills than documents also a table, a chart or shapes."""
+    kind = 0.0 if skill == "document" else rng.random()
+    scene: PageScene | TableScene | BarScene | ShapeScene
+    if kind < 0.5:
+        scene = PageScene(rng, sheet, plan.smallest_print)
+    elif kind < 0.7:
+        scene = TableScene(rng, sheet, is_varied=plan.is_varied)
+    elif kind < 0.85:
+        scene = BarScene(rng, sheet)
+    else:
+        scene = ShapeScene(rng, sheet, "extract")
+    return ToolScene(rng, scene) if skill == "tool" else scene

@@ -16,12 +16,15 @@ BASE_WEIGHTS = {
     "words": 5.0,
     "numbers": 2.5,
     "chart": 2.5,
-    "table": 2.5,
+    "table": 6.0,
     "several": 1.2,
     "absent": 1.0,
     "json": 0.8,
     "caption": 0.8,
     "chat": 0.4,
+    "document": 3.0,
+    "extract": 3.0,
+    "tool": 1.5,
 }
 _WARM_UP, _DECAY_FROM = 0.03, 0.5
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from saccade.evaluation.scoring import OTHER_NUMBER
 from training.canvas import KINDS
+from training.extract import ask_json
 from training.palette import NAMES
 from training.samples import Question
 from training.sheet import listed, others
@@ -288,6 +289,10 @@ def _json(scene: ShapeScene, rng: Random) -> Question | None:
     return Question("json", text, answer, (answer,))
 
 
+def _extract(scene: ShapeScene, rng: Random) -> Question | None:
+    return ask_json(rng, scene.record())
+
+
 def _caption(scene: ShapeScene, rng: Random) -> Question | None:
     if len(scene.shapes) > 4:
         return None
@@ -329,4 +334,5 @@ ASK: dict[str, Callable[[ShapeScene, Random], Question | None]] = {
     "absent": _absent,
     "json": _json,
     "caption": _caption,
+    "extract": _extract,
 }

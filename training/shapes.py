@@ -8,6 +8,7 @@ from random import Random
 
 from training.canvas import KIND_CLASSES, KINDS, Canvas, outline
 from training.palette import NAMES, Rgb, background, shade
+from training.records import Record, number_field, text_field
 from training.samples import Picture, Question
 from training.shape_questions import ASK
 from training.sheet import Sheet
@@ -38,6 +39,7 @@ class ShapeScene:
         "absent",
         "json",
         "caption",
+        "extract",
     )
 
     def __init__(self, rng: Random, sheet: Sheet, skill: str, most: int = 6) -> None:
@@ -54,6 +56,14 @@ class ShapeScene:
 
     def ask(self, rng: Random, skill: str) -> Question | None:
         return ASK[skill](self, rng)
+
+    def record(self) -> Record:
+        """The shapes from left to right, and how many there are."""
+        count = number_field(("count", "number", "number_of_shapes"), str(len(self.shapes)))
+        rows = tuple(
+            (text_field(("shape", "kind"), s.kind), text_field(("color", "colour"), s.color)) for s in self.shapes
+        )
+        return Record("picture", (count,), rows, ("shapes", "objects"))
 
     # --- naming shapes without ambiguity ---
 
@@ -82,7 +92,7 @@ def _palette(rng: Random, skill: str) -> list[tuple[str, str]]:
 def _how_many(rng: Random, skill: str, most: int) -> int:
     if skill == "count":
         return min(most, rng.randint(1, 6))
-    if skill in ("json", "caption"):
+    if skill in ("json", "caption", "extract"):
         return min(most, rng.choice((1, 1, 2, 2, 3, 3, 4)))
     if skill == "size":
         return min(most, rng.choice((1, 2, 2, 3, 4)))

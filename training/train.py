@@ -280,7 +280,7 @@ def _past(folder: Path | None) -> Progress:
 
 def _tiny(settings: dict[str, Any]) -> Settings:
     """Small enough for a CPU and a minute."""
-    small = BatchSizes(patches=3000, text=96)
+    small = BatchSizes(patches=3000, text=96, page_text=200)
     sizes = Sizes(**{**{n: getattr(TINY, n) for n in TINY.__slots__}, "vocabulary": 640})
     return Settings(**settings, sizes=sizes, batch=small, held_out=2, corpus=200)
 

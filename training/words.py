@@ -57,6 +57,42 @@ _COMMON = """
     young zebra zero zone zoo
 """
 COMMON = tuple(_COMMON.split())
+GOODS = (
+    *("Tea", "Milk", "Rice", "Corn", "Fish", "Eggs", "Nuts", "Figs", "Plum", "Pear", "Lime", "Kiwi", "Bread", "Salt"),
+    *("Soap", "Lamp", "Cake", "Juice", "Honey", "Beans", "Sugar", "Paper", "Apple", "Lemon", "Pizza", "Soup", "Coffee"),
+)
+PEOPLE = (
+    "Ann",
+    "Bob",
+    "Eva",
+    "Tom",
+    "Mia",
+    "Leo",
+    "Ida",
+    "Max",
+    "Zoe",
+    "Sam",
+    "Anna",
+    "Peter",
+    "Maria",
+    "Lucas",
+    "Nina",
+)
+TOWNS = (
+    "Rome",
+    "Oslo",
+    "Lima",
+    "Paris",
+    "Cairo",
+    "Delhi",
+    "Tokyo",
+    "Quito",
+    "Bern",
+    "Kiel",
+    "Berlin",
+    "Madrid",
+    "London",
+)
 LABELS = (
     *("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"),
     *("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"),
@@ -98,6 +134,17 @@ def labels(rng: Random, count: int, longest: int) -> list[str]:
         start = rng.randrange(len(fitting) - count + 1)
         return fitting[start : start + count]
     return rng.sample(fitting, count)
+
+
+def headings(rng: Random, count: int) -> list[str]:
+    """Different headings of columns: usual ones, or any words of up to six letters."""
+    found: list[str] = []
+    is_usual = rng.random() < 0.6
+    while len(found) < count:
+        name = rng.choice(COLUMNS) if is_usual else rng.choice(COMMON).capitalize()
+        if len(name) <= 6 and name not in found:
+            found.append(name)
+    return found
 
 
 def _made_up(rng: Random, length: int) -> str:

@@ -7,13 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 OTHER_NUMBER = "#"  # in `forbidden`: any number that is not in `answers`
 OTHER_QUOTE = '"'  # in `forbidden`: any quoted text that is not in `answers`
 
 Match = Literal["any", "all", "exact", "json"]
 MATCHES: tuple[str, ...] = get_args(Match)
+_CALL = re.compile(r"\s*<tool_call>(.*)</tool_call>\s*", re.DOTALL)
 _GUESSES = 20  # common answers that are tried as a constant guess
 
 
@@ -65,11 +66,53 @@ def _contradicts(text: str, answers: Sequence[str], forbidden: str) -> bool:
     return _holds(text, _normalised(forbidden))
 
 
+class Fields(NamedTuple):
+    """How much of a reply in JSON is right."""
+
+    right: int
+    total: int
+    is_valid: bool  # the reply is JSON at all
+
+
+def json_fields(expected: str, given: str) -> Fields:
+    """Compares value by value: each has to stand at its place."""
+    wanted = _values(_parsed(expected)[1])
+    try:
+        call, value = _parsed(given)
+    except ValueError:
+        return Fields(0, len(wanted), is_valid=False)
+    found = _values(value) if call == _parsed(expected)[0] else {}
+    right = sum(path in found and _is_same(found[path], one) for path, one in wanted.items())
+    return Fields(right, len(wanted), is_valid=True)
+
+
 def _same_json(expected: str, given: str) -> bool:
     try:
-        return bool(_unordered(json.loads(given)) == _unordered(json.loads(expected)))
+        call, value = _parsed(given)
     except ValueError:
         return False
+    is_call, wanted = _parsed(expected)
+    return call == is_call and bool(_unordered(value) == _unordered(wanted))
+
+
+def _parsed(text: str) -> tuple[bool, Any]:
+    """The value, and whether it is the call of a tool. ValueError if it is no JSON."""
+    call = _CALL.fullmatch(text)
+    try:
+        return call is not None, json.loads(call[1] if call else text)
+    except RecursionError:
+        raise ValueError("the reply is nested too deeply") from None
+
+
+def _values(value: Any, path: tuple[str | int, ...] = ()) -> dict[tuple[str | int, ...], Any]:
+    """The values that hold no others, by the way to them; an empty object or list counts as a value."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = {where: one for key, part in pairs for where, one in _values(part, (*path, key)).items()}
+    return found or {path: value}
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    return bool(one == two) and isinstance(one, bool) == isinstance(two, bool)  # 1 is not true
 
 
 def _unordered(value: Any) -> Any:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jinja2
 import pytest
 import torch
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 from transformers import Qwen2VLForConditionalGeneration
 
 import saccade
 from saccade import SamplingParams
 from saccade.evaluation.questions import load_questions
+from saccade.structured.schema import compiled
 from training import chat
 from training.batches import IGNORED, BatchSizes, Encoder, Mix, held_out_batch, train_batch
+from training.calls import tool
 from training.export import export, read_weights, write_weights
 from training.held_out import check as check_set
 from training.held_out import write as write_set
@@ -24,16 +29,16 @@ from training.losses import exact_matches, losses
 from training.model import TINY, Model, in_patch_order, patches
 from training.optim import Average, optimizers, orthogonal
 from training.palette import COLORS
-from training.samples import SKILLS
+from training.samples import MOST_JSON_TOKENS, SKILLS, Question, Sample
 from training.scenes import TRAIN, TRAINING, Shape, held_out, sample
-from training.tokenizer import corpus, train_tokenizer
+from training.tokenizer import corpus, read_tokenizer, train_tokenizer
 from training.train import Settings, Trainer
 
 pytestmark = pytest.mark.transformers
 
 VOCABULARY = 640
 SIZES = dataclasses.replace(TINY, vocabulary=VOCABULARY)
-SMALL = BatchSizes(patches=1200, text=96)
+SMALL = BatchSizes(patches=1200, text=96, page_text=200)
 EVEN = Mix((1.0,) * len(SKILLS), TRAINING)
 
 
@@ -88,7 +93,7 @@ def test_training_and_evaluation_never_share_a_picture() -> None:
 
 
 def test_every_canonical_answer_is_right_and_others_are_wrong() -> None:
-    for made in held_out(6 * len(SKILLS)):
+    for made in held_out(6 * len(SKILLS), SKILLS):
         for question in made.questions:
             assert question.rule.is_right(question.answer), question
             assert not question.rule.is_right("I do not know."), question
@@ -103,7 +108,7 @@ def test_pictures_have_the_sizes_the_image_processor_expects() -> None:
 
 
 def test_the_held_out_questions_are_written_with_the_pixels_that_were_drawn(tmp_path: Path) -> None:
-    samples = list(held_out(len(SKILLS)))
+    samples = list(held_out(len(SKILLS), SKILLS))
     write_set(tmp_path / "set.zip", samples)
     check_set(tmp_path / "set.zip", samples)
     questions = load_questions(str(tmp_path / "set.zip")).questions
@@ -130,6 +135,47 @@ def test_the_template_writes_what_training_writes() -> None:
     written = environment.from_string(chat.TEMPLATE).render(messages=messages, add_generation_prompt=True)
     expected = chat.user("Which one?", 2) + chat.assistant("The first.") + chat.user("Why?")
     assert written == expected + f"{chat.START}assistant\n"
+
+
+def test_the_template_shows_tools_and_calls_as_training_writes_them() -> None:
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    tools = [tool("get_price", "Get a price.", {"item": "string", "count": "integer"}), tool("stop", "Stop.", {})]
+    call = {"function": {"name": "get_price", "arguments": {"count": 2, "item": "Milk"}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How much?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3.50"},
+    ]
+    written = environment.from_string(chat.TEMPLATE).render(messages=messages, tools=tools)
+    called = chat.call('{"name": "get_price", "arguments": {"count": 2, "item": "Milk"}}')
+    expected = chat.tools_turn(tools, "Be brief.") + chat.user("How much?") + chat.assistant(called)
+    assert written == expected + chat.turn("tool", "3.50")
+
+
+def test_answers_in_json_end_within_their_limit() -> None:
+    shipped = read_tokenizer(Path(saccade.__file__).parent / "builtin")
+    made = [sample(seed, skill=skill).questions[0] for skill in ("extract", "tool") for seed in range(60)]
+    lengths = [len(shipped.encode(question.answer).ids) for question in made]
+    assert 60 < max(lengths) < MOST_JSON_TOKENS
+
+
+def test_a_schema_allows_the_canonical_answer() -> None:
+    held = [q for seed in range(60) if (q := sample(seed, skill="extract").questions[0]).schema]
+    assert len(held) > 5
+    for question in held:
+        matcher = compiled(LLTokenizer("byte"), json.dumps(question.schema), answers=1)
+        assert matcher.try_consume_tokens(list(question.answer.encode())) == len(question.answer.encode())
+        assert matcher.is_accepting()
+
+
+def test_keys_that_a_grammar_writes_are_not_learned(encoder: Encoder) -> None:
+    answer = '{"total": 3, "rows": [{"name": "Ann"}]}'
+    asked = Question("extract", "Give it as JSON.", answer, (answer,), schema={"type": "object"})
+    ids, skills = encoder.conversation(Random(0), Sample((), (asked,)), 200, plain=True)
+    learned = [token for token, skill in zip(ids, skills, strict=True) if skill >= 0]
+    text = encoder.tokenizer.decode(learned, skip_special_tokens=False)
+    assert text == '{ 3, [{ "Ann"}]}' + chat.END
 
 
 def test_read_words_and_numbers_are_spelled(tokenizer: Tokenizer) -> None:
@@ -252,7 +298,7 @@ def test_the_average_is_put_back() -> None:
 def test_a_batch_can_be_learned(encoder: Encoder) -> None:
     torch.manual_seed(0)
     model = Model(SIZES)
-    batch = tensors(train_batch(encoder, 1, SMALL, EVEN))
+    batch = tensors(train_batch(encoder, 3, SMALL, EVEN))
     steppers = optimizers(model, 4e-3, 0.0)
     seen = []
     for _ in range(40):
