@@ -47,6 +47,11 @@ class Quantization:
     zero_point_offset: int = 0  # what GPTQ's first format took off its zero points
 
     @property
+    def becomes_fp8(self) -> bool:
+        """Whether a GPU that multiplies FP8 has the weights so: they are stored in FP8 or in FP4."""
+        return self.is_fp8 or "FP4" in self.summary.upper()
+
+    @property
     def is_fp8(self) -> bool:
         """Whether weights can stay so, by the config; what a file holds is seen when it is read."""
         if self.has_blocks and self.block != BLOCK:

@@ -133,8 +133,10 @@ def _fp8_weights(
         return None
     if isinstance(tensors, DequantizedTensors):
         probe = build(left_out="decoder")
-        return fp8_targets(tensors.fp8_weights(), _rules(probe, config), probe.params.wholes)
-    return Fp8Weights(quantization.has_blocks) if quantization and quantization.is_fp8 else None
+        stored = tensors.fp8_weights()
+        made = dict.fromkeys(tensors.fp4_weights(), any(stored.values()))
+        return fp8_targets({**stored, **made}, _rules(probe, config), probe.params.wholes)
+    return Fp8Weights(quantization.has_blocks) if quantization and quantization.becomes_fp8 else None
 
 
 def _check_unquantized(config: ModelConfig, path: Path, quantize: str | None) -> None:
@@ -151,7 +153,7 @@ def _tensors(path: Path | None, config: ModelConfig, device: torch.device, load_
     if path is None:
         problem = "needs a folder to load from; only 'dummy' works without one"
         raise ConfigError(f"load_format={load_format!r} {problem}")
-    files = TensorFiles(path, device)
+    files = TensorFiles(path)
     quantization = quantization_of(config.raw, path)
     return files if quantization is None else DequantizedTensors(files, quantization, device)
 

@@ -49,8 +49,8 @@ def check_online(how: str, stored: Quantization | None, device: torch.device) ->
         raise ConfigError(
             f"--quantization {how} is not known; fp8 is, and quantised checkpoints need no option"
         )
-    if stored is not None and stored.is_fp8:
-        return  # nothing is left to do
+    if stored is not None and stored.becomes_fp8:
+        return  # without an option, too
     if stored is not None:
         found = f"this one is {stored.summary}"
         raise ConfigError(f"--quantization {how} is for checkpoints that are not quantised; {found}")
@@ -58,13 +58,16 @@ def check_online(how: str, stored: Quantization | None, device: torch.device) ->
         raise ConfigError(f"--quantization {how} needs a GPU of compute capability 8.9 or more, not {device}")
 
 
-def quantized(weight: Tensor, in_blocks: bool) -> tuple[Tensor, Tensor]:
-    """[..., N, K] -> float8 and its scales: the largest of a block or row becomes 448, the largest."""
+def quantized(weight: Tensor, in_blocks: bool, unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[..., N, K] -> float8 and its scales: the largest of a block or row becomes 448, the largest.
+
+    `unit`: scales are powers of two of it. Numbers that have few bits as multiples of it stay as they are.
+    """
     if not in_blocks:
-        scales = _scales(weight.float().abs().amax(-1, keepdim=True))
+        scales = _scales(weight.float().abs().amax(-1, keepdim=True), unit)
         return (weight / scales).to(FP8), scales
     blocks = _blocks(weight).float()
-    scales = _scales(blocks.abs().amax((-3, -1)))
+    scales = _scales(blocks.abs().amax((-3, -1)), unit)
     return (blocks / scales[..., :, None, :, None]).reshape(weight.shape).to(FP8), scales
 
 
@@ -88,8 +91,9 @@ def _blocks(weight: Tensor) -> Tensor:
     return weight.view(*stacked, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
 
 
-def _scales(largest: Tensor) -> Tensor:
-    return (largest / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+def _scales(largest: Tensor, unit: Tensor | None) -> Tensor:
+    scales = (largest / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+    return scales if unit is None else (scales / unit).log2_().ceil_().exp2_().mul_(unit)
 
 
 def scales_for(scale: Tensor, wanted: Sequence[int]) -> Tensor:

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from saccade.checkpoint.files import weight_files
 from saccade.errors import ConfigError
-from saccade.models.fp8_weights import quantized
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5  # names listed in an error before it only counts
@@ -27,8 +25,8 @@ class StoredTensors(Protocol):
 
     def read(self, name: str) -> Tensor: ...
 
-    def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor]:
-        """In float8, with scales as the checkpoint has them; or quantised here."""
+    def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor] | None:
+        """In float8, with scales as the checkpoint has them. None: it is neither in FP8 nor in FP4."""
         ...
 
     def is_needless(self, name: str) -> bool:
@@ -37,8 +35,7 @@ class StoredTensors(Protocol):
 
 
 class TensorFiles:
-    def __init__(self, folder: Path, device: torch.device | None = None) -> None:
-        self.device = device or torch.device("cpu")  # where weights are quantised
+    def __init__(self, folder: Path) -> None:
         self._handles: dict[Path, Any] = {}
         self.file_of: dict[str, Path] = {}
         for file in _files(folder):
@@ -48,8 +45,8 @@ class TensorFiles:
         tensor: Tensor = self._open(self.file_of[name]).get_tensor(name)
         return tensor
 
-    def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor]:
-        return quantized(self.read(name).to(self.device), in_blocks)
+    def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor] | None:
+        return None
 
     def kind(self, name: str) -> tuple[str, list[int]]:
         """The dtype, as the file has it (such as F8_E4M3), and the shape."""

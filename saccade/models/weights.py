@@ -178,7 +178,12 @@ def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
 
 
 def _copy_fp8(tensors: StoredTensors, name: str, target: Tensor, scales: Tensor) -> None:
-    values, stored = tensors.read_fp8(name, has_blocks(target, scales))
+    in_blocks = has_blocks(target, scales)
+    found = tensors.read_fp8(name, in_blocks)
+    if found is None:
+        weight = _as_shaped(tensors.read(name).to(target.device), target)
+        found = quantized(weight.contiguous(), in_blocks)
+    values, stored = found
     shaped = _as_shaped(values, target)
     _copy(shaped, target, name, tensors.file_of[name])
     is_rotated = shaped.shape == values.mT.shape != values.shape

@@ -58,7 +58,7 @@ class Deployment:
     @property
     def fp8_weights(self) -> bool:
         """Where a GPU multiplies no FP8, an engine dequantises a checkpoint as it loads."""
-        is_stored = self.stored is not None and self.stored.is_fp8
+        is_stored = self.stored is not None and self.stored.becomes_fp8
         return self.hardware.has_fp8 and (is_stored or self.options.quantization == "fp8")
 
     @property
@@ -167,7 +167,7 @@ def _check_fp8(given: Deployment) -> None:
     asked = f"quantization={given.options.quantization}"
     if not hardware.has_fp8:
         raise ConfigError(f"{asked} needs a GPU that multiplies FP8, which {hardware.name} does not")
-    if given.stored is not None and not given.stored.is_fp8:
+    if given.stored is not None and not given.stored.becomes_fp8:
         found = f"this one is {given.stored.summary}"
         raise ConfigError(f"{asked} is for checkpoints that are not quantised; {found}")
     if not is_known(given.checkpoint.config):

@@ -81,7 +81,7 @@ def _check_fp8(asked: str, capability: tuple[int, int]) -> None:
 
 
 def _has_fp8_weights(options: Options, stored: Quantization | None, device: torch.device) -> bool:
-    is_asked = options.quantization == "fp8" or (stored is not None and stored.is_fp8)
+    is_asked = options.quantization == "fp8" or (stored is not None and stored.becomes_fp8)
     return is_asked and multiplies_fp8(device)
 
 

@@ -1,5 +1,7 @@
 """Quantises a checkpoint in the layouts in which they are published, rounding to the nearest.
 
+Formats that end in -mse also clip the largest numbers of a group where that lowers its squared error.
+
     python -m tests.helpers.quantize saccade/builtin /tmp/quantised gptq
 
 Each packer returns the tensors to store and the weight they stand for, by arithmetic of its own.
@@ -23,6 +25,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each place of a word
+CLIPS = tuple(1 - step / 32 for step in range(13))  # shares of a group's range that are tried
 
 
 def to_fp8(weight: Tensor, scale: Tensor) -> Tensor:
@@ -71,7 +74,9 @@ class Grouped(NamedTuple):
     meant: Tensor
 
 
-def grouped(weight: Tensor, size: int, bits: int, *, symmetric: bool, shuffled: bool = False) -> Grouped:
+def grouped(
+    weight: Tensor, size: int, bits: int, *, symmetric: bool, shuffled: bool = False, mse: bool = False
+) -> Grouped:
     inputs = weight.shape[1]
     group_of = torch.arange(inputs) // size
     if shuffled:  # as `desc_act` does, by importance
@@ -80,17 +85,30 @@ def grouped(weight: Tensor, size: int, bits: int, *, symmetric: bool, shuffled: 
     scale, zeros = torch.empty(len(weight), groups), torch.empty(len(weight), groups)
     for group in range(groups):
         part = weight[:, group_of == group]
-        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
-        if symmetric:
-            high = part.abs().amax(1)
-            low = -high
-        scale[:, group] = ((high - low) / top).clamp(min=1e-8).half().float()
-        zeros[:, group] = (-low / scale[:, group]).round().clamp(1, top)
-        if symmetric:
-            zeros[:, group] = 2 ** (bits - 1)
+        found = [_range(part, bits, symmetric, clip) for clip in (CLIPS if mse else (1.0,))]
+        errors = torch.stack([((_rounded(part, *one, top) - part) ** 2).sum(1) for one in found])
+        best = errors.argmin(0, keepdim=True)
+        scale[:, group], zeros[:, group] = (torch.stack(kind).gather(0, best)[0] for kind in zip(*found, strict=True))
     wide, offset = scale[:, group_of], zeros[:, group_of]
     values = ((weight / wide).round() + offset).clamp(0, top)
     return Grouped(values.int(), scale, zeros.int(), group_of, (values - offset) * wide)
+
+
+def _range(part: Tensor, bits: int, symmetric: bool, clip: float) -> tuple[Tensor, Tensor]:
+    """The scale and zero point of each row that covers this share of its range."""
+    top = 2**bits - 1
+    low, high = part.amin(1).clamp(max=0) * clip, part.amax(1).clamp(min=0) * clip
+    if symmetric:
+        high = part.abs().amax(1) * clip
+        low = -high
+    scale = ((high - low) / top).clamp(min=1e-8).half().float()
+    middle = torch.full_like(scale, 2 ** (bits - 1))
+    return scale, middle if symmetric else (-low / scale).round().clamp(1, top)
+
+
+def _rounded(part: Tensor, scale: Tensor, zeros: Tensor, top: int) -> Tensor:
+    values = ((part / scale[:, None]).round() + zeros[:, None]).clamp(0, top)
+    return (values - zeros[:, None]) * scale[:, None]
 
 
 def pack(values: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
@@ -105,8 +123,8 @@ def pack(values: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = No
     return words.to(torch.int32).movedim(-1, dim).contiguous()
 
 
-def gptq(weight: Tensor, size: int = 128, bits: int = 4, offset: int = 1, *, shuffled: bool = False) -> Packed:
-    found = grouped(weight, size, bits, symmetric=False, shuffled=shuffled)
+def gptq(weight: Tensor, size: int = 128, bits: int = 4, offset: int = 1, **how: bool) -> Packed:
+    found = grouped(weight, size, bits, symmetric=False, **how)
     stored = {
         "qweight": pack(found.values.T, bits, 0),
         "qzeros": pack(found.zeros.T - offset, bits, 1),
@@ -127,9 +145,15 @@ def awq(weight: Tensor, size: int = 128) -> Packed:
 
 
 def packed_ints(
-    weight: Tensor, size: int = 128, bits: int = 4, *, symmetric: bool = True, shuffled: bool = False
+    weight: Tensor,
+    size: int = 128,
+    bits: int = 4,
+    *,
+    symmetric: bool = True,
+    shuffled: bool = False,
+    mse: bool = False,
 ) -> Packed:
-    found = grouped(weight, size, bits, symmetric=symmetric, shuffled=shuffled)
+    found = grouped(weight, size, bits, symmetric=symmetric, shuffled=shuffled, mse=mse)
     stored = {
         "weight_packed": pack(found.values, bits, 1),
         "weight_scale": found.scale,
@@ -206,6 +230,7 @@ FORMATS: Mapping[str, Format] = {
     "compressed-w4-32": packed_format(32),
     "compressed-w4-64": packed_format(64),
     "compressed-w4-128": packed_format(128),
+    "compressed-w4-128-mse": packed_format(128, mse=True),
     "compressed-w4-zeros": packed_format(32, symmetric=False),
     "compressed-w4-order": packed_format(32, shuffled=True),
     "compressed-w8": packed_format(64, bits=8),
@@ -214,6 +239,7 @@ FORMATS: Mapping[str, Format] = {
     "awq": Format(awq, grouped_config("awq", 128, zero_point=True, version="gemm"), 128),
     "awq-32": Format(lambda w: awq(w, 32), grouped_config("awq", 32, version="gemm"), 32),
     "gptq": Format(gptq, grouped_config("gptq", 128, desc_act=False), 128),
+    "gptq-mse": Format(lambda w: gptq(w, mse=True), grouped_config("gptq", 128, desc_act=False), 128),
     "gptq-order": Format(lambda w: gptq(w, 32, shuffled=True), grouped_config("gptq", 32, desc_act=True), 32),
     "gptq-v2": Format(lambda w: gptq(w, 64, offset=0), grouped_config("gptq", 64, checkpoint_format="gptq_v2"), 64),
     "gptq-8": Format(lambda w: gptq(w, 32, 8), {"quant_method": "gptq", "bits": 8, "group_size": 32}, 32),

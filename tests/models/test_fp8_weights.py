@@ -17,7 +17,7 @@ from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.fp8_weights import FP8, check_online, dequantized, is_by_row, is_in_blocks, quantized, scales_for
 from saccade.models.layers.linear import Linear
-from tests.helpers.quantize import fp8_blocks, fp8_rows, fp8_tensor
+from tests.helpers.quantize import fp8_blocks, fp8_rows, fp8_tensor, mxfp4, nvfp4
 
 CPU = torch.device("cpu")
 TEXT: dict[str, Any] = {
@@ -27,14 +27,18 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 128, "rope_theta": 1e4, "torch_dtype": "float32", "tie_word_embeddings": True,
     "eos_token_id": 0, "hidden_act": "silu",
 }  # fmt: skip
-PACKERS = {"blocks": fp8_blocks, "rows": fp8_rows, "tensor": fp8_tensor}
+PACKERS = {
+    "blocks": fp8_blocks, "rows": fp8_rows, "tensor": fp8_tensor, "MXFP4": mxfp4,
+    "NVFP4": lambda weight: nvfp4(weight, is_modelopt=True),
+}  # fmt: skip
 LEFT_OUT = "layers.1.self_attn.o_proj"
 
 
 def write_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
     """A model of random weights, its linear layers in float8 but for one. Returns config.json."""
     folder.mkdir(exist_ok=True)
-    config = {**TEXT, "quantization_config": {"quant_method": "fp8"}}
+    how = {"quant_method": "modelopt", "quant_algo": kind} if kind.endswith("FP4") else {"quant_method": "fp8"}
+    config = {**TEXT, "quantization_config": how}
     plain = load_model(None, model_config(TEXT), dtype=torch.float32, device=CPU, load_format="dummy", seed=4)
     stored = {}
     for name, tensor in published_names(plain).items():
@@ -74,7 +78,7 @@ def load(folder: Path, config: dict[str, Any], **options: Any) -> Any:
     return load_model(folder, model_config(config), dtype=torch.float32, device=CPU, progress=False, **options)
 
 
-@pytest.mark.parametrize("kind", PACKERS)
+@pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
 def test_a_model_keeps_what_is_stored_in_float8_and_computes_the_same(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,7 +90,7 @@ def test_a_model_keeps_what_is_stored_in_float8_and_computes_the_same(
     assert asked.decoder.layers[0].mlp.gate_up.weight.dtype == torch.float32
     monkeypatch.setattr(saccade.models, "multiplies_fp8", lambda device: True)
     found = load(tmp_path, config)
-    assert "22 weights are stored as FP8: 22 stay in FP8, 0 are dequantised" in caplog.text
+    assert caplog.text.rstrip().endswith("22 weights are stored as FP8: 22 stay in FP8")
     layers = found.decoder.layers
     assert layers[0].mlp.gate_up.weight.dtype == layers[1].attention.qkv.weight.dtype == FP8
     assert layers[1].mlp.gate_up.dtype == layers[1].mlp.down.dtype == FP8
@@ -96,6 +100,27 @@ def test_a_model_keeps_what_is_stored_in_float8_and_computes_the_same(
     for ours, theirs in zip(layers, expected.decoder.layers, strict=True):
         assert torch.allclose(ours.attention.qkv(x), theirs.attention.qkv(x), atol=1e-5)
         assert torch.allclose(ours.mlp(x), theirs.mlp(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("MXFP4", 0.0), ("NVFP4", 0.025)])
+def test_a_model_in_fp4_becomes_fp8_and_loses_little(
+    kind: str, error: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of MXFP4 nothing: its scales are powers of two. FP4 itself is 10% away from what was quantised."""
+    caplog.set_level("INFO", logger="saccade")
+    config = write_checkpoint(tmp_path, kind)
+    expected = load(tmp_path, config)
+    monkeypatch.setattr(saccade.models, "multiplies_fp8", lambda device: True)
+    found = load(tmp_path, config, quantize="fp8")  # which it becomes anyway
+    assert f"22 weights are stored as {kind}: 22 become FP8, since no kernel here multiplies FP4" in caplog.text
+    pairs = list(zip(found.params.linears, expected.params.linears, strict=True))
+    assert [ours.weight.dtype for ours, _ in pairs].count(FP8) == len(pairs) - 1  # but for the one left out
+    for ours, theirs in pairs:
+        weight = ours.weight if ours.scales is None else dequantized(ours.weight, ours.scales, torch.float32)
+        assert (weight - theirs.weight).norm() <= error * theirs.weight.norm()
+    experts, others = found.decoder.layers[1].mlp, expected.decoder.layers[1].mlp
+    weight = dequantized(experts.down, experts.down_scales, torch.float32)
+    assert experts.down.dtype == FP8 and (weight - others.down).norm() <= error * others.down.norm()
 
 
 def test_stacked_experts_are_read_with_their_scales_as_they_are_turned(
@@ -134,6 +159,20 @@ def test_a_checkpoint_is_quantised_while_it_loads(monkeypatch: pytest.MonkeyPatc
         difference = dequantized(ours.weight, ours.scales, torch.float32) - theirs.weight
         assert difference.norm() / theirs.weight.norm() < 0.04
     assert model.decoder.table.dtype == torch.float32
+
+
+def test_experts_are_quantised_as_they_are_turned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """[experts, in, out]: scales are of the rows that a GEMM has."""
+    monkeypatch.setattr("saccade.models.fp8_weights.multiplies_fp8", lambda device: True)
+    plain: Any = load_model(None, model_config(TEXT), dtype=torch.float32, device=CPU, load_format="dummy", seed=4)
+    experts = plain.decoder.layers[1].mlp
+    stored = {name: tensor for name, tensor in published_names(plain).items() if ".experts." not in name}
+    stored["model.layers.1.mlp.experts.gate_up_proj"] = experts.gate_up.mT
+    stored["model.layers.1.mlp.experts.down_proj"] = experts.down.mT
+    save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    found = load(tmp_path, TEXT, quantize="fp8").decoder.layers[1].mlp
+    expected, scales = quantized(experts.gate_up, in_blocks=False)
+    assert torch.equal(found.gate_up.float(), expected.float()) and torch.equal(found.gate_up_scales, scales)
 
 
 def test_quantising_needs_a_gpu_that_multiplies_float8() -> None:

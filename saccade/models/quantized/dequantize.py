@@ -126,7 +126,7 @@ def _groups_of_rows(group_of: Tensor | None, rows: int, groups: int) -> Tensor:
     return torch.arange(groups).repeat_interleave(rows // groups)  # on the CPU, as an index may be
 
 
-def fp4(packed: Tensor, scale: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+def fp4(packed: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
     """Two numbers a byte, the low half first; a scale for each group along the last dimension.
 
     NVFP4: scales are FP8, and `factor` is for the whole weight. MXFP4: scales are powers of two, as bytes.

@@ -62,13 +62,19 @@ class DequantizedTensors:
                 self.file_of[weight] = file
         self._check_whole()
         self._kept = 0  # weights that were read in float8
+        self._made = 0  # from FP4
 
     def summary(self) -> str:
         """What became of the weights that have been read."""
         count = sum(len(parts) > 1 for parts in self._parts.values())
-        rest = f"{count - self._kept} are dequantised as they load"
-        fate = f"{self._kept} stay in FP8, {rest}" if self._kept else rest
-        return f"{count} weights are stored as {self._quantization.summary}: {fate}"
+        rest = count - self._kept - self._made
+        fates = {
+            f"{self._kept} stay in FP8": self._kept,
+            f"{self._made} become FP8, since no kernel here multiplies FP4": self._made,
+            f"{rest} are dequantised as they load": rest,
+        }
+        known = ", ".join(fate for fate, number in fates.items() if number)
+        return f"{count} weights are stored as {self._quantization.summary}: {known}"
 
     def _weight_of(self, name: str) -> tuple[str, str]:
         """The usual name of a weight, and which part of it this is."""
@@ -106,16 +112,30 @@ class DequantizedTensors:
                 found[name] = in_blocks
         return found
 
-    def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor]:
+    def fp4_weights(self) -> list[str]:
+        """Weights that are stored as two numbers a byte."""
+        return [name for name in self._parts if self._is_fp4(name)]
+
+    def _is_fp4(self, name: str) -> bool:
         parts = self._parts[name]
-        if not any(part in parts for part in _FP8_SCALES):
-            return quantized(self._files.read(name).to(self._device), in_blocks)
+        packed = next((parts[part] for part in (".weight_packed", ".weight", "") if part in parts), None)
+        return len(parts) > 1 and packed is not None and self._files.kind(packed)[0] == "U8"
+
+    def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor] | None:
+        if len(self._parts[name]) == 1:
+            return None
+        if self._is_fp4(name):
+            self._made += 1
+            return quantized(self.read(name), in_blocks, _factor(self._stored(name)))
         self._kept += 1
-        stored = {part: self._files.read(full).to(self._device) for part, full in parts.items()}
+        stored = self._stored(name)
         return _first(stored, ".weight", ""), _first(stored, *_FP8_SCALES)
 
+    def _stored(self, name: str) -> Parts:
+        return {part: self._files.read(full).to(self._device) for part, full in self._parts[name].items()}
+
     def read(self, name: str) -> Tensor:
-        stored = {part: self._files.read(full).to(self._device) for part, full in self._parts[name].items()}
+        stored = self._stored(name)
         try:
             return _weight(stored, self._quantization)
         except (
@@ -140,7 +160,7 @@ def _weight(parts: Parts, quantization: Quantization) -> Tensor:
     numbers = _first(parts, ".weight", "")
     scale = _first(parts, *_FP8_SCALES)
     if numbers.dtype == torch.uint8:
-        return dequantize.fp4(numbers, scale, parts.get(".weight_scale_2", 1.0))
+        return dequantize.fp4(numbers, scale, _factor(parts))
     return dequantize.scaled(numbers, scale, quantization.block, parts.get(".weight_zero_point"))
 
 
@@ -155,10 +175,17 @@ def _grouped(parts: Parts, quantization: Quantization) -> Tensor:
 def _packed(parts: Parts) -> Tensor:
     packed, scale = _first(parts, ".weight_packed"), _first(parts, ".weight_scale")
     if packed.dtype == torch.uint8:
-        whole = parts.get(".weight_global_scale")  # was multiplied into the scales, so that FP8 holds them
-        return dequantize.fp4(packed, scale, 1.0 if whole is None else whole.float().reciprocal())
+        return dequantize.fp4(packed, scale, _factor(parts))
     others = parts.get(".weight_zero_point"), parts.get(".weight_g_idx")
     return dequantize.packed_ints(packed, scale, _first(parts, ".weight_shape"), *others)
+
+
+def _factor(parts: Parts) -> Tensor:
+    """Of a whole weight in FP4. MXFP4 has none."""
+    whole = parts.get(".weight_global_scale")  # was multiplied into the scales, so that FP8 holds them
+    if whole is not None:
+        return whole.float().reciprocal()
+    return parts.get(".weight_scale_2", torch.tensor(1.0, device=next(iter(parts.values())).device)).float()
 
 
 def _first(parts: Parts, *names: str) -> Tensor:
