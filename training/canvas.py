@@ -18,6 +18,7 @@ from training.samples import Picture
 
 PATCH = 8
 TOKEN = 16  # a token is 2x2 patches
+FRAMES = 2  # of a video share their patches; a still picture is shown twice
 KINDS = ("circle", "square", "triangle", "rectangle", "oval", "diamond", "star", "cross", "ring", "heart", "hexagon")
 GLYPHS = string.ascii_letters + string.digits
 GLYPH_CLASSES = {char: index + 1 for index, char in enumerate(GLYPHS)}

@@ -17,7 +17,7 @@ from training.sheet import Sheet, listed, others
 from training.table_questions import ask_places
 from training.words import COLUMNS, headings, labels
 
-_LETTER_SIZES = (13, 18)  # of labels, pixels
+LETTER_SIZES = (13, 18)  # of labels, pixels
 _STEPS = (1, 2, 5, 10, 20)
 
 
@@ -32,7 +32,7 @@ class BarScene:
     skills: tuple[str, ...] = ("chart", "chart", "chart", "caption", "extract")
 
     def __init__(self, rng: Random, sheet: Sheet) -> None:
-        self._face = font(rng.choice(font_names()), rng.randint(*_LETTER_SIZES))
+        self._face = font(rng.choice(font_names()), rng.randint(*LETTER_SIZES))
         count = min(rng.randint(2, 6), (sheet.drawn[0] - 34) // 26)
         step, self._ticks = rng.choice(_STEPS), rng.randint(3, 5)
         self._step = step
@@ -153,7 +153,7 @@ class TableScene:
     def __init__(self, rng: Random, sheet: Sheet, *, is_varied: bool = False) -> None:
         """A varied table has any headings, and questions about the places of rows and columns."""
         self._is_varied = is_varied
-        face = font(rng.choice(font_names()), rng.randint(*_LETTER_SIZES))
+        face = font(rng.choice(font_names()), rng.randint(*LETTER_SIZES))
         line = sum(face.getmetrics()) + 4
         rows = max(1, min(rng.randint(2, 5), sheet.drawn[1] // line - 1))
         fitting = int(sheet.drawn[0] / face.getlength("Weight")) - 1

@@ -52,8 +52,9 @@ def call(text: str) -> str:
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
-def user(text: str, pictures: int = 0, *, is_text_first: bool = False) -> str:
-    seen = f"{VISION_START}{IMAGE}{VISION_END}" * pictures
+def user(text: str, media: int = 0, *, is_text_first: bool = False, is_video: bool = False) -> str:
+    """`media` is how many pictures or videos are shown."""
+    seen = f"{VISION_START}{VIDEO if is_video else IMAGE}{VISION_END}" * media
     return turn("user", text + seen if is_text_first else seen + text)
 
 

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from training import chat
-from training.canvas import PATCH
-from training.model import FRAMES, MEAN, MERGE, STD, Model, Sizes
+from training.canvas import FRAMES, PATCH
+from training.model import MEAN, MERGE, STD, Model, Sizes
 from training.tokenizer import token_id, write_tokenizer
 
 MIN_PIXELS, MAX_PIXELS = 96 * 96, 320 * 320

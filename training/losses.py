@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.model import Model, Views, in_patch_order
-from training.samples import SKILLS
+from training.samples import SKILLS, UNKNOWN
 
 Batch = dict[str, Tensor]
 _LINKS = 0.5  # weight of each link
@@ -39,8 +39,8 @@ def dense_loss(model: Model, views: Views, batch: Batch) -> Tensor:
     named = torch.zeros((), device=glyphs.device)
     for logits, name in ((glyphs, "glyphs"), (colors, "colors")):
         labels = in_patch_order(batch[name]).flatten().long()
-        each = F.cross_entropy(logits.flatten(0, 1).float(), labels, reduction="none")
-        weights = torch.where(labels == 0, _NOTHING, 1.0)
+        each = F.cross_entropy(logits.flatten(0, 1).float(), labels, reduction="none", ignore_index=UNKNOWN)
+        weights = torch.where(labels == 0, _NOTHING, (labels != UNKNOWN).float())
         named = named + (each * weights).sum() / weights.sum()
     for logits, cells in zip(links, batch["links"], strict=True):
         labels = in_patch_order(cells).flatten().long()

@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.canvas import NUM_GLYPH_CLASSES, NUM_LETTER_CLASSES, NUM_LINKS, PATCH
+from training.canvas import FRAMES, NUM_GLYPH_CLASSES, NUM_LETTER_CLASSES, NUM_LINKS, PATCH
 from training.palette import NAMES
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 MERGE = 2
-FRAMES = 2  # a still picture is shown twice to a patch
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,9 @@ class Model(nn.Module):
         return decoder
 
     def forward(self, pixels: Tensor, ids: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, Views]:
-        """Hidden states [B, T, hidden] for uint8 pictures [P, H, W, 3], ids [B, T], positions [3, B, T].
+        """Hidden states [B, T, hidden] for ids [B, T], positions [3, B, T] and uint8 pictures.
+
+        Pictures are [P, H, W, 3]; or [P, FRAMES, H, W, 3], the frame groups of videos.
 
         `slots` [P * n] says which place of the flattened ids each picture token takes; B * T means none.
         """
@@ -131,17 +132,23 @@ class Tower(nn.Module):
         self.register_buffer("std", torch.tensor(STD), persistent=False)
 
     def forward(self, pixels: Tensor) -> Views:
-        rows, columns = pixels.shape[1] // PATCH, pixels.shape[2] // PATCH
+        rows, columns = pixels.shape[-3] // PATCH, pixels.shape[-2] // PATCH
         normalised = pixels.float() * (1 / 255 / self.std) - self.mean / self.std  # as the image processor does
-        weight = self.patch_embed["proj"].weight
-        assert isinstance(weight, Tensor)
-        # Both frames of a patch hold the same pixels: adding their weights first halves the work.
-        x = F.linear(patches(normalised), weight.sum(2).flatten(1))  # [P, N, width]
+        x = self._embedded(normalised)
         cos, sin = vision_angles(rows, columns, self.head_dim, pixels.device)
         for block in self.blocks:
             x = block(x, cos, sin)
         views: Views = self.merger(x)
         return views
+
+    def _embedded(self, normalised: Tensor) -> Tensor:
+        """[P, N, width]."""
+        weight = self.patch_embed["proj"].weight
+        assert isinstance(weight, Tensor)
+        if normalised.dim() == 4:  # both frames hold the same pixels: adding their weights first halves the work
+            return F.linear(patches(normalised), weight.sum(2).flatten(1))
+        frames = zip(normalised.unbind(1), weight.unbind(2), strict=True)
+        return torch.stack([F.linear(patches(shown), own.flatten(1)) for shown, own in frames]).sum(0)
 
 
 class VisionBlock(nn.Module):

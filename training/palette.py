@@ -37,12 +37,17 @@ def distance(a: Rgb, b: Rgb) -> float:
     return 0.6 * abs(a[0] - b[0]) + abs(a[1] - b[1]) + 0.5 * abs(a[2] - b[2])
 
 
+def is_clear(one: Rgb, other: Rgb) -> bool:
+    """Whether the one can be told from the other where it is drawn on it."""
+    return distance(one, other) > _DISTANCE
+
+
 def background(rng: Random, drawn: list[Rgb]) -> tuple[Rgb, str | None]:
     """A background far from every colour in `drawn`, and its name if it has one."""
     for _ in range(20):
         named = rng.choice(("white", "white", "black", "gray", *NAMES)) if rng.random() < 0.5 else None
         color = shade(rng, named, 8) if named else _plain(rng)
-        if all(distance(color, other) > _DISTANCE for other in drawn):
+        if all(is_clear(color, other) for other in drawn):
             return color, named
     options = sorted(NAMES, key=lambda n: -min((distance(COLORS[n], other) for other in drawn), default=0.0))
     return COLORS[options[0]], options[0]

@@ -31,10 +31,15 @@ SKILLS = (
     "document",
     "extract",
     "tool",
+    "refuse",
+    "compare",
+    "choice",
+    "video",
 )
 FIRST_SKILLS = SKILLS[: SKILLS.index("chat") + 1]  # of the first thousand held-out questions
 _JSON_SKILLS = ("json", "extract", "tool")
 MOST_JSON_TOKENS = 128  # within which an answer in JSON must end
+UNKNOWN = 255  # class of a patch that two frames of a video cover differently
 Tool = Mapping[str, Any]  # as in a request
 
 
@@ -89,6 +94,7 @@ class Sample:
 
     pictures: tuple[Picture, ...]
     questions: tuple[Question, ...]
+    is_video: bool = False  # the pictures are the frames of one video
 
     @property
     def skill(self) -> str:

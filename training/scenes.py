@@ -6,14 +6,23 @@ Two streams never meet: training uses `TRAIN`, evaluation `HELD_OUT`. A seed is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from training.calls import ToolScene
+from training.canvas import FRAMES
 from training.charts import BarScene, TableScene
+from training.choices import ABOUT, ChoiceScene
+from training.clips import ClipScene
+from training.compare import CompareScene
 from training.pages import SMALLEST_PRINT, PageScene
 from training.pages import SMALLEST_TRAINED as SMALLEST_PRINT_TRAINED
+from training.photos import read_photos, rough
 from training.reading import SMALLEST, SMALLEST_TRAINED, TextScene
+from training.refusals import HELD_OUT_SOURCES, TRAINED_ON, RefuseClip, RefuseScene, Sources
 from training.samples import FIRST_SKILLS, SKILLS, Question, Sample
 from training.several import SeveralScene
 from training.shapes import ShapeScene
@@ -35,6 +44,12 @@ class Shape(NamedTuple):
     columns: int  # tokens
     rows: int
     pictures: int = 1
+    frames: int = 1  # of a video, an even number; 1 is a still picture
+
+    @property
+    def groups(self) -> int:
+        """Frame groups: what the tower takes at once."""
+        return max(1, self.frames // FRAMES)
 
 
 class Plan(NamedTuple):
@@ -45,18 +60,38 @@ class Plan(NamedTuple):
     smallest_print: int = SMALLEST_PRINT
     odd: float = 0.35  # share of pictures whose size is no multiple of a token's
     is_varied: bool = True  # tables have any headings, and questions on the way to finding a cell
+    rough: float = 0.0  # share of drawings that look photographed or compressed
+    outside: Sources = HELD_OUT_SOURCES  # what to refuse
 
 
 EVALUATION = Plan(odd=1.0, is_varied=False)
-TRAINING = Plan(smallest_text=SMALLEST_TRAINED, smallest_print=SMALLEST_PRINT_TRAINED)
+TRAINING = Plan(smallest_text=SMALLEST_TRAINED, smallest_print=SMALLEST_PRINT_TRAINED, rough=0.25, outside=TRAINED_ON)
+
+
+class Plans(NamedTuple):
+    training: Plan = TRAINING
+    held_out: Plan = EVALUATION
+
+
+def plans(photos: Path | None) -> Plans:
+    """With the photos of a folder: train/ to train on, held_out/ from other sources."""
+    if photos is None:
+        return Plans()
+    own, other = (read_photos(photos / name) for name in ("train", "held_out"))
+    return Plans(
+        TRAINING._replace(outside=TRAINED_ON._replace(photos=own)),
+        EVALUATION._replace(outside=HELD_OUT_SOURCES._replace(photos=other)),
+    )
 
 
 def draw_shape(rng: Random, skill: str | None = None) -> Shape:
     """A size that suits the skill: charts need room, several pictures must fit one prompt."""
-    if skill == "several":
+    if skill in ("several", "compare"):
         return Shape(rng.randint(6, 10), rng.randint(6, 10), rng.choice((2, 2, 3, 4)))
     if skill in PAGE_SKILLS and rng.random() < 0.7:
         return _page_shape(rng)
+    if skill == "video":
+        return Shape(rng.randint(6, 12), rng.randint(6, 12), frames=rng.choice((4, 4, 6, 8)))
     low = 9 if skill in ("chart", "table", *PAGE_SKILLS) else SMALLEST_SIDE
     while True:
         wide = rng.random() < 0.08  # what a large wide or tall picture is reduced to
@@ -89,7 +124,7 @@ def sample(
     skill = skill or SKILLS[seed % len(SKILLS)]
     shape = shape or draw_shape(rng, skill)
     while True:
-        scene = _scene(rng, skill, shape, plan)
+        scene = _outside(rng, shape, plan, stream) if skill == "refuse" else _scene(rng, skill, shape, plan)
         first = scene.ask(rng, skill)
         if first is not None:
             break
@@ -98,7 +133,16 @@ def sample(
         more = scene.ask(rng, rng.choice(scene.skills))
         if more is not None and all(more.text != q.text for q in questions):
             questions.append(more)
-    return Sample(scene.pictures, tuple(questions))
+    pictures = scene.pictures
+    if skill != "refuse" and plan.rough:
+        is_small = skill in PAGE_SKILLS
+        pictures = tuple(
+            replace(picture, image=rough(rng, picture.image, is_small=is_small))
+            if rng.random() < plan.rough
+            else picture
+            for picture in pictures
+        )
+    return Sample(pictures, tuple(questions), is_video=shape.frames > 1 and bool(pictures))
 
 
 def held_out(count: int, skills: tuple[str, ...] = FIRST_SKILLS) -> Iterator[Sample]:
@@ -122,6 +166,12 @@ def _scene(rng: Random, skill: str, shape: Shape, plan: Plan) -> Scene:
     if skill == "chat":
         return TalkScene()
     sheets = [sheet(rng, shape.columns, shape.rows, plan.odd) for _ in range(shape.pictures)]
+    if skill == "video":
+        return ClipScene(rng, sheets[0], _frames(rng, shape))
+    if skill == "compare":
+        return CompareScene(rng, sheets, plan.level)
+    if skill == "choice":
+        return _with_choices(rng, shape, plan)
     if skill == "several":
         return SeveralScene(rng, sheets, plan.level)
     if skill in PAGE_SKILLS:
@@ -152,3 +202,33 @@ def _data_scene(rng: Random, skill: str, sheet: Sheet, plan: Plan) -> Scene:
     else:
         scene = ShapeScene(rng, sheet, "extract")
     return ToolScene(rng, scene) if skill == "tool" else scene
+
+
+def _frames(rng: Random, shape: Shape) -> int:
+    """Sometimes an odd number, so that the last frame group is half empty."""
+    return shape.frames - 1 if shape.frames > 4 and rng.random() < 0.15 else shape.frames
+
+
+def _with_choices(rng: Random, shape: Shape, plan: Plan) -> Scene:
+    about = [s for s in ABOUT if s not in ("chart", "table") or (shape.columns >= 9 and shape.rows >= 9)]
+    return ChoiceScene(_scene(rng, rng.choice(about), shape, plan))
+
+
+def _outside(rng: Random, shape: Shape, plan: Plan, stream: str) -> Scene:
+    """Photographs and textures, of which is asked what is asked of drawings."""
+    sheets = [sheet(rng, shape.columns, shape.rows, plan.odd) for _ in range(shape.pictures)]
+    if shape.frames > 1:
+        return RefuseClip(rng, sheets[0], _frames(rng, shape), plan.outside, _asked("video", stream))
+    if shape.pictures > 1:
+        return RefuseScene(rng, sheets, plan.outside, _asked("several", stream))
+    return RefuseScene(rng, sheets, plan.outside, _asked("one", stream))
+
+
+@cache
+def _asked(about: str, stream: str) -> tuple[str, ...]:
+    """Questions about drawings, from seeds that are used for nothing else."""
+    own = {"video": ("video",), "several": ("several", "compare")}
+    skills = own.get(about) or tuple(s for s in SKILLS if s not in ("chat", "refuse", "several", "compare", "video"))
+    seeds = range(2 * 10**9, 2 * 10**9 + 300)
+    samples = (sample(seed, stream, skill=skills[seed % len(skills)]) for seed in seeds)
+    return tuple(question.text for made in samples for question in made.questions)

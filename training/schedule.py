@@ -25,6 +25,10 @@ BASE_WEIGHTS = {
     "document": 3.0,
     "extract": 3.0,
     "tool": 1.5,
+    "refuse": 2.0,
+    "compare": 2.0,
+    "choice": 1.5,
+    "video": 3.0,
 }
 _WARM_UP, _DECAY_FROM = 0.03, 0.5
 

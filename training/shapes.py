@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from random import Random
 
@@ -42,17 +43,21 @@ class ShapeScene:
         "extract",
     )
 
-    def __init__(self, rng: Random, sheet: Sheet, skill: str, most: int = 6) -> None:
+    def __init__(
+        self, rng: Random, sheet: Sheet, skill: str, most: int = 6, palette: list[tuple[str, str]] | None = None
+    ) -> None:
+        """`palette` holds the (kind, colour) pairs to draw from; without it they are chosen to suit the skill."""
         self.sheet = sheet
-        palette = _palette(rng, skill)
+        palette = palette or _palette(rng, skill)
         shades = {color: shade(rng, color) for _, color in palette}
-        paper, self.paper_name = background(rng, list(shades.values()))
+        self.paper, self.paper_name = background(rng, list(shades.values()))
+        self._shades = shades
         if self.paper_name in shades:
             self.paper_name = None
         places = _place(rng, sheet, _how_many(rng, skill, most), crowded=skill == "count")
         self.shapes = [Shape(*rng.choice(palette), *place) for place in places]
         self.shapes.sort(key=lambda s: s.x)  # lists in answers run from left to right
-        self.pictures: tuple[Picture, ...] = (_drawn(rng, sheet, paper, self.shapes, shades),)
+        self.pictures: tuple[Picture, ...] = (_drawn(rng, sheet, self.paper, self.shapes, shades),)
 
     def ask(self, rng: Random, skill: str) -> Question | None:
         return ASK[skill](self, rng)
@@ -64,6 +69,14 @@ class ShapeScene:
             (text_field(("shape", "kind"), s.kind), text_field(("color", "colour"), s.color)) for s in self.shapes
         )
         return Record("picture", (count,), rows, ("shapes", "objects"))
+
+    def redrawn(self, rng: Random, shapes: list[Shape]) -> ShapeScene:
+        """Other shapes on the same paper, in the same shades; a shape's outline depends on its place alone."""
+        other = copy(self)
+        other.shapes = shapes
+        shades = {name: self._shades.get(name) or shade(rng, name) for name in NAMES}
+        other.pictures = (_drawn(rng, self.sheet, self.paper, shapes, shades, is_steady=True),)
+        return other
 
     # --- naming shapes without ambiguity ---
 
@@ -116,9 +129,11 @@ def _place(rng: Random, sheet: Sheet, count: int, crowded: bool) -> list[tuple[f
     return placed
 
 
-def _drawn(rng: Random, sheet: Sheet, paper: Rgb, shapes: list[Shape], shades: dict[str, Rgb]) -> Picture:
+def _drawn(
+    rng: Random, sheet: Sheet, paper: Rgb, shapes: list[Shape], shades: dict[str, Rgb], *, is_steady: bool = False
+) -> Picture:
     canvas = Canvas(sheet.size, sheet.drawn, paper)
     for s in shapes:
-        points, hole = outline(s.kind, s.radius, rng)
+        points, hole = outline(s.kind, s.radius, Random(f"{s.x} {s.y}") if is_steady else rng)
         canvas.shape(points, hole, (s.x, s.y), shades[s.color], (KIND_CLASSES[s.kind], NAMES.index(s.color) + 1))
     return canvas.finish(rng)

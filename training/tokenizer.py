@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from training import chat
+from training.samples import SKILLS
 from training.scenes import TRAIN, TRAINING, Shape, sample
 from training.words import COLUMNS, LABELS, LETTERS
 
@@ -54,8 +55,11 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Token
 
 def corpus(samples: int = CORPUS_SAMPLES) -> Iterator[str]:
     """Questions and answers of training samples, and every label in the places it can stand."""
+    shapes = {"compare": Shape(9, 8, 2), "video": Shape(9, 8, frames=4)}
     for seed in range(samples):
-        for question in sample(seed, TRAIN, shape=Shape(9, 8), turns=3, plan=TRAINING).questions:
+        skill = SKILLS[seed % len(SKILLS)]
+        made = sample(seed, TRAIN, skill=skill, shape=shapes.get(skill, Shape(9, 8)), turns=3, plan=TRAINING)
+        for question in made.questions:
             yield chat.user(question.text).replace(chat.START, "").replace(chat.END, "")
             yield question.answer
     for label in (*LABELS, *LETTERS, *COLUMNS):

@@ -28,6 +28,7 @@ from training.losses import exact_matches, losses
 from training.model import TINY, Model, Sizes
 from training.optim import Average, optimizers
 from training.samples import SKILLS
+from training.scenes import plans
 from training.tokenizer import corpus, read_tokenizer, train_tokenizer
 from training.workers import Feeder, Pool
 
@@ -50,6 +51,7 @@ class Settings:
     sizes: Sizes = field(default=Sizes())
     batch: BatchSizes = field(default=BatchSizes())
     corpus: int = 3000
+    photos: Path | None = None  # pictures to refuse; without them, textures alone
 
 
 @dataclass(slots=True)
@@ -75,7 +77,8 @@ class Trainer:
             else train_tokenizer(corpus(settings.corpus), settings.sizes.vocabulary)
         )
         encoder = Encoder(self.tokenizer)
-        self.pool = Pool(encoder, settings.batch, settings.workers, self.progress.runs, settings.held_out)
+        drawn = plans(settings.photos)
+        self.pool = Pool(encoder, settings.batch, settings.workers, self.progress.runs, settings.held_out, drawn)
         self.steer(0.0)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(self.progress.runs)
@@ -292,6 +295,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, the log and the state")
     parser.add_argument("--minutes", type=float, default=9.0, help="limit for everything, the export included")
     parser.add_argument("--resume", type=Path, help="folder of an earlier run")
+    parser.add_argument("--photos", type=Path, help="folder with train/ and held_out/: pictures to refuse")
     parser.add_argument("--ship", type=Path, help="also put the result here, in at most eight files")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--peak", type=float, default=Settings.peak, help="highest learning rate")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from training.batches import Array, Arrays, BatchSizes, Encoder, Mix, held_out_batch, train_batch
 from training.samples import SKILLS
-from training.scenes import TRAINING
+from training.scenes import Plans
 
 Batch = dict[str, Tensor]
 _ALIGN = 64
@@ -49,8 +49,11 @@ class Ready(NamedTuple):
 class Pool:
     """Draws training batches on `workers` processes until closed. Fork it before the first use of a GPU."""
 
-    def __init__(self, encoder: Encoder, sizes: BatchSizes, workers: int, first_seed: int, held_out: int) -> None:
+    def __init__(
+        self, encoder: Encoder, sizes: BatchSizes, workers: int, first_seed: int, held_out: int, plans: Plans
+    ) -> None:
         context = mp.get_context("fork")
+        self._plans = plans
         self.failures = 0
         slots = 3 * workers
         self._slot_bytes = sizes.patches * 64 * 3 + sizes.patches * 80 + (1 << 22)
@@ -94,9 +97,9 @@ class Pool:
     def _work(self, encoder: Encoder, sizes: BatchSizes, seed: int, stride: int, held_out: range) -> None:
         torch.set_num_threads(1)
         for number in held_out:
-            self._try(partial(held_out_batch, encoder, number, sizes), number)
+            self._try(partial(held_out_batch, encoder, number, sizes, self._plans.held_out), number)
         while True:
-            mix = Mix(tuple(self._weights[:]), TRAINING._replace(level=self._level.value))
+            mix = Mix(tuple(self._weights[:]), self._plans.training._replace(level=self._level.value))
             self._try(partial(train_batch, encoder, seed, sizes, mix), -1)
             seed += stride
 

@@ -26,7 +26,7 @@ from training.export import export, read_weights, write_weights
 from training.held_out import check as check_set
 from training.held_out import write as write_set
 from training.losses import exact_matches, losses
-from training.model import TINY, Model, in_patch_order, patches
+from training.model import MEAN, STD, TINY, Model, in_patch_order, patches
 from training.optim import Average, optimizers, orthogonal
 from training.palette import COLORS
 from training.samples import MOST_JSON_TOKENS, SKILLS, Question, Sample
@@ -218,7 +218,7 @@ def test_dense_labels_lie_where_the_colors_are(encoder: Encoder) -> None:
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 5])  # 5 has several pictures
+@pytest.mark.parametrize("seed", [0, 3, 5])  # 3 has videos, 5 several pictures
 def test_the_training_forward_equals_transformers(
     encoder: Encoder, tokenizer: Tokenizer, tmp_path: Path, seed: int
 ) -> None:
@@ -244,13 +244,28 @@ def _transformers_logits(reference: Any, encoder: Encoder, batch: dict[str, torc
     ids = batch["ids"][row]
     ids = ids[: int((ids != encoder.pad).nonzero().max()) + 1].long()[None]
     each = len(batch["pixels"]) // len(batch["ids"])
-    pictures = [Image.fromarray(p.numpy()) for p in batch["pixels"][row * each : (row + 1) * each]]
+    shown = batch["pixels"][row * each : (row + 1) * each]
+    if shown.dim() == 5:
+        return _video_logits(reference, encoder, ids, shown)
+    pictures = [Image.fromarray(p.numpy()) for p in shown]
     processor = Qwen2VLImageProcessorPil(patch_size=8, min_pixels=96 * 96, max_pixels=320 * 320)
     is_picture = (ids == encoder.image).int()
     if not is_picture.any():
         return torch.as_tensor(reference(input_ids=ids).logits[0])
     made = processor(pictures, return_tensors="pt")
     return torch.as_tensor(reference(input_ids=ids, mm_token_type_ids=is_picture, **made).logits[0])
+
+
+def _video_logits(reference: Any, encoder: Encoder, ids: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Frame groups [G, 2, H, W, 3] as Transformers lays out a video: patch by patch, in the order of tokens."""
+    count, frames, height, width, _ = groups.shape
+    normalised = (groups.float() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+    cells = normalised.view(count, frames, height // 16, 2, 8, width // 16, 2, 8, 3)
+    flat = cells.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3 * frames * 64)
+    grid = torch.tensor([[count, height // 8, width // 8]])
+    kinds = 2 * (ids == encoder.video).int()
+    made = reference(input_ids=ids, mm_token_type_ids=kinds, pixel_values_videos=flat, video_grid_thw=grid)
+    return torch.as_tensor(made.logits[0])
 
 
 def test_an_export_can_be_read_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
