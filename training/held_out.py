@@ -1,6 +1,7 @@
 """Writes the held-out questions as a question set for `saccade eval`: `python -m training.held_out --out FILE.zip`.
 
 Fonts differ between machines, a file does not: the set is drawn once, where all fonts are, and comes with the package.
+`--skills document,extract` adds skills to a set, or draws them again; other questions stay as they are.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import io
 import json
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from saccade.evaluation.image_noise import field_to_image
 from saccade.evaluation.questions import ABOUT, QUESTIONS, load_questions
 from training.canvas import noise_field
 from training.fonts import WANTED, font_names
-from training.samples import Picture, Sample
+from training.samples import FIRST_SKILLS, SKILLS, Picture, Sample
 from training.scenes import held_out
 
 FIELD = "grain.png"
@@ -33,11 +35,16 @@ ABOUT_SET = {
         "count": 0.90,
         "words": 0.85,
         "numbers": 0.85,
+        "chart": 0.97,
+        "table": 0.90,
         "charts and tables": 0.85,
+        "extract fields": 0.90,
+        "extract valid": 1.0,
     },
     "groups": {
         "shapes": ["color", "shape", "size", "position", "count", "several", "absent", "json", "caption"],
         "reading": ["words", "numbers"],
+        "documents": ["document", "extract", "tool"],
         "charts and tables": ["chart", "table"],
     },
 }
@@ -47,14 +54,41 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same samples make the same file, byte for 
 def write(out: Path, samples: Sequence[Sample]) -> None:
     with zipfile.ZipFile(out, "w") as archive:
         _add(archive, ABOUT, json.dumps(ABOUT_SET, indent=1).encode())
-        lines = []
-        for number, made in enumerate(samples):
-            files = [f"{number:04}-{i}.png" for i in range(len(made.pictures))]
-            for file, picture in zip(files, made.pictures, strict=True):
-                _add(archive, file, smallest_png(picture.clean))
-            lines.append(json.dumps(_line(number, made, files)))
+        lines = [_added(archive, made, f"{number:04}") for number, made in enumerate(samples)]
         _add(archive, FIELD, smallest_png(field_to_image(noise_field())))
         _add(archive, QUESTIONS, "\n".join(lines).encode())
+
+
+def extend(out: Path, samples: Sequence[Sample]) -> None:
+    """Put these samples behind the set's questions about other skills."""
+    skills = {made.skill for made in samples}
+    with zipfile.ZipFile(out) as archive:
+        lines = [
+            line for line in archive.read(QUESTIONS).decode().splitlines() if json.loads(line)["skill"] not in skills
+        ]
+        used = {FIELD, *(_file(picture) for line in lines for picture in json.loads(line)["pictures"])}
+        kept = {name: archive.read(name) for name in archive.namelist() if name in used}
+    counts: Counter[str] = Counter()
+    with zipfile.ZipFile(out, "w") as archive:
+        _add(archive, ABOUT, json.dumps(ABOUT_SET, indent=1).encode())
+        for name, data in kept.items():
+            _add(archive, name, data)
+        for made in samples:
+            counts[made.skill] += 1
+            lines.append(_added(archive, made, f"{made.skill}-{counts[made.skill]:03}"))
+        _add(archive, QUESTIONS, "\n".join(lines).encode())
+
+
+def _file(picture: Any) -> str:
+    return str(picture["file"] if isinstance(picture, dict) else picture)
+
+
+def _added(archive: zipfile.ZipFile, made: Sample, name: str) -> str:
+    """The line of a sample, whose pictures are added under this name."""
+    files = [f"{name}-{i}.png" for i in range(len(made.pictures))]
+    for file, picture in zip(files, made.pictures, strict=True):
+        _add(archive, file, smallest_png(picture.clean))
+    return json.dumps(_line(name, made, files))
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
@@ -62,17 +96,18 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
     archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, method, 9)
 
 
-def _line(number: int, made: Sample, files: Sequence[str]) -> dict[str, Any]:
+def _line(name: str, made: Sample, files: Sequence[str]) -> dict[str, Any]:
     question = made.questions[0]
     rule = question.rule
     return {
-        "id": f"{made.skill}-{number:04}",
+        "id": name if name.startswith(made.skill) else f"{made.skill}-{name}",
         "skill": made.skill,
         "pictures": [_picture(file, picture) for file, picture in zip(files, made.pictures, strict=True)],
         "question": question.text,
         "answers": rule.answers,
         "match": rule.match,
         "forbidden": rule.forbidden,
+        **({"request": question.request} if question.request else {}),
     }
 
 
@@ -93,9 +128,9 @@ def smallest_png(image: Image.Image) -> bytes:
 
 
 def check(out: Path, samples: Sequence[Sample]) -> None:
-    """Whoever reads the file gets the pixels that were drawn."""
+    """Whoever reads the end of the file gets the pixels that were drawn."""
     made = load_questions(str(out))
-    for question, sample in zip(made.questions, samples, strict=True):
+    for question, sample in zip(made.questions[-len(samples) :], samples, strict=True):
         for ref, picture in zip(question.images, sample.pictures, strict=True):
             read = Image.open(io.BytesIO(made.image(ref).data)).convert("RGB")
             assert read.size == picture.image.size, f"{ref.file} has another size than was drawn"
@@ -105,12 +140,16 @@ def check(out: Path, samples: Sequence[Sample]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.zip")
-    parser.add_argument("--count", type=int, default=1000, help="questions (default: 1000)")
+    parser.add_argument("--count", type=int, help="questions (default: 1000, or 72 of each of --skills)")
+    parser.add_argument("--skills", help="add only these to the file, which is there; with commas")
     args = parser.parse_args()
     if len(font_names()) <= len(WANTED):
         parser.error(f"only {len(font_names()) - 1} of {len(WANTED)} fonts are here: install DejaVu, core and extra")
-    samples = list(held_out(args.count))
-    write(args.out, samples)
+    skills = tuple(args.skills.split(",")) if args.skills else FIRST_SKILLS
+    if unknown := set(skills) - set(SKILLS):
+        parser.error(f"{', '.join(sorted(unknown))} is no skill; they are {', '.join(SKILLS)}")
+    samples = list(held_out(args.count or (72 * len(skills) if args.skills else 1000), skills))
+    (extend if args.skills else write)(args.out, samples)
     check(args.out, samples)
     print(f"{args.out}: {len(samples)} questions, {args.out.stat().st_size / 1e6:.2f} MB")
 

@@ -153,11 +153,23 @@ def _reply(answer: Mapping[str, Any]) -> Reply:
         return Reply("", "the server's answer has no choices")
     usage = _get(answer, "usage", dict)
     return Reply(
-        str(_get(choices[0], "message", dict).get("content") or ""),
+        _said(_get(choices[0], "message", dict)),
         prompt_tokens=usage.get("prompt_tokens") or 0,
         answer_tokens=usage.get("completion_tokens") or 0,
         image_tokens=_get(usage, "prompt_tokens_details", dict).get("image_tokens"),
     )
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """The text of a reply; calls of tools follow in Hermes' form, whatever the model's own is."""
+    said = str(message.get("content") or "")
+    for call in _get(message, "tool_calls", list):
+        function = _get(call, "function", dict) if isinstance(call, dict) else {}
+        arguments = function.get("arguments") or "{}"
+        said += (
+            f'<tool_call>{{"name": {json.dumps(function.get("name"))}, "arguments": {arguments}}}</tool_call>'
+        )
+    return said
 
 
 def _has_token(chunk: Mapping[str, Any]) -> bool:

@@ -27,7 +27,10 @@ BUILTIN = Path(__file__).parent / "held_out.zip"
 
 QUESTIONS = "questions.jsonl"
 ABOUT = "set.json"
-_FIELDS = frozenset({"id", "skill", "pictures", "question", "answer", "answers", "match", "forbidden"})
+_FIELDS = frozenset(
+    {"id", "skill", "pictures", "question", "answer", "answers", "match", "forbidden", "request"}
+)
+_OWN_FIELDS = frozenset({"model", "messages", "stream"})  # of a request: the command's, not the question's
 
 Root = Path | zipfile.Path
 
@@ -47,6 +50,7 @@ class Question:
     text: str
     images: tuple[ImageRef, ...]
     rule: Rule
+    request: Mapping[str, Any] = field(default_factory=dict)  # further fields of its request
 
 
 class EncodedImage(NamedTuple):
@@ -148,6 +152,7 @@ def _question(root: Root, at: str, line: str) -> Question:
         text=_text(raw, "question", at),
         images=tuple(_image(root, given, at) for given in _list(raw, "pictures", at)),
         rule=_rule(raw, at),
+        request=_request(raw, at),
     )
 
 
@@ -161,6 +166,15 @@ def _rule(raw: Mapping[str, Any], at: str) -> Rule:
     if not answers or not all(answer.strip() for answer in answers):
         raise ConfigError(f"{at}: an empty answer would be right whatever the reply; write what it must hold")
     return Rule(answers, cast(Match, match), _texts(raw, "forbidden", at))
+
+
+def _request(raw: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+    request = raw.get("request", {})
+    if not isinstance(request, dict) or _OWN_FIELDS & set(request):
+        own = ", ".join(sorted(_OWN_FIELDS))
+        message = f"{at}: request is an object of further fields of the request, without {own}"
+        raise ConfigError(f"{message}, not {request!r}")
+    return request
 
 
 def _image(root: Root, given: Any, at: str) -> ImageRef:

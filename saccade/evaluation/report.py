@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from saccade.errors import ConfigError
 from saccade.evaluation.questions import QuestionSet
 from saccade.evaluation.run import Answered, accuracy
-from saccade.evaluation.scoring import chance
+from saccade.evaluation.scoring import chance, field_chance, json_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,25 @@ def scores(answered: Sequence[Answered], questions: QuestionSet) -> list[Score]:
         mine = [one for skill in skills for one in by_skill[skill]]
         if mine and name in questions.goals and name not in by_skill:
             found.append(_score(name, mine, questions.goals[name], is_group=True))
+    for skill, mine in by_skill.items():
+        found += _json_scores(
+            skill, [one for one in mine if one.question.rule.match == "json"], questions.goals
+        )
     return found
+
+
+def _json_scores(skill: str, mine: Sequence[Answered], goals: Mapping[str, float]) -> list[Score]:
+    """Of replies in JSON: how many values are right, and how many replies are JSON at all."""
+    if not mine:
+        return []
+    rules = [one.question.rule for one in mine]
+    each = [json_fields(one.question.rule.reply, one.reply.text) for one in mine]
+    fields, valid = f"{skill} fields", f"{skill} valid"
+    right, total = sum(one.right for one in each), sum(one.total for one in each)
+    return [
+        Score(fields, right, total, field_chance(rules), goals.get(fields), is_group=True),
+        Score(valid, sum(one.is_valid for one in each), len(each), 1.0, goals.get(valid), is_group=True),
+    ]
 
 
 def _score(name: str, mine: Sequence[Answered], goal: float | None, *, is_group: bool = False) -> Score:

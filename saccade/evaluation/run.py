@@ -38,6 +38,7 @@ def request_body(questions: QuestionSet, question: Question, asking: Asking) -> 
         "temperature": 0,
         "max_tokens": asking.max_tokens,
         **asking.extra,
+        **question.request,
     }
 
 

@@ -50,6 +50,15 @@ def chance(rules: Sequence[Rule]) -> float:
     return max(right) / len(rules) if rules else 0.0
 
 
+def field_chance(rules: Sequence[Rule]) -> float:
+    """The share of JSON values that the best constant reply gets right."""
+    guesses = [guess for guess, _ in Counter(rule.reply for rule in rules).most_common(_GUESSES)]
+    found = [[json_fields(rule.reply, guess) for rule in rules] for guess in guesses]
+    return max(
+        (sum(one.right for one in some) / sum(one.total for one in some) for some in found), default=0.0
+    )
+
+
 def _normalised(text: str) -> str:
     return " ".join(text.lower().split())
 

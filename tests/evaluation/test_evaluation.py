@@ -20,10 +20,11 @@ from PIL import Image
 
 from saccade.cli import main as cli
 from saccade.errors import ConfigError
+from saccade.evaluation.client import _reply
 from saccade.evaluation.image_noise import Grain, add_grain, field_from_image, field_to_image
 from saccade.evaluation.questions import load_questions
 from saccade.evaluation.report import rewrite
-from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE, Rule, chance
+from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE, Rule, chance, json_fields
 from saccade.evaluation.serving import serving
 from saccade.options import Options
 from tests.helpers.fake_api import error, fake_api, question_of
@@ -97,6 +98,26 @@ def test_json_replies_are_compared_as_bags() -> None:
     assert not rule.is_right("a red star and a blue ring")
 
 
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        ('{"total": 3.5, "items": [{"name": "Tea"}, {"name": "Rice"}]}', (3, 3, True)),
+        ('{"items": [{"name": "Tea"}, {"name": "Corn"}], "total": 3.50, "more": 1}', (2, 3, True)),
+        ('{"total": "3.5", "items": []}', (0, 3, True)),
+        ('{"total": 3.5, "items": [', (0, 3, False)),
+        ("<tool_call>{}</tool_call>", (0, 3, True)),
+    ],
+)
+def test_json_is_scored_value_by_value(reply: str, found: tuple[int, int, bool]) -> None:
+    assert json_fields('{"total": 3.5, "items": [{"name": "Tea"}, {"name": "Rice"}]}', reply) == found
+
+
+def test_a_call_is_right_only_as_a_call() -> None:
+    rule = Rule(('<tool_call>\n{"name": "save", "arguments": {"paid": true}}\n</tool_call>',), "json")
+    assert rule.is_right('<tool_call>{"name": "save", "arguments": {"paid": true}}</tool_call>')
+    assert not rule.is_right('{"name": "save", "arguments": {"paid": true}}')
+
+
 def test_chance_is_what_the_best_constant_reply_gets() -> None:
     assert chance([Rule((answer,)) for answer in ("yes", "yes", "no", "yes")]) == 0.75
 
@@ -106,9 +127,12 @@ def test_chance_is_what_the_best_constant_reply_gets() -> None:
 
 def test_the_built_in_set_has_a_thousand_questions_over_all_skills() -> None:
     questions = load_questions()
-    counts = Counter(question.skill for question in questions.questions)
-    assert sum(counts.values()) == 1000 and len(counts) == 14 and set(counts.values()) == {71, 72}
-    assert questions.goals.keys() <= {*counts, *questions.groups}
+    first = Counter(question.skill for question in questions.questions[:1000])
+    assert len(first) == 14 and set(first.values()) == {71, 72}
+    later = Counter(question.skill for question in questions.questions[1000:])
+    assert not first.keys() & later.keys() and {"document", "extract", "tool"} <= later.keys()
+    parts = {f"{skill} {part}" for skill in later for part in ("fields", "valid")}
+    assert questions.goals.keys() <= {*first, *later, *parts, *questions.groups}
 
 
 def test_every_rule_of_the_built_in_set_takes_its_own_answer() -> None:
@@ -226,6 +250,38 @@ def test_pictures_are_sent_as_they_are_before_the_text_and_greedily(folder: Path
     assert base64.b64decode(picture["image_url"]["url"].split(",")[1]) == (folder / "red.png").read_bytes()
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
     assert (text["text"], body["temperature"], body["model"]) == ("Which colour?", 0, "fake")
+
+
+def test_a_question_may_bring_fields_of_its_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {
+            "skill": "form",
+            "question": "As JSON?",
+            "answer": '{"a": 1, "b": 2}',
+            "match": "json",
+            "request": {"seed": 7},
+        },
+        {"skill": "form", "question": "Again?", "answer": '{"a": 1}', "match": "json", "request": {"max_tokens": 9}},
+    ]
+    write_lines(folder, lines)
+    with fake_api(lambda body: '{"a": 1, "b": 3}' if question_of(body) == "As JSON?" else "no") as api:
+        run(folder, api.url)
+    bodies = {question_of(body): body for body in api.bodies}
+    assert bodies["As JSON?"]["seed"] == 7 and bodies["Again?"]["max_tokens"] == 9
+    rows = {line[:12].strip(): line[12:].split()[:2] for line in capsys.readouterr().out.splitlines()}
+    assert rows["form fields"] == ["1", "3"] and rows["form valid"] == ["1", "2"] and rows["all"] == ["0", "2"]
+
+
+def test_the_request_of_a_question_has_no_messages(folder: Path) -> None:
+    write_lines(folder, [{"question": "Why?", "answer": "so", "request": {"messages": []}}])
+    with pytest.raises(ConfigError, match="without messages, model, stream"):
+        load_questions(str(folder))
+
+
+def test_calls_of_tools_are_read_as_hermes_writes_them() -> None:
+    call = {"function": {"name": "save", "arguments": '{"total": 3}'}}
+    answer = {"choices": [{"message": {"content": None, "tool_calls": [call]}}]}
+    assert _reply(answer).text == '<tool_call>{"name": "save", "arguments": {"total": 3}}</tool_call>'
 
 
 def test_goals_are_met_or_missed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
