@@ -55,7 +55,7 @@ class Encoder:
     def turn(self, text: str, skill: int, *, has_given_keys: bool = False) -> tuple[list[int], list[int]]:
         """Ids of some turns and, for each, the skill it is an answer for, or -1.
 
-        Keys that a schema gives are no part of the answer: a grammar writes them.
+        Keys that a schema gives are no part of the answer, nor is the brace before them: a grammar writes them.
         """
         encoded = self.tokenizer.encode(text)
         ids = encoded.ids
@@ -63,7 +63,8 @@ class Encoder:
         for place in range(len(ids) - reach):
             if ids[place : place + reach] == self._answering:
                 last = ids.index(self.end, place)
-                skills[place + reach : last + 1] = [skill] * (last + 1 - place - reach)
+                first = place + reach + has_given_keys
+                skills[first : last + 1] = [skill] * (last + 1 - first)
         for key in _KEY.finditer(text) if has_given_keys else ():
             for index, (start, end) in enumerate(encoded.offsets):
                 if key.start() <= start and end <= key.end():

@@ -21,6 +21,16 @@ _WHOLE = (
     "Read the {noun} and answer in JSON.",
     "Turn this {noun} into JSON.",
 )
+_ANY = (  # what people ask who leave the rest to the schema
+    "Extract the information.",
+    "Extract the fields.",
+    "Fill in the fields.",
+    "Read the {noun}.",
+    "What does the {noun} say?",
+    "Describe the picture.",
+    "What is in the picture?",
+    "What do you see?",
+)
 _FIELDS = (
     "Give the {noun} as JSON with the fields {names}.",
     "Return JSON with {names}.",
@@ -89,7 +99,7 @@ def ask_json(rng: Random, record: Record) -> Question | None:
         return _question(rng.choice(_WHOLE).format(noun=record.noun), wanted)
     if kind < 0.4:
         wanted = _chosen(rng, record, 4, is_free=True)
-        return _question(rng.choice(_WHOLE).format(noun=record.noun), wanted, wanted.schema())
+        return _question(rng.choice((*_WHOLE, *_ANY)).format(noun=record.noun), wanted, wanted.schema())
     if kind < 0.75:
         return _named(rng, record)
     wanted = _chosen(rng, record, 3, is_free=True)

@@ -175,7 +175,7 @@ def test_keys_that_a_grammar_writes_are_not_learned(encoder: Encoder) -> None:
     ids, skills = encoder.conversation(Random(0), Sample((), (asked,)), 200, plain=True)
     learned = [token for token, skill in zip(ids, skills, strict=True) if skill >= 0]
     text = encoder.tokenizer.decode(learned, skip_special_tokens=False)
-    assert text == '{ 3, [{ "Ann"}]}' + chat.END
+    assert text == ' 3, [{ "Ann"}]}' + chat.END
 
 
 def test_read_words_and_numbers_are_spelled(tokenizer: Tokenizer) -> None:
