@@ -66,8 +66,11 @@ def load_model(
     `quantize`: "fp8" for the decoder's layers, if the checkpoint is not quantised.
     """
     if config.model_type not in _FAMILIES and path is not None:
-        _check_unquantized(config, path, quantize)
-        how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len}
+        if quantize is not None:
+            why = f"{config.model_type!r} runs through Transformers' code, whose weights are not quantised"
+            raise ConfigError(f"--quantization {quantize} cannot be used: {why}; leave it out")
+        stored = _tensors(path, config, device, load_format) if load_format != "dummy" else None
+        how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len, "stored": stored}
         other = import_module("saccade.models.transformers_backend")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
     tensors = None if load_format == "dummy" else _tensors(path, config, device, load_format)
@@ -137,16 +140,6 @@ def _fp8_weights(
         made = dict.fromkeys(tensors.fp4_weights(), any(stored.values()))
         return fp8_targets({**stored, **made}, _rules(probe, config), probe.params.wholes)
     return Fp8Weights(quantization.has_blocks) if quantization and quantization.becomes_fp8 else None
-
-
-def _check_unquantized(config: ModelConfig, path: Path, quantize: str | None) -> None:
-    quantization = quantization_of(config.raw, path)
-    if quantization is None and quantize is None:
-        return
-    why = f"{config.model_type!r} runs through Transformers' code, which takes no quantised weights here"
-    if quantization is not None:
-        raise ConfigError(f"{why} ({quantization.summary}); take the checkpoint in bfloat16")
-    raise ConfigError(f"{why}; leave out --quantization {quantize}")
 
 
 def _tensors(path: Path | None, config: ModelConfig, device: torch.device, load_format: str) -> StoredTensors:

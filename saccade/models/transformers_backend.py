@@ -31,6 +31,8 @@ from saccade.errors import ConfigError, RequestError
 from saccade.models.layers.forward_types import Attention, Encoding
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.models.layers.transformers_text import TextModel
+from saccade.models.quantized.tensors import DequantizedTensors
+from saccade.models.tensor_files import StoredTensors, some
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.types import Geometry, Grid, Size
 
@@ -181,13 +183,17 @@ def load(
     load_format: str,
     seed: int,
     max_model_len: int | None,
+    stored: StoredTensors | None,
 ) -> Fallback:
-    """Load and check a model. Anything that Transformers raises becomes a ConfigError."""
+    """Load and check a model. Anything that Transformers raises becomes a ConfigError.
+
+    `stored`: weights of the checkpoint. Quantised ones are dequantised here, as for other models.
+    """
     kind = config.model_type
     processor = hf_processor.load_processor(path, kind)
     window = max_model_len or config.text.max_context
     try:
-        model = _model(hf_processor.import_transformers(kind), path, dtype, load_format, seed)
+        model = _model(hf_processor.import_transformers(kind), path, dtype, stored, seed)
         made = Fallback(config, model.to(device).eval(), processor, device, dtype, window)
         check_against_own_forward(made)
     except ConfigError:
@@ -205,20 +211,41 @@ def load(
     return made
 
 
-def _model(transformers: Any, path: Path, dtype: torch.dtype, load_format: str, seed: int) -> Any:
+def _model(
+    transformers: Any, path: Path, dtype: torch.dtype, stored: StoredTensors | None, seed: int
+) -> Any:
     # Without a mask function of this name Transformers makes no mask, and reads nothing back to make one.
     transformers.AttentionInterface.register(_NAME, _attend)
     shape = transformers.AutoConfig.from_pretrained(path, **LOCAL)
     unknown = sorted(set(getattr(shape.get_text_config(), "layer_types", None) or ()) - _LAYERS)
     if unknown:
         raise Unfit(f"its layers are of a kind we cannot follow ({', '.join(unknown)})")
+    for part in (shape, shape.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config  # or Transformers would load the weights by its own quantisers
     kind = transformers.AutoModelForImageTextToText
-    if load_format == "dummy":
+    if stored is None:
         torch.manual_seed(seed)
         model = kind.from_config(shape, dtype=dtype)
     else:
-        model = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **LOCAL)
+        model = _loaded(kind, path, shape, dtype, stored)
     use_our_attention(model)
+    return model
+
+
+def _loaded(kind: Any, path: Path, shape: Any, dtype: torch.dtype, stored: StoredTensors) -> Any:
+    how = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **LOCAL}
+    if isinstance(stored, DequantizedTensors):
+        with torch.device("meta"):
+            own = type(kind.from_config(shape))  # `kind` itself takes no state_dict
+        weights = {name: stored.read(name).to("cpu", dtype) for name in stored.file_of}
+        model, info = own.from_pretrained(None, config=shape, state_dict=weights, **how)
+        logger.info("%s", stored.summary())
+    else:
+        model, info = kind.from_pretrained(path, **how)
+    if info["missing_keys"]:  # which Transformers fills at random
+        missing = info["missing_keys"]
+        raise Unfit(f"its checkpoint lacks {len(missing)} tensors ({some(missing)})")
     return model
 
 

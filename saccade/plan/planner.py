@@ -57,9 +57,10 @@ class Deployment:
 
     @property
     def fp8_weights(self) -> bool:
-        """Where a GPU multiplies no FP8, an engine dequantises a checkpoint as it loads."""
+        """Where a GPU multiplies no FP8, or Transformers' code runs, an engine dequantises a checkpoint."""
         is_stored = self.stored is not None and self.stored.becomes_fp8
-        return self.hardware.has_fp8 and (is_stored or self.options.quantization == "fp8")
+        is_wanted = is_stored or self.options.quantization == "fp8"
+        return self.hardware.has_fp8 and is_known(self.checkpoint.config) and is_wanted
 
     @property
     def precision(self) -> Precision:

@@ -62,7 +62,7 @@ def plan_memory(
         host_free_bytes=free_ram() if device.type == "cuda" else None,
         is_native=is_native(model),
         packed_bytes=packing.copied_bytes,
-        fp8_weights=_has_fp8_weights(options, stored, device),
+        fp8_weights=is_native(model) and _has_fp8_weights(options, stored, device),
     )
     sizes = size_memory(options, model, largest, machine, memory_parts, encoders)
     packed = () if sizes.parts.graphs else (packing.reason,)

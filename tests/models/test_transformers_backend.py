@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from saccade import LLM
 from saccade.checkpoint.hf_processor import load_processor
 from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
+from saccade.models import load_model
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
@@ -27,6 +30,7 @@ from saccade.processor.families.fallback import Fallback
 from saccade.types import Size
 from tests.helpers import family_fallback
 from tests.helpers.images import make_photo
+from tests.helpers.quantize import quantize
 from tests.helpers.serving import chat_body, photo_part, running_server, text_part
 
 pytestmark = pytest.mark.transformers
@@ -105,6 +109,37 @@ def test_dummy_weights_need_no_weight_files(kind: tuple[Path, str], tmp_path: Pa
     for file in kind[0].glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     LLM(str(tmp_path), load_format="dummy", max_model_len=256, kv_cache_gb=0.01, use_tqdm=False).close()
+
+
+@pytest.mark.parametrize("how", ["fp8-blocks", "gptq-order"])
+def test_quantised_weights_are_dequantised_as_they_load(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = family_fallback.internvl(tmp_path / "plain")
+    meant = quantize(source, tmp_path / "quantised", how)
+    quantised = parameters(tmp_path / "quantised", caplog)
+    assert f"{len(meant)} weights are stored as" in caplog.text and "are dequantised as they load" in caplog.text
+    whole = {**load_file(source / "model.safetensors"), **meant}
+    save_file(whole, source / "model.safetensors", {"format": "pt"})
+    expected = parameters(source, caplog)
+    assert len(meant) >= 7 and quantised.keys() == expected.keys()
+    assert all(torch.allclose(quantised[name], expected[name], rtol=1e-6, atol=1e-7) for name in expected)
+
+
+def parameters(folder: Path, caplog: pytest.LogCaptureFixture) -> dict[str, torch.Tensor]:
+    config = open_checkpoint(str(folder)).config
+    with caplog.at_level(logging.INFO, "saccade.models"):
+        model: Any = load_model(folder, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=256)
+    return dict(model.model.named_parameters())
+
+
+def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = family_fallback.internvl(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"'internvl' .*lacks 1 tensors \(.*layers\.1\.mlp\.up_proj\.weight\)"):
+        parameters(folder, caplog)
 
 
 def test_a_changed_answer_of_the_tower_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
