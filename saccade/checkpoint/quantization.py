@@ -69,6 +69,8 @@ def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None
         return None
     if not isinstance(config, Mapping):
         raise ConfigError(f"quantization_config must be an object, not {config!r}")
+    if any(config.get(name) for name in ("load_in_4bit", "load_in_8bit")):
+        config = {"quant_method": "bitsandbytes", **config}  # files of its first versions do not name it
     method = _word(config, "quant_method")
     if method in _INSTEAD:
         raise ConfigError(
@@ -76,13 +78,18 @@ def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None
         )
     if method not in _READERS:
         known = ", ".join(sorted(_READERS))
-        raise ConfigError(f"quant_method {method!r} in quantization_config is not known; known are {known}")
+        problem = f"is not known; take the checkpoint in bfloat16, or one in a known one ({known})"
+        raise ConfigError(f"quant_method {method!r} in quantization_config {problem}")
     return _READERS[method](config)
 
 
 def _of_modelopt_file(folder: Path) -> Mapping[str, Any] | None:
     found = read_optional(folder / "hf_quant_config.json").get("quantization")
-    return {**found, "quant_method": "modelopt"} if isinstance(found, Mapping) else None
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"quantization in hf_quant_config.json must be an object, not {found!r}")
+    return {**found, "quant_method": "modelopt"}
 
 
 # --- by method ----------------------------------------------------------------------------------------------
@@ -125,8 +132,10 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
 def _compressed(config: Mapping[str, Any]) -> Quantization:
     layout = config.get("format") or "dense"
     _check_among("format", layout, _COMPRESSED)
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-    _check_among("sparsity_config.format", sparsity, ("dense",))
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping):
+        raise ConfigError(f"sparsity_config in quantization_config must be an object, not {sparsity!r}")
+    _check_among("sparsity_config.format", sparsity.get("format", "dense"), ("dense",))
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ConfigError("quantization_config lacks config_groups, so its layers cannot be read")
@@ -176,7 +185,7 @@ def _check_among(name: str, value: Any, known: Sequence[str]) -> None:
 
 def _check_bits(config: Mapping[str, Any], known: Sequence[int]) -> int:
     bits = config.get("bits", config.get("w_bit"))
-    if bits not in known:
+    if type(bits) is not int or bits not in known:
         names = " and ".join(map(str, known))
         raise ConfigError(f"bits in quantization_config is {bits!r}; {names} can be read")
     return int(bits)
@@ -184,6 +193,6 @@ def _check_bits(config: Mapping[str, Any], known: Sequence[int]) -> int:
 
 def _block(config: Mapping[str, Any], name: str) -> tuple[int, int]:
     value = config.get(name)
-    if isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
+    if isinstance(value, Sequence) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
         return value[0], value[1]
     raise ConfigError(f"{name} in quantization_config must be two sizes such as [128, 128], not {value!r}")

@@ -71,8 +71,8 @@ def _files(folder: Path) -> list[Path]:
     single = folder / "model.safetensors"
     files = [single] if single.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
     if not files:
-        others = ", ".join(sorted(p.name for p in folder.glob("*.bin"))[:_SHOWN])
-        hint = f"; {others} cannot be read, convert to safetensors first" if others else ""
+        others = some(p.name for ending in ("bin", "gguf") for p in folder.glob(f"*.{ending}"))
+        hint = f"; {others} cannot be read, take the checkpoint in safetensors" if others else ""
         raise ConfigError(f"{folder} holds no .safetensors file{hint}")
     return files
 

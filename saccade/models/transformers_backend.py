@@ -211,9 +211,7 @@ def load(
     return made
 
 
-def _model(
-    transformers: Any, path: Path, dtype: torch.dtype, stored: StoredTensors | None, seed: int
-) -> Any:
+def _model(transformers: Any, path: Path, dtype: torch.dtype, stored: StoredTensors | None, seed: int) -> Any:
     # Without a mask function of this name Transformers makes no mask, and reads nothing back to make one.
     transformers.AttentionInterface.register(_NAME, _attend)
     shape = transformers.AutoConfig.from_pretrained(path, **LOCAL)

@@ -19,6 +19,7 @@ from saccade.models.fp8_weights import FP8, Fp8Weights, has_blocks, quantized, s
 from saccade.models.state_dict import Whole
 from saccade.models.tensor_files import StoredTensors, some
 
+_OF_QUANTISED = (".qweight", ".weight_packed", "_scale_inv", ".weight_scale", ".absmax")
 _SHOWN = 5  # missing names that are looked up for an error
 
 
@@ -102,7 +103,7 @@ def _plan(tensors: StoredTensors, targets: Mapping[str, Tensor], rules: Sequence
     if unexpected:
         raise ConfigError(
             f"the checkpoint has {len(unexpected)} tensors that a model of this config.json has no place for "
-            f"({some(unexpected)})"
+            f"({some(unexpected)}){_why_unexpected(unexpected)}"
         )
     plan = {name: hit.target for name, hit in found.items() if hit and hit.target and hit.target in targets}
     by_target = {target: name for name, target in plan.items()}
@@ -116,6 +117,13 @@ def _plan(tensors: StoredTensors, targets: Mapping[str, Tensor], rules: Sequence
         lacking = f"{len(missing)} tensors that config.json asks for"
         raise ConfigError(f"the checkpoint lacks {lacking} ({some(shown)})")
     return plan
+
+
+def _why_unexpected(names: Iterable[str]) -> str:
+    is_quantised = any(name.endswith(_OF_QUANTISED) for name in names)
+    return (
+        "; they are of quantised weights that its quantization_config says nothing of" if is_quantised else ""
+    )
 
 
 def _translate(name: str, rules: Sequence[Rule]) -> Rule | None:

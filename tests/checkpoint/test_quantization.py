@@ -42,10 +42,13 @@ def test_blocks_bits_and_zero_points_are_read() -> None:
         ({}, "quant_method in quantization_config must be a word, not None"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes' in quantization_config is not supported; take"),
         ({"quant_method": "gguf"}, "'gguf' in quantization_config is not supported; take the safetensors"),
-        ({"quant_method": "hqq"}, "'hqq' in quantization_config is not known; known are awq, compressed-tensors"),
+        ({"quant_method": "hqq"}, r"'hqq' in quantization_config is not known; take .*\(awq, compressed-tensors"),
+        ({"load_in_4bit": True}, "'bitsandbytes' in quantization_config is not supported; take"),
+        ({"quant_method": "gptq", "bits": True}, "bits in quantization_config is True; 4 and 8 can be read"),
         ({"quant_method": "gptq", "bits": 3}, "bits in quantization_config is 3; 4 and 8 can be read"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version in quantization_config is 'gemv'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"two sizes such as \[128, 128\], not \[128\]"),
+        ({"quant_method": "fp8", "weight_block_size": [True, True]}, r"two sizes .*, not \[True, True\]"),
         ({"quant_method": "modelopt"}, "quant_algo in quantization_config must be a word, not None"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo in quantization_config is 'W4A8_AWQ'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format in quantization_config is 'marlin-24'"),
@@ -54,6 +57,10 @@ def test_blocks_bits_and_zero_points_are_read() -> None:
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 2}}}},
             "config_groups.a.weights.num_bits is 2; 4 and 8",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": "2:4"},
+            "sparsity_config in quantization_config must be an object, not '2:4'",
         ),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},

@@ -12,6 +12,7 @@ from saccade.checkpoint.quantization import Quantization
 from saccade.errors import ConfigError
 from saccade.models.fp8_weights import is_by_row, is_in_blocks, quantized
 from saccade.models.quantized import dequantize
+from saccade.models.quantized.checks import check_parts
 from saccade.models.tensor_files import TensorFiles
 
 _UNUSED = (
@@ -73,7 +74,7 @@ class DequantizedTensors:
             f"{self._made} become FP8, since no kernel here multiplies FP4": self._made,
             f"{rest} are dequantised as they load": rest,
         }
-        known = ", ".join(fate for fate, number in fates.items() if number)
+        known = ", ".join(fate for fate, number in fates.items() if number) or "all are as they were"
         return f"{count} weights are stored as {self._quantization.summary}: {known}"
 
     def _weight_of(self, name: str) -> tuple[str, str]:
@@ -132,7 +133,12 @@ class DequantizedTensors:
         return _first(stored, ".weight", ""), _first(stored, *_FP8_SCALES)
 
     def _stored(self, name: str) -> Parts:
-        return {part: self._files.read(full).to(self._device) for part, full in self._parts[name].items()}
+        stored = {part: self._files.read(full).to(self._device) for part, full in self._parts[name].items()}
+        try:
+            check_parts(stored)
+        except ValueError as error:
+            raise ConfigError(f"{name} cannot be dequantised: {error}") from None
+        return stored
 
     def read(self, name: str) -> Tensor:
         stored = self._stored(name)

@@ -18,7 +18,7 @@ from saccade.models.quantized import dequantize
 from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.tensor_files import TensorFiles
 from saccade.models.weights import Rule, load_weights
-from tests.helpers.quantize import FORMATS, fp8_blocks, fp8_tensor, gptq, pack, quantize
+from tests.helpers.quantize import FORMATS, Packed, fp8_blocks, fp8_tensor, gptq, nvfp4, pack, quantize
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0.mlp.up_proj"
@@ -133,8 +133,19 @@ def test_an_engine_answers_as_with_the_weights_that_are_meant(name: str, qwen2_v
 # --- what cannot be read -------------------------------------------------------------------------------------------
 
 
+PACKED = {"weight_packed": pack(torch.zeros(4, 8), 4, 1), "weight_scale": torch.ones(4, 1)}
+
+
 def broken(**changes: Tensor | None) -> dict[str, Tensor]:
-    parts = {**gptq(random_weight(8, 256))[0], **changes}
+    return changed(gptq(random_weight(8, 256)), changes)
+
+
+def broken_fp4(**changes: Tensor | None) -> dict[str, Tensor]:
+    return changed(nvfp4(random_weight(8, 64), is_modelopt=True), changes)
+
+
+def changed(packed: Packed, changes: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    parts = {**packed[0], **changes}
     return named({part: tensor for part, tensor in parts.items() if tensor is not None})
 
 
@@ -144,18 +155,22 @@ def broken(**changes: Tensor | None) -> dict[str, Tensor]:
         (broken(scales=None), f"{LAYER}.weight cannot be dequantised: its scales is not in the checkpoint"),
         (broken(scales=torch.ones(2, 9)), "do not agree"),
         (broken(g_idx=torch.full((256,), 2)), "its g_idx names the group 2 of 2"),
-        (broken(g_idx=torch.zeros(9)), "cannot be dequantised: "),
+        (broken(g_idx=torch.zeros(9)), "its g_idx has 9 numbers, and its qweight 32 rows of 4 or 8 inputs"),
+        (broken(qweight=torch.zeros(32, 8)), "its qweight is float32, and whole numbers are needed"),
+        (broken(scales=torch.full((2, 8), torch.nan)), "its scales has numbers that are not finite"),
+        (named({**PACKED, "weight_shape": torch.tensor([4, 8, 1])}), r"its weight_shape is \[4, 8, 1\], not two sizes"),
+        (broken_fp4(weight_scale_2=None), "its weight_scale_2 is not in the checkpoint"),
+        (broken_fp4(weight_scale_2=torch.ones(3)), "its weight_scale_2 has 3 numbers, not one"),
         (named({"weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}), "stored as float8_e4m3fn without a scale"),
         (
             named({"weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(3, 1)}),
             r"dimension 0 of its scale has 3 numbers, not 1, 4 or 1 \(blocks of 128\)",
         ),
         (
-            named({"weight_packed": pack(torch.zeros(4, 8), 4, 1), "weight_scale": torch.ones(4, 1)}),
+            named(PACKED),
             "its weight_shape is not in the checkpoint",
         ),
     ],
-    ids=["lacks a part", "shapes", "groups", "length", "no scale", "scale's shape", "no shape"],
 )
 def test_a_weight_that_cannot_be_read_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -175,6 +190,22 @@ def test_numbers_are_unpacked_along_either_dimension() -> None:
 
 def test_modelopt_may_describe_it_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert quantization_of({}, tmp_path) is None
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": "FP8"}))
+    with pytest.raises(ConfigError, match=r"quantization in hf_quant_config\.json must be an object, not 'FP8'"):
+        quantization_of({}, tmp_path)
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     found = quantization_of({}, tmp_path)
     assert found is not None and (found.method, found.summary) == ("modelopt", "NVFP4")
+
+
+def test_quantised_weights_that_the_config_does_not_mention_are_named_as_such(tmp_path: Path) -> None:
+    save_file(named(gptq(random_weight(8, 256))[0]), tmp_path / "model.safetensors")
+    rules = (Rule("model.layers.{}.mlp.up_proj.*", "up.{}.*"),)
+    with pytest.raises(ConfigError, match=r"up_proj\.qweight, .*; they are of quantised weights that its quantization"):
+        load_weights(TensorFiles(tmp_path), {"up.0.weight": torch.empty(8, 256)}, rules, progress=False)
+
+
+def test_a_folder_of_gguf_files_is_refused_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"holds no .safetensors file; model-Q4_K_M.gguf cannot be read, take"):
+        TensorFiles(tmp_path)

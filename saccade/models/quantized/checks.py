@@ -1,0 +1,60 @@
+"""Stored parts of one quantised weight, before they are read: kinds, sizes, numbers that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_WHOLE = (".qweight", ".qzeros", ".weight_packed", ".weight_shape")  # .weight_zero_point may be a float's
+_SCALES = (
+    ".weight_scale_inv",
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_global_scale",
+    ".scales",
+    "_scale_inv",
+    "_scale",
+)
+_FACTORS = (".weight_scale_2", ".weight_global_scale")  # of NVFP4
+
+
+def check_parts(parts: Mapping[str, Tensor]) -> None:
+    """ValueError: the end of a sentence that begins with the weight's name."""
+    for part, tensor in parts.items():
+        name = part.lstrip("._")
+        if part in _WHOLE and tensor.is_floating_point():
+            raise ValueError(f"its {name} is {_dtype(tensor)}, and whole numbers are needed")
+        if part in _SCALES and tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
+            raise ValueError(f"its {name} has numbers that are not finite")
+        if part == ".weight_shape" and tensor.numel() != 2:
+            raise ValueError(f"its {name} is {tensor.flatten().tolist()[:4]}, not two sizes")
+        if part in _FACTORS and tensor.numel() != 1:
+            raise ValueError(f"its {name} has {tensor.numel()} numbers, not one")
+    _check_fp4(parts)
+    _check_groups(parts)
+
+
+def _check_fp4(parts: Mapping[str, Tensor]) -> None:
+    """Scales of NVFP4 are FP8 and mean nothing without the factor of the whole weight."""
+    packed = parts.get(".weight_packed", parts.get(".weight"))
+    scale = parts.get(".weight_scale")
+    if packed is None or scale is None or packed.dtype != torch.uint8:
+        return
+    if scale.dtype == torch.float8_e4m3fn and not any(part in parts for part in _FACTORS):
+        wanted = "weight_global_scale" if ".weight_packed" in parts else "weight_scale_2"
+        raise ValueError(f"its {wanted} is not in the checkpoint")
+
+
+def _check_groups(parts: Mapping[str, Tensor]) -> None:
+    """Of GPTQ: one for each input. A word holds 4 or 8 of them."""
+    if ".g_idx" not in parts or ".qweight" not in parts:
+        return
+    given, words = parts[".g_idx"].numel(), len(parts[".qweight"])
+    if given not in (4 * words, 8 * words):
+        raise ValueError(f"its g_idx has {given} numbers, and its qweight {words} rows of 4 or 8 inputs")
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
