@@ -19,16 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
+from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
 from saccade.kernels.moe.combine import add_and_store
 from saccade.kernels.moe.experts_gemv_scaled import scaled_down_kernel, scaled_gate_up_kernel
+from saccade.kernels.moe.prefetch_experts import LINE, prefetch_experts
 from saccade.kernels.moe.topk_routing import Routed
 from saccade.kernels.ops.load_columns import load_columns
 from saccade.kernels.ops.scaled_weight import BLOCK, block_of
 
 MAX_TOKENS = 4
-_LINE = 128  # bytes
 
 
 class VectorConfig(NamedTuple):
@@ -76,18 +76,19 @@ def vector_down(
     pdl = supports_pdl(wide)
     grid = (triton.cdiv(outputs, config.outputs), tokens)
     rest = (routed.experts, routed.weights, added, gate, out, outputs)
+    lines = triton.cdiv(config.outputs * inputs * weight.element_size(), LINE)  # of a program's rows of one expert
+    if not (config.prefetch and pdl and outputs % config.outputs == 0):
+        lines = 0
     sizes = {
-        "K": inputs, "SLOTS": slots, "OUTPUTS": config.outputs, "INPUTS": config.inputs, "PDL": pdl,
-        "num_warps": config.warps, "num_stages": config.stages, **pdl_options(pdl),
+        "K": inputs, "SLOTS": slots, "OUTPUTS": config.outputs, "INPUTS": config.inputs, "LINES": lines,
+        "LINES_PADDED": power_of_two(lines), "PDL": pdl, "num_warps": config.warps, "num_stages": config.stages,
+        **pdl_options(pdl),
     }  # fmt: skip
     if scales is not None:
         scaled_down_kernel[grid](wide, weight, scales, *rest, BLOCK=_checked_block(weight, scales, config), **sizes)
-        return out
-    assert wide.dtype == weight.dtype, (wide.dtype, weight.dtype)
-    lines = triton.cdiv(config.outputs * inputs * weight.element_size(), _LINE)  # of a program's rows of one expert
-    if not (config.prefetch and pdl and outputs % config.outputs == 0):
-        lines = 0
-    _down_kernel[grid](wide, weight, *rest, LINES=lines, LINES_PADDED=power_of_two(lines), **sizes)
+    else:
+        assert wide.dtype == weight.dtype, (wide.dtype, weight.dtype)
+        _down_kernel[grid](wide, weight, *rest, **sizes)
     return out
 
 
@@ -137,11 +138,8 @@ def _down_kernel(
     own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1], of expert 0
     size = tl.cast(N, tl.int64) * K
     if LINES > 0:
-        of_line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements
-        line = tl.minimum(tl.arange(0, LINES_PADDED), LINES - 1)
-        for slot in tl.static_range(SLOTS):
-            expert = tl.load(experts + token * SLOTS + slot)
-            prefetch_l2(weight + expert * size + tl.program_id(0) * OUTPUTS * K + line * of_line)
+        first = weight + tl.program_id(0) * OUTPUTS * K
+        prefetch_experts(first, experts + token * SLOTS, size, SLOTS, LINES, LINES_PADDED)
     pdl_wait_then_release(PDL)
     acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     for slot in tl.static_range(SLOTS):

@@ -102,7 +102,8 @@ def choose(tokens: int, slots: int, experts: int, dtype: torch.dtype, shared: in
 def _scaled(launch: MoELaunch) -> MoELaunch:
     """For weights in float8: a program's rows are within a block of 128."""
     if isinstance(launch.gate_up, VectorConfig):
-        return MoELaunch(0, VectorConfig(4, 512, warps=2, stages=1), VectorConfig(2, 512, warps=1, stages=1))
+        down = VectorConfig(2, 512, warps=1, stages=1, prefetch=True)
+        return MoELaunch(0, VectorConfig(4, 512, warps=2, stages=1), down)
     assert isinstance(launch.down, TileConfig)
     down = launch.down._replace(outputs=min(launch.down.outputs, BLOCK))
     if launch.rows == 16:
