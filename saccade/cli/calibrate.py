@@ -34,7 +34,7 @@ def calibrate(file: Path, model: str | None, options: Mapping[str, str]) -> int:
     """`options` of the engine, beside its model."""
     device = device_of("auto")
     hardware = _hardware(measure_device(device), device.type)
-    with LLM(model=model, enable_prefix_caching=False, use_tqdm=False, **options) as llm:
+    with LLM(model=model, use_tqdm=False, **options) as llm:
         config = llm.engine.processor.checkpoint.config
         dtype, _ = dtype_of(options.get("dtype", "auto"), config.dtype, device)
         size = costs.dtype_bytes(dtype)
@@ -77,6 +77,7 @@ def _figures(llm: LLM, device: str) -> Iterator[Figure]:
 
 
 def _decode(llm: LLM, batch: int, context: int) -> Figure:
+    """The warm-up leaves the prompts in the prefix cache: what is subtracted is short."""
     prompts = [_prompt(llm, context) for _ in range(batch)]
     once = _median(lambda: _generate(llm, prompts, 1))
     often = _median(lambda: _generate(llm, prompts, 1 + _STEPS))
