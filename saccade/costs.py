@@ -307,7 +307,8 @@ def fp8_params(text: TextConfig) -> int:
 
 def fp8_input_bytes_per_token(text: TextConfig) -> int:
     """The widest input of a GEMM in FP8, which is quantised as well."""
-    return max(text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim)
+    experts = text.experts.active_width if text.experts else 0
+    return max(text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim, experts)
 
 
 def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:

@@ -317,9 +317,9 @@ def moe_variants() -> Iterator[Variant]:
         wide = f"tensordesc<bf16[{rows}, 64]>" if tma else BF16
         name = f"{rows}{'.tma' if tma else ''}"
         warps = 4 if swapped else 8
-        types = [BF16, weight, NONE, I32, I32, BF16, "i32:16", "i32", "i32:16", "i32"]
+        types = [BF16, weight, NONE, NONE, I32, I32, BF16, "i32:16", "i32", "i32:16", "i32", "i32:16"]
         yield of(f"moe_gate_up.{name}", "experts:_gate_up_kernel", types, [2048, 0, rows, *tail], warps, 4)
-        types = [wide, weight, NONE, I32, I32, F32, BF16, "i32:16", "i32"]
+        types = [wide, weight, NONE, NONE, I32, I32, F32, BF16, "i32:16", "i32", "i32:16"]
         constants = [768, 0, rows, 8 if swapped and not tma else 0, *tail]
         yield of(f"moe_down.{name}", "experts:_down_kernel", types, constants, warps, 4)
     types = [BF16, BF16, I32, BF16, "i32:16", "i32:16"]

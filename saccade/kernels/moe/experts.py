@@ -12,7 +12,8 @@ MMA. Many (prefill) are compute-bound: out = x weight^T; GROUP blocks run tile b
 weights in L2. Grids are sized for the worst routing; programs without a block end at once. Rows after the last of a
 block are the last one again, and their results are dropped.
 
-A float8 weight has `scales`, float32 [E, N / 128, K / 128] or [E, N, 1], as in `gemm.skinny`.
+A float8 weight has `scales`, float32 [E, N / 128, K / 128] or [E, N, 1], as in `gemm.skinny`. Of many rows x is float8,
+too, `Rows` of `quantize_rows`: an MMA has twice the speed, and no weight is converted.
 
 With `tma`, weights (and the rows of `wide`) are loaded by TMA tensor descriptors instead of pointers.
 
@@ -52,46 +53,60 @@ class TileConfig(NamedTuple):
 
 
 def moe_gate_up(
-    x: Tensor, weight: Tensor, pairs: SortedPairs, config: TileConfig, scales: Tensor | None = None
-) -> Tensor:
-    """x [T, H], weight [E, 2 I, H] with gates first -> silu(gate) * up: [pairs, I], in sorted order."""
+    x: Tensor, weight: Tensor, pairs: SortedPairs, config: TileConfig, scales: Tensor | None = None,
+    x_scales: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """x [T, H], weight [E, 2 I, H] with gates first -> silu(gate) * up: [pairs, I], in sorted order.
+
+    `x_scales` are those of float8 rows, float32 [H / 128, T or more]; `dtype` is then that of the result.
+    """
     _, both, inputs = weight.shape
     outputs = both // 2
     assert x.stride(1) == 1 and weight.is_contiguous() and x.shape[1] == inputs
-    _check_scales(x, weight, scales, config)
-    out = torch.empty((len(pairs.order), outputs), dtype=x.dtype, device=x.device)
+    _check_scales(x, weight, scales, config, x_scales)
+    out = torch.empty((len(pairs.order), outputs), dtype=dtype or x.dtype, device=x.device)
     pdl = supports_pdl(x)
     _gate_up_kernel[_grid(pairs, outputs, config)](
-        x, _weights(weight, config), scales, pairs.order, pairs.blocks, out, outputs, pairs.blocks.shape[1],
-        x.stride(0), pairs.slots, K=inputs, BLOCK=block_of(weight, scales), ROWS=pairs.rows, **_sizes(config, x, pdl),
+        x, _weights(weight, config), scales, x_scales, pairs.order, pairs.blocks, out, outputs,
+        pairs.blocks.shape[1], x.stride(0), pairs.slots, _row_of(x_scales), K=inputs, BLOCK=block_of(weight, scales),
+        ROWS=pairs.rows, **_sizes(config, x, pdl),
     )  # fmt: skip
     return out
 
 
 def moe_down(
     wide: Tensor, weight: Tensor, pairs: SortedPairs, shares: Tensor, config: TileConfig,
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, wide_scales: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """wide [pairs, I] in sorted order, weight [E, H, I], shares float32 [T, slots] -> [pairs, H] in pair order."""
     _, outputs, inputs = weight.shape
     assert wide.is_contiguous() and weight.is_contiguous() and wide.shape[1] == inputs
     assert shares.is_contiguous() and shares.dtype == torch.float32 and shares.numel() == len(pairs.order)
-    _check_scales(wide, weight, scales, config)
-    out = torch.empty((len(wide), outputs), dtype=wide.dtype, device=wide.device)
+    _check_scales(wide, weight, scales, config, wide_scales)
+    out = torch.empty((len(pairs.order), outputs), dtype=dtype or wide.dtype, device=wide.device)
     pdl = supports_pdl(wide)
     rows = TensorDescriptor.from_tensor(wide, [pairs.rows, config.inputs]) if config.tma else wide
     of_line = _LINE // weight.element_size()
     lines = min(config.prefetch, inputs // of_line) if pdl and not config.tma else 0
     _down_kernel[_grid(pairs, outputs, config)](
-        rows, _weights(weight, config), scales, pairs.order, pairs.blocks, shares, out, outputs,
-        pairs.blocks.shape[1], K=inputs, BLOCK=block_of(weight, scales), ROWS=pairs.rows,
+        rows, _weights(weight, config), scales, wide_scales, pairs.order, pairs.blocks, shares, out, outputs,
+        pairs.blocks.shape[1], _row_of(wide_scales), K=inputs, BLOCK=block_of(weight, scales), ROWS=pairs.rows,
         PREFETCH=1 << (lines.bit_length() - 1) if lines else 0, **_sizes(config, wide, pdl),
     )  # fmt: skip
     return out
 
 
-def _check_scales(x: Tensor, weight: Tensor, scales: Tensor | None, config: TileConfig) -> None:
+def _row_of(scales: Tensor | None) -> int:
+    """The stride of a group of columns."""
+    return 0 if scales is None else scales.stride(0)
+
+
+def _check_scales(
+    x: Tensor, weight: Tensor, scales: Tensor | None, config: TileConfig, x_scales: Tensor | None
+) -> None:
     """A program's rows are in one block, and so are the columns of a step."""
+    assert (x_scales is not None) == (x.element_size() == 1), x.dtype
+    assert x_scales is None or (x_scales.shape[0] == x.shape[1] // BLOCK and not config.swapped), config
     if scales is None:
         assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
         return
@@ -123,8 +138,8 @@ def _sizes(config: TileConfig, x: Tensor, pdl: bool) -> dict[str, Any]:
 
 @triton.jit(do_not_specialize=["capacity", "slots"])
 def _gate_up_kernel(
-    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, order: tl.tensor, blocks: tl.tensor, out: tl.tensor,
-    N: tl.tensor, capacity: tl.tensor, x_row: tl.tensor, slots: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, x_scales: tl.tensor, order: tl.tensor, blocks: tl.tensor,
+    out: tl.tensor, N: tl.tensor, capacity: tl.tensor, x_row: tl.tensor, slots: tl.tensor, group_row: tl.tensor,
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GROUP: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -147,9 +162,10 @@ def _gate_up_kernel(
         inputs = k + tl.arange(0, INPUTS)[None, :]
         here = _load(own_x, inputs, K, INPUTS, "")  # [ROWS, INPUTS]
         weights = _load_weights(weight, gate_rows, gates, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
-        gate = _dot(here, weights, gate, scales, gates, k, K, BLOCK, SWAPPED, PRECISION)
+        by = _row_scales(x_scales, tokens, k, group_row)
+        gate = _dot(here, by, weights, gate, scales, gates, k, K, BLOCK, SWAPPED, PRECISION)
         weights = _load_weights(weight, up_rows, gates + N, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
-        up = _dot(here, weights, up, scales, gates + N, k, K, BLOCK, SWAPPED, PRECISION)
+        up = _dot(here, by, weights, up, scales, gates + N, k, K, BLOCK, SWAPPED, PRECISION)
     gate = _scale_rows(gate, scales, gates, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
     up = _scale_rows(up, scales, gates + N, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
     found = gate * tl.sigmoid(gate) * up
@@ -162,8 +178,8 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["capacity"])
 def _down_kernel(
-    wide: tl.tensor, weight: tl.tensor, scales: tl.tensor, order: tl.tensor, blocks: tl.tensor, shares: tl.tensor,
-    out: tl.tensor, N: tl.tensor, capacity: tl.tensor,
+    wide: tl.tensor, weight: tl.tensor, scales: tl.tensor, wide_scales: tl.tensor, order: tl.tensor, blocks: tl.tensor,
+    shares: tl.tensor, out: tl.tensor, N: tl.tensor, capacity: tl.tensor, group_row: tl.tensor,
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr, GROUP: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -190,7 +206,8 @@ def _down_kernel(
             own_wide = wide + (first + tl.minimum(rows, count - 1))[:, None].to(tl.int64) * K
             here = _load(own_wide, inputs, K, INPUTS, "")
         weights = _load_weights(weight, weight_rows, own, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
-        acc = _dot(here, weights, acc, scales, own, k, K, BLOCK, SWAPPED, PRECISION)
+        by = _row_scales(wide_scales, first + tl.minimum(rows, count - 1), k, group_row)
+        acc = _dot(here, by, weights, acc, scales, own, k, K, BLOCK, SWAPPED, PRECISION)
     acc = _scale_rows(acc, scales, own, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
     if SWAPPED:
         acc = tl.trans(acc)
@@ -252,15 +269,29 @@ def _load(rows: tl.tensor, inputs: tl.tensor, K: tl.constexpr, INPUTS: tl.conste
 
 
 @triton.jit
+def _row_scales(scales: tl.tensor, rows: tl.tensor, k: tl.tensor, group_row: tl.tensor) -> tl.tensor:
+    """[ROWS, 1], of the group of 128 columns that k is in; nothing of rows that are not float8."""
+    found = None
+    if scales is not None:
+        found = tl.load(scales + k // 128 * tl.cast(group_row, tl.int64) + rows)[:, None]
+    return found
+
+
+@triton.jit
 def _dot(
-    rows: tl.tensor, weights: tl.tensor, acc: tl.tensor, scales: tl.tensor, first: tl.tensor, k: tl.tensor,
-    K: tl.constexpr, BLOCK: tl.constexpr, SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    rows: tl.tensor, by: tl.tensor, weights: tl.tensor, acc: tl.tensor, scales: tl.tensor, first: tl.tensor,
+    k: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr, SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Weight rows from `first` on and columns from k on have one scale, if weights have scales for blocks.
 
-    With few rows it multiplies the sums, with many the weights: a second set of large sums would not fit.
+    With few rows it multiplies the sums, with many the weights: a second set of large sums would not fit. Rows in
+    float8 need one: their scales `by` multiply sums.
     """
-    if BLOCK == 0:
+    if by is not None:
+        if BLOCK > 0:
+            by = by * tl.load(scales + (first // BLOCK).to(tl.int64) * (K // BLOCK) + k // BLOCK)
+        acc += _mma(rows, weights, tl.zeros_like(acc), SWAPPED, PRECISION) * by
+    elif BLOCK == 0:
         acc = _mma(rows, convert_weights(weights, rows.dtype), acc, SWAPPED, PRECISION)
     else:
         scale = tl.load(scales + (first // BLOCK).to(tl.int64) * (K // BLOCK) + k // BLOCK)

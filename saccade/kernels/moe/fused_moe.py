@@ -21,8 +21,10 @@ from saccade.kernels.moe.experts_gemv import MAX_TOKENS, VectorConfig, vector_do
 from saccade.kernels.moe.router_gemm import router_logits
 from saccade.kernels.moe.sorting import sort_by_expert
 from saccade.kernels.moe.topk_routing import Routed, RoutingRules, route
+from saccade.kernels.ops.quantize_rows import quantize_rows
 from saccade.kernels.ops.scaled_weight import BLOCK
 
+_MIN_QUANTIZED_ROWS = 64  # of a block
 _RESERVED = 8 << 10  # bytes of shared memory for what is not in the pipeline
 
 
@@ -41,6 +43,7 @@ class MoELaunch(NamedTuple):
     rows: int  # of a block of pairs; 0: no sorting, the GEMMs are `vector`
     gate_up: TileConfig | VectorConfig
     down: TileConfig | VectorConfig
+    quantized: bool = False  # x is float8, as weights are
 
 
 def fused_moe(
@@ -65,17 +68,32 @@ def run_experts(
     count = len(weights.down)
     slots = routed.experts.shape[1]
     if launch is None:
-        launch = choose(len(x), slots, count, x.dtype, shared_memory(x.device), tma=supports_tma(weights))
-        launch = launch if weights.down_scales is None else _scaled(launch)
+        shared = shared_memory(x.device)
+        launch = choose(len(x), slots, count, x.dtype, shared, tma=supports_tma(weights))
+        launch = launch if weights.down_scales is None else _scaled(launch, shared)
     if isinstance(launch.gate_up, VectorConfig):
         assert isinstance(launch.down, VectorConfig)
         wide = vector_gate_up(x, weights.gate_up, routed, launch.gate_up, weights.gate_up_scales)
         return vector_down(wide, weights.down, routed, launch.down, added, gate, weights.down_scales)
     assert isinstance(launch.down, TileConfig)
     pairs = sort_by_expert(routed.experts, count, launch.rows)
-    wide = moe_gate_up(x, weights.gate_up, pairs, launch.gate_up, weights.gate_up_scales)
-    made = moe_down(wide, weights.down, pairs, routed.weights, launch.down, weights.down_scales)
+    rows = _rows(x, launch)
+    scales = weights.gate_up_scales
+    wide = moe_gate_up(rows.values, weights.gate_up, pairs, launch.gate_up, scales, rows.scales, x.dtype)
+    rows = _rows(wide, launch)
+    scales = weights.down_scales
+    made = moe_down(rows.values, weights.down, pairs, routed.weights, launch.down, scales, rows.scales, x.dtype)
     return combine(made, slots, added, gate)
+
+
+class _Rows(NamedTuple):
+    values: Tensor
+    scales: Tensor | None  # of float8
+
+
+def _rows(x: Tensor, launch: MoELaunch) -> _Rows:
+    """What an expert GEMM reads: x, or x in float8."""
+    return _Rows(*quantize_rows(x, BLOCK)) if launch.quantized else _Rows(x, None)
 
 
 def choose(tokens: int, slots: int, experts: int, dtype: torch.dtype, shared: int, *, tma: bool) -> MoELaunch:
@@ -99,12 +117,15 @@ def choose(tokens: int, slots: int, experts: int, dtype: torch.dtype, shared: in
     return fit(launch, dtype.itemsize, shared)
 
 
-def _scaled(launch: MoELaunch) -> MoELaunch:
+def _scaled(launch: MoELaunch, shared: int) -> MoELaunch:
     """For weights in float8: a program's rows are within a block of 128."""
     if isinstance(launch.gate_up, VectorConfig):
-        down = VectorConfig(2, 512, warps=1, stages=1, prefetch=True)
-        return MoELaunch(0, VectorConfig(4, 512, warps=2, stages=1), down)
+        by_slot = VectorConfig(2, 512, warps=1, stages=1, prefetch=True)
+        return MoELaunch(0, VectorConfig(4, 512, warps=2, stages=1), by_slot)
     assert isinstance(launch.down, TileConfig)
+    if launch.rows >= _MIN_QUANTIZED_ROWS:
+        tile = TileConfig(outputs=BLOCK, inputs=BLOCK, warps=8, stages=3, group=8, swapped=False)
+        return fit(MoELaunch(64, tile, tile, quantized=True), 1, shared)
     down = launch.down._replace(outputs=min(launch.down.outputs, BLOCK))
     if launch.rows == 16:
         down = down._replace(inputs=BLOCK, stages=min(down.stages, 3))  # the bytes of a stage are the same

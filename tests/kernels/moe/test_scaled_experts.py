@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels.moe.experts import TileConfig, moe_gate_up
+from saccade.kernels.moe.experts import TileConfig, moe_down, moe_gate_up
 from saccade.kernels.moe.experts_gemv import VectorConfig
 from saccade.kernels.moe.fused_moe import MoELaunch, MoEWeights, choose, fused_moe
 from saccade.kernels.moe.sorting import sort_by_expert
+from saccade.kernels.ops.quantize_rows import quantize_rows
 from saccade.models.fp8_weights import Fp8Weights, quantized
 from saccade.models.layers.moe import MoE
 from saccade.models.state_dict import Parameters
@@ -50,6 +51,40 @@ def test_experts_compute_as_the_layer(launch: MoELaunch | None, in_blocks: bool)
     layer = make_layer(in_blocks)
     x = random(3, HIDDEN, dtype=HALF)
     torch.testing.assert_close(run(layer, x, launch), layer(x), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("inputs", "in_blocks"), [(64, True), (128, True), (128, False)])
+def test_rows_in_float8_are_rounded_and_no_more(inputs: int, in_blocks: bool) -> None:
+    layer = make_layer(in_blocks)
+    tile = TILE._replace(inputs=inputs, swapped=False)
+    experts = torch.arange(42, dtype=torch.int32, device=DEVICE).view(21, 2) % 4
+    pairs = sort_by_expert(experts, 4, 16)
+    shares = random(21, 2).abs()
+    x, wide = random(21, HIDDEN, dtype=HALF), random(42, 128, dtype=HALF)
+    values, scales = quantize_rows(x, 128)
+    found = moe_gate_up(values, layer.gate_up, pairs, tile, layer.gate_up_scales, scales, HALF)
+    expected = moe_gate_up(rounded(x), layer.gate_up, pairs, tile, layer.gate_up_scales)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    values, scales = quantize_rows(wide, 128)
+    found = moe_down(values, layer.down, pairs, shares, tile, layer.down_scales, scales, HALF)
+    expected = moe_down(rounded(wide), layer.down, pairs, shares, tile, layer.down_scales)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """To float8 and back, with a scale for 128 columns."""
+    values, scales = quantize_rows(x, 128)
+    found = values[: len(x)].view(len(x), -1, 128).float() * scales.T[: len(x), :, None]
+    return found.view(x.shape).to(x.dtype)
+
+
+def test_a_layer_with_rows_in_float8_is_close() -> None:
+    layer = make_layer(True)
+    tile = TILE._replace(swapped=False)
+    x = random(21, HIDDEN, dtype=HALF)
+    found = run(layer, x, MoELaunch(16, tile, tile, quantized=True)).float()
+    expected = layer(x).float()
+    assert 1e-3 < float((found - expected).norm() / expected.norm()) < 0.06  # two roundings to four bits
 
 
 def test_many_tokens_have_tiles_within_a_block() -> None:
