@@ -124,12 +124,13 @@ def _scaled(launch: MoELaunch, shared: int) -> MoELaunch:
         return MoELaunch(0, VectorConfig(4, 512, warps=2, stages=1), by_slot)
     assert isinstance(launch.down, TileConfig)
     if launch.rows >= _MIN_QUANTIZED_ROWS:
-        tile = TileConfig(outputs=BLOCK, inputs=BLOCK, warps=8, stages=3, group=8, swapped=False)
-        return fit(MoELaunch(64, tile, tile, quantized=True), 1, shared)
-    down = launch.down._replace(outputs=min(launch.down.outputs, BLOCK))
+        tile = TileConfig(outputs=64, inputs=BLOCK, stages=3, group=8, swapped=False)
+        down = tile._replace(outputs=BLOCK, tma=launch.down.tma)
+        return fit(MoELaunch(_MIN_QUANTIZED_ROWS, tile, down, quantized=True), 1, shared)
+    few = launch.down._replace(outputs=min(launch.down.outputs, BLOCK))
     if launch.rows == 16:
-        down = down._replace(inputs=BLOCK, stages=min(down.stages, 3))  # the bytes of a stage are the same
-    return launch._replace(down=down)
+        few = few._replace(inputs=BLOCK, stages=min(few.stages, 3))  # the bytes of a stage are the same
+    return launch._replace(down=few)
 
 
 def fit(launch: MoELaunch, itemsize: int, shared: int) -> MoELaunch:
