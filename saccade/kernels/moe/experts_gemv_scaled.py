@@ -26,8 +26,8 @@ def scaled_gate_up_kernel(
     gates = tl.load(experts + pair).to(tl.int64) * 2 * N + tl.minimum(columns, N - 1)  # [OUTPUTS], rows of all experts
     row = x + (pair // SLOTS) * x_row
     none = tl.zeros([OUTPUTS, INPUTS // 128, 128], tl.float32)
-    gate = _sum(_add_products(none, row, weight, scales, gates, 1.0, K, BLOCK, INPUTS, STAGES))
-    up = _sum(_add_products(none, row, weight, scales, gates + N, 1.0, K, BLOCK, INPUTS, STAGES))
+    gate = _sum(_accumulate(none, row, weight, scales, gates, 1.0, K, BLOCK, INPUTS, STAGES))
+    up = _sum(_accumulate(none, row, weight, scales, gates + N, 1.0, K, BLOCK, INPUTS, STAGES))
     found = gate * tl.sigmoid(gate) * up
     tl.store(out + pair * N + columns, found.to(out.dtype.element_ty), mask=columns < N)
 
@@ -50,12 +50,12 @@ def scaled_down_kernel(
         pair = token * SLOTS + slot
         rows = tl.load(experts + pair).to(tl.int64) * N + tl.minimum(columns, N - 1)
         share = tl.load(shares + pair)
-        acc = _add_products(acc, wide + pair * K, weight, scales, rows, share, K, BLOCK, INPUTS, 1)
+        acc = _accumulate(acc, wide + pair * K, weight, scales, rows, share, K, BLOCK, INPUTS, 1)
     add_and_store(_sum(acc), added, gate, out, token, columns, N)
 
 
 @triton.jit
-def _add_products(
+def _accumulate(
     acc: tl.tensor, row: tl.tensor, weight: tl.tensor, scales: tl.tensor, rows: tl.tensor, share: tl.tensor,
     K: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
