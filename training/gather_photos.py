@@ -75,7 +75,7 @@ SOURCES = (
         "scikit_image",
         (
             "skimage/data/astronaut.png",
-            *(f"skimage/data/{name}.png" for name in ("brick", "camera", "cell", "chelsea", "clock_motion", "coffee")),
+            *(f"skimage/data/{name}.png" for name in ("brick", "camera", "chelsea", "coffee")),
             *(f"skimage/data/{name}.png" for name in ("grass", "gravel", "coins")),
             *(f"skimage/data/{name}.jpg" for name in ("hubble_deep_field", "retina", "rocket")),
         ),

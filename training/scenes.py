@@ -145,9 +145,9 @@ def sample(
     return Sample(pictures, tuple(questions), is_video=shape.frames > 1 and bool(pictures))
 
 
-def held_out(count: int, skills: tuple[str, ...] = FIRST_SKILLS) -> Iterator[Sample]:
+def held_out(count: int, skills: tuple[str, ...] = FIRST_SKILLS, plan: Plan = EVALUATION) -> Iterator[Sample]:
     """The first `count` evaluation samples, the skills in turn."""
-    return (sample(seed, skill=skills[seed % len(skills)]) for seed in range(count))
+    return (sample(seed, skill=skills[seed % len(skills)], plan=plan) for seed in range(count))
 
 
 def typed(rng: Random, question: Question) -> str:

@@ -28,7 +28,7 @@ BUILTIN = Path(__file__).parent / "held_out.zip"
 QUESTIONS = "questions.jsonl"
 ABOUT = "set.json"
 _FIELDS = frozenset(
-    {"id", "skill", "pictures", "question", "answer", "answers", "match", "forbidden", "request"}
+    {"id", "skill", "pictures", "video", "question", "answer", "answers", "match", "forbidden", "request"}
 )
 _OWN_FIELDS = frozenset({"model", "messages", "stream"})  # of a request: the command's, not the question's
 
@@ -51,6 +51,7 @@ class Question:
     images: tuple[ImageRef, ...]
     rule: Rule
     request: Mapping[str, Any] = field(default_factory=dict)  # further fields of its request
+    video: tuple[ImageRef, ...] = ()  # frames, shown after the images
 
 
 class EncodedImage(NamedTuple):
@@ -65,6 +66,7 @@ class QuestionSet:
     questions: Sequence[Question]
     goals: Mapping[str, float] = field(default_factory=dict)  # skill or group -> accuracy to reach
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name -> skills
+    refusal: str = ""  # what a reply holds that refuses to answer
 
     def image(self, ref: ImageRef) -> EncodedImage:
         data = (self.root / ref.file).read_bytes()
@@ -153,6 +155,7 @@ def _question(root: Root, at: str, line: str) -> Question:
         images=tuple(_image(root, given, at) for given in _list(raw, "pictures", at)),
         rule=_rule(raw, at),
         request=_request(raw, at),
+        video=tuple(_image(root, given, at) for given in _list(raw, "video", at)),
     )
 
 
@@ -224,7 +227,7 @@ def _texts(raw: Mapping[str, Any], name: str, at: str) -> tuple[str, ...]:
 
 
 def _about(root: Root, where: Path) -> dict[str, Any]:
-    """The set's optional name, goals and groups."""
+    """The set's optional name, goals, groups and refusal."""
     file = root / ABOUT
     if not file.is_file():
         return {"name": where.name}
@@ -234,7 +237,7 @@ def _about(root: Root, where: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} is not JSON: {error}") from None
     about = {"name": where.name, **raw} if isinstance(raw, dict) else {}
     if not _is_about(about):
-        known = "name (text), goals (skill or group: share) and groups (name: [skills])"
+        known = "name and refusal (texts), goals (skill or group: share) and groups (name: [skills])"
         raise ConfigError(f"{file} holds {known}, not {raw!r}")
     return about
 
@@ -243,8 +246,9 @@ def _is_about(about: dict[str, Any]) -> bool:
     goals = about.get("goals", {})
     groups = about.get("groups", {})
     return (
-        about.keys() <= {"name", "goals", "groups"}
+        about.keys() <= {"name", "goals", "groups", "refusal"}
         and isinstance(about.get("name"), str)
+        and isinstance(about.get("refusal", ""), str)
         and isinstance(goals, dict)
         and all(isinstance(goal, (int, float)) for goal in goals.values())
         and isinstance(groups, dict)

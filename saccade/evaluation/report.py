@@ -11,7 +11,9 @@ from typing import Any
 from saccade.errors import ConfigError
 from saccade.evaluation.questions import QuestionSet
 from saccade.evaluation.run import Answered, accuracy
-from saccade.evaluation.scoring import chance, field_chance, json_fields
+from saccade.evaluation.scoring import Rule, chance, field_chance, json_fields
+
+_ANSWERED = "not refused"  # the line for replies that are no refusals
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,23 @@ def scores(answered: Sequence[Answered], questions: QuestionSet) -> list[Score]:
         found += _json_scores(
             skill, [one for one in mine if one.question.rule.match == "json"], questions.goals
         )
-    return found
+    return found + _refusal_score(answered, questions)
+
+
+def _refusal_score(answered: Sequence[Answered], questions: QuestionSet) -> list[Score]:
+    """Of images and videos that can be answered about: how many replies do not refuse."""
+    if not questions.refusal:
+        return []
+    refuses = Rule((questions.refusal,)).is_right
+    mine = [
+        one
+        for one in answered
+        if (one.question.images or one.question.video) and not refuses(one.question.rule.reply)
+    ]
+    if not mine:
+        return []
+    right = sum(not refuses(one.reply.text) for one in mine)
+    return [Score(_ANSWERED, right, len(mine), 1.0, questions.goals.get(_ANSWERED), is_group=True)]
 
 
 def _json_scores(skill: str, mine: Sequence[Answered], goals: Mapping[str, float]) -> list[Score]:

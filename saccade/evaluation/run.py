@@ -28,10 +28,12 @@ class Asking:
 
 
 def request_body(questions: QuestionSet, question: Question, asking: Asking) -> dict[str, Any]:
-    """Images first, then the text; greedy."""
+    """Images first, then the video, then the text; greedy."""
     images = [questions.image(ref) for ref in question.images]
     urls = [f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}" for image in images]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    if question.video:
+        parts.append({"type": "video_url", "video_url": {"url": _video_url(questions, question)}})
     return {
         "model": asking.model,
         "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": question.text}]}],
@@ -40,6 +42,13 @@ def request_body(questions: QuestionSet, question: Question, asking: Asking) -> 
         **asking.extra,
         **question.request,
     }
+
+
+def _video_url(questions: QuestionSet, question: Question) -> str:
+    """The frames after each other, in the form that vLLM and Saccade take."""
+    frames = [questions.image(ref) for ref in question.video]
+    kind = frames[0].media_type.replace("image/", "video/", 1)
+    return f"data:{kind};base64,{','.join(base64.b64encode(frame.data).decode() for frame in frames)}"
 
 
 OnAnswer = Callable[[Answered], None]

@@ -20,10 +20,11 @@ from PIL import Image
 
 from saccade.cli import main as cli
 from saccade.errors import ConfigError
-from saccade.evaluation.client import _reply
+from saccade.evaluation.client import Reply, _reply
 from saccade.evaluation.image_noise import Grain, add_grain, field_from_image, field_to_image
 from saccade.evaluation.questions import load_questions
-from saccade.evaluation.report import rewrite
+from saccade.evaluation.report import rewrite, scores
+from saccade.evaluation.run import Asking, request_body, score
 from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE, Rule, chance, json_fields
 from saccade.evaluation.serving import serving
 from saccade.options import Options
@@ -130,9 +131,9 @@ def test_the_built_in_set_has_a_thousand_questions_over_all_skills() -> None:
     first = Counter(question.skill for question in questions.questions[:1000])
     assert len(first) == 14 and set(first.values()) == {71, 72}
     later = Counter(question.skill for question in questions.questions[1000:])
-    assert not first.keys() & later.keys() and {"document", "extract", "tool"} <= later.keys()
+    assert not first.keys() & later.keys() and {"document", "extract", "tool", "refuse", "video"} <= later.keys()
     parts = {f"{skill} {part}" for skill in later for part in ("fields", "valid")}
-    assert questions.goals.keys() <= {*first, *later, *parts, *questions.groups}
+    assert questions.goals.keys() <= {*first, *later, *parts, *questions.groups, "not refused"}
 
 
 def test_every_rule_of_the_built_in_set_takes_its_own_answer() -> None:
@@ -456,3 +457,34 @@ def test_skills_may_have_a_goal_together(folder: Path, capsys: pytest.CaptureFix
     *_, seeing, whole, _ = capsys.readouterr().out.splitlines()
     assert seeing.split()[:3] == ["seeing", "3", "3"] and seeing.endswith("50% met")
     assert whole.split()[:3] == ["all", "3", "3"]  # nobody is counted twice
+
+
+# --- videos and refusals ------------------------------------------------------------------------------------------
+
+
+def test_frames_of_a_video_are_sent_as_one_video(folder: Path) -> None:
+    write_lines(folder, [{"video": ["red.png", "blue.png"], "question": "What changes?", "answer": "color"}])
+    questions = load_questions(str(folder))
+    video, text = request_body(questions, questions.questions[0], Asking("m"))["messages"][0]["content"]
+    head, *frames = video["video_url"]["url"].split(",")
+    assert (video["type"], head, text["text"]) == ("video_url", "data:video/png;base64", "What changes?")
+    assert [base64.b64decode(frame) for frame in frames] == [
+        (folder / f"{c}.png").read_bytes() for c in ("red", "blue")
+    ]
+
+
+def test_refusals_are_counted_where_there_is_an_answer(folder: Path) -> None:
+    lines = [{"pictures": ["red.png"], "question": "Colour?", "answer": "red"}] * 3
+    write_lines(folder, [*lines, {"pictures": ["blue.png"], "question": "Who?", "answer": "I cannot"}])
+    (folder / "set.json").write_text('{"refusal": "I cannot", "goals": {"not refused": 0.9}}')
+    questions = load_questions(str(folder))
+    replies = ("It is red.", "Blue.", "I cannot tell.", "I cannot tell.")
+    answered = [score(q, Reply(text)) for q, text in zip(questions.questions, replies, strict=True)]
+    line = scores(answered, questions)[-1]
+    assert (line.skill, line.right, line.total, line.verdict) == ("not refused", 2, 3, "90% missed")
+
+
+def test_a_refusal_is_text(folder: Path) -> None:
+    (folder / "set.json").write_text('{"refusal": 1}')
+    with pytest.raises(ConfigError, match=r"set\.json holds name and refusal"):
+        load_questions(str(folder))
