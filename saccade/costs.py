@@ -300,9 +300,10 @@ def weight_bytes(model: ModelConfig, dtype: str, *, fp8: bool = False) -> int:
 
 
 def fp8_params(text: TextConfig) -> int:
-    """Those of a checkpoint in FP8 that are. Linear attention projects to widths that are no whole blocks."""
-    all_mlps = _all_mlp_params(text, text.experts.total_width if text.experts else 0)
-    return text.num_kv_layers * _attention_params(text) + all_mlps
+    """Those of a checkpoint in FP8 that are: its layers, but for the gates of linear attention."""
+    linear = text.linear
+    gates = len(linear.layers) * 2 * linear.value_heads * text.hidden_size if linear else 0
+    return layer_params(text) - gates
 
 
 def fp8_input_bytes_per_token(text: TextConfig) -> int:

@@ -5,12 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig, model_config
+from saccade.models import _family
+from saccade.models.fp8_weights import FP8, Fp8Weights
+from saccade.models.interface import ModelParts
+from saccade.models.state_dict import Parameters
+from saccade.models.vision.backend import TorchVision
 from saccade.processor.families import default_family
 from saccade.processor.families.llava import Llava
 from saccade.types import Size
+from tests.helpers.launched import META, SHAPES
 
 LLAVA_7B = {
     "model_type": "llava",
@@ -103,3 +110,12 @@ def test_a_image_on_its_way_to_patches_is_held_in_three_sizes() -> None:
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="float32, bfloat16, float16, not 'int3'"):
         costs.dtype_bytes("int3")
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-35B-A3B", "Llama-3.2-11B-Vision"])
+def test_what_is_planned_to_be_in_float8_is(name: str) -> None:
+    config = model_config(SHAPES[name])
+    params = Parameters(torch.bfloat16, META, fp8=Fp8Weights(in_blocks=True))
+    _family(config)(ModelParts(config, params, {}, TorchVision()))
+    found = sum(weight.numel() for weight in params.targets.values() if weight.dtype == FP8)
+    assert found == pytest.approx(costs.fp8_params(config.text), rel=1e-3)

@@ -72,10 +72,14 @@ class Parameters:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
+    def keeps_fp8(self, parts: Mapping[str, int], inputs: int) -> bool:
+        """Whether the weight of one GEMM over parts of these names and rows stays in float8."""
+        full = {self._prefix + name: size for name, size in parts.items()}
+        return self.fp8 is not None and self.fp8.keep(full, inputs)
+
     def empty_weight(self, parts: Mapping[str, int], *shape: int) -> tuple[Tensor, Tensor | None]:
         """Of a GEMM over parts of these names and rows. A weight that stays in float8 comes with scales."""
-        full = {self._prefix + name: size for name, size in parts.items()}
-        if self.fp8 is None or not self.fp8.keep(full, shape[-1]):
+        if self.fp8 is None or not self.keeps_fp8(parts, shape[-1]):
             return self.empty(*shape), None
         weight = torch.empty(shape, dtype=FP8, device=self.device)
         scales = torch.empty(self.fp8.scales_shape(*shape), dtype=torch.float32, device=self.device)

@@ -244,7 +244,7 @@ def skinny_variants() -> Iterator[Variant]:
         constants = [1536, 4, 512, 4, gated, True, 8]
         yield new_variant(f"vector.{gated}", "gemm.skinny:_vector_kernel", types, constants, **EARLY)
         work = [NONE, NONE, NONE] if gated else [F32, F32, I32]
-        types = [BF16, BF16, NONE, NONE, NONE if gated else BF16, BF16, BF16, *work, "fp32", "i32", "i32:16", "i32:16"]
+        types = [BF16, BF16, NONE, NONE, NONE if gated else BF16, BF16, BF16, *work, "fp32", "i32", *["i32:16"] * 3]
         constants = [1536, 0, 16, 64, 128, 1 if gated else 4, gated, "tf32", True, 4]
         yield new_variant(f"tile.{gated}", "gemm.skinny:_tile_kernel", types, constants, **EARLY)
 

@@ -25,6 +25,10 @@ ROPE = {
     "partial_rotary_factor": 0.25,
 }
 
+WHOLE_BLOCKS = {  # of 128 x 128, but for a delta net's gates and keys and values of attention
+    "hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32
+}  # fmt: skip
+
 
 def build(
     folder: Path,

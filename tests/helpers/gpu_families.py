@@ -1,5 +1,7 @@
 """Every family on a GPU against the CPU in float32: `python -m tests.helpers.gpu_families [FAMILY ...]`. A table.
 
+`qwen3_5:fp8-blocks` is such a family quantised, with widths that are whole blocks: any format of `quantize`.
+
 kernels      what the GPU runs: our kernels, or why not
 float32      tokens equal to the CPU's, greedy, of all prompts together
 again        the same after a second run, which finds its prompts in the prefix cache
@@ -25,7 +27,9 @@ from safetensors.torch import load_file, save_file
 from saccade import LLM, SamplingParams, costs
 from saccade.processor.checkpoint_files import open_checkpoint
 from tests.helpers.families import FAMILIES
+from tests.helpers.family_qwen3_5 import WHOLE_BLOCKS
 from tests.helpers.images import make_photo
+from tests.helpers.quantize import quantize
 
 TOKENS = 40
 OPTIONS: dict[str, Any] = {
@@ -111,9 +115,18 @@ def one_expert(folder: Path) -> float | None:
     return equal_share(found, expected)
 
 
-def check(name: str, folder: Path) -> bool:
+def build(name: str, folder: Path) -> Path:
+    name, _, layout = name.partition(":")
     family = FAMILIES[name]
-    path, given = family.build(folder, layout=family.layouts[0]), prompts(family.image)
+    if not layout:
+        return family.build(folder, layout=family.layouts[0])
+    plain = family.build(folder / "plain", layout=family.layouts[0], text={**WHOLE_BLOCKS, "hidden_size": 512})
+    quantize(plain, folder / layout, layout)
+    return folder / layout
+
+
+def check(name: str, folder: Path) -> bool:
+    path, given = build(name, folder), prompts(FAMILIES[name.partition(":")[0]].image)
     cpu = Run("cpu", path, "float32", given)
     (expected,) = cpu.tokens
     whole = Run("cuda", path, "float32", given, runs=2)

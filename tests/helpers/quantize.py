@@ -24,6 +24,7 @@ Packed = tuple[dict[str, Tensor], Tensor]  # suffix -> tensor, and the weight th
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+PROJECTIONS = ("proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")  # a delta net's gates stay as they are
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each place of a word
 CLIPS = tuple(1 - step / 32 for step in range(13))  # shares of a group's range that are tried
 
@@ -248,7 +249,7 @@ FORMATS: Mapping[str, Format] = {
 
 def is_linear(name: str, weight: Tensor) -> bool:
     """What quantisers take: projections of the decoder. Towers, embeddings and heads stay as they are."""
-    is_projection = name.endswith("proj.weight") and weight.dim() == 2
+    is_projection = name.endswith(PROJECTIONS) and weight.dim() == 2
     return is_projection and not any(part in name for part in ("visual", "vision", "patch_embed"))
 
 

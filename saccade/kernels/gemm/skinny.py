@@ -104,7 +104,7 @@ def skinny_linear(
     scales: Tensor | None = None,  # of a float8 weight
     workspace: SplitWorkspace | None = None,
     config: Config | None = None,
-    out: Tensor | None = None,  # [M, N], contiguous
+    out: Tensor | None = None,  # [M, N], the last dimension dense
 ) -> Tensor:
     """x @ weight.T + bias + residual: [M, N], added up in float32 and rounded once to the type of `out`, or of x."""
     config = config or choose(len(x), weight.shape[0], weight.shape[1], x.dtype, scaled=scales is not None)
@@ -273,7 +273,7 @@ def _launch(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None, out: 
     _check(gemm, config)
     outputs = len(gemm.weight) // 2 if gemm.gated else len(gemm.weight)
     out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device) if out is None else out
-    assert out.shape == (len(x), outputs) and out.is_contiguous()
+    assert out.shape == (len(x), outputs) and out.stride(1) == 1
     if config.rows == 1:
         _launch_vector(gemm, config, out)
     else:
@@ -307,7 +307,7 @@ def _launch_tiles(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None,
     pdl = config.pdl and supports_pdl(gemm.x)
     _tile_kernel[(tiles, splits)](
         gemm.x, gemm.weight, gemm.scales, gemm.bias, gemm.residual, gemm.norm_weight, out, *scratch, gemm.eps, rows,
-        outputs, gemm.x.stride(0),
+        outputs, gemm.x.stride(0), out.stride(0),
         K=inputs, BLOCK=gemm.block, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs, SPLITS=splits,
         GATED=gemm.gated, PRECISION=precision_of(gemm.x), PDL=pdl,
         PREFETCH=_prefetched_lines(config, min(share, inputs), gemm.weight) if pdl else 0,
@@ -399,14 +399,14 @@ def _vector_kernel(
             acc_up += load_columns(own + to_up, inputs, K, MASKED, "evict_first").to(tl.float32) * here
     total = tl.sum(squares, 1)  # [1]
     found = scale_and_gate(tl.sum(acc, 1)[:, None], tl.sum(acc_up, 1)[:, None], total, norm, eps, K, GATED)
-    store_outputs(found, bias, residual, out, tl.arange(0, 1), columns, 1, N)
+    store_outputs(found, bias, residual, out, tl.arange(0, 1), columns, 1, N, N)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _tile_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, residual: tl.tensor, norm: tl.tensor,
     out: tl.tensor, partials: tl.tensor, squares: tl.tensor, counters: tl.tensor,
-    eps: tl.tensor, M: tl.tensor, N: tl.tensor, x_row: tl.tensor,
+    eps: tl.tensor, M: tl.tensor, N: tl.tensor, x_row: tl.tensor, out_row: tl.tensor,
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     SPLITS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -429,7 +429,7 @@ def _tile_kernel(
     acc, acc_up = scale_rows(acc, acc_up, scales, columns, N, BLOCK, GATED)
     if SPLITS == 1:
         found = scale_and_gate(acc, acc_up, total, norm, eps, K, GATED)
-        store_outputs(found, bias, residual, out, rows, columns, M, N)
+        store_outputs(found, bias, residual, out, rows, columns, M, N, out_row)
     else:
         cell = (tile * SPLITS).to(tl.int64) * ROWS  # the tile's first row in the workspace
         partial = partials + cell * OUTPUTS + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
@@ -440,7 +440,7 @@ def _tile_kernel(
             acc = combine_splits(partial, OUTPUTS * ROWS, SPLITS)
             total = combine_splits(squares + cell + rows, ROWS, SPLITS)
             found = scale_and_gate(acc, acc, total, norm, eps, K, False)
-            store_outputs(found, bias, residual, out, rows, columns, M, N)
+            store_outputs(found, bias, residual, out, rows, columns, M, N, out_row)
             tl.store(counters + tile, 0)
 
 

@@ -59,13 +59,13 @@ def combine_splits(first: tl.tensor, step: tl.constexpr, SPLITS: tl.constexpr) -
 @triton.jit
 def store_outputs(
     found: tl.tensor, bias: tl.tensor, residual: tl.tensor, out: tl.tensor,
-    rows: tl.tensor, columns: tl.tensor, M: tl.tensor, N: tl.tensor,
+    rows: tl.tensor, columns: tl.tensor, M: tl.tensor, N: tl.tensor, out_row: tl.tensor,
 ) -> None:  # fmt: skip
     """found [OUTPUTS, ROWS] -> out [M, N], with bias [N] and residual [M, N] where there are any."""
     inside = (columns < N)[:, None] & (rows < M)[None, :]
-    offsets = rows[None, :].to(tl.int64) * N + columns[:, None]
     if bias is not None:
         found += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     if residual is not None:
-        found += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + offsets, found.to(out.dtype.element_ty), mask=inside)
+        own = residual + rows[None, :].to(tl.int64) * N + columns[:, None]
+        found += tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + rows[None, :].to(tl.int64) * out_row + columns[:, None], found.to(out.dtype.element_ty), mask=inside)

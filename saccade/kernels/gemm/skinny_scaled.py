@@ -51,4 +51,4 @@ def scaled_vector_kernel(
     found, up = tl.sum(tl.sum(acc, 2), 1)[:, None], tl.sum(tl.sum(acc_up, 2), 1)[:, None]
     found, up = scale_rows(found, up, scales, columns, N, BLOCK, GATED)
     found = scale_and_gate(found, up, total, norm, eps, K, GATED)
-    store_outputs(found, bias, residual, out, tl.arange(0, 1), columns, 1, N)
+    store_outputs(found, bias, residual, out, tl.arange(0, 1), columns, 1, N, N)

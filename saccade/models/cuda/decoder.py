@@ -125,7 +125,7 @@ class FusedDecoder:
 
     def _delta(self, x: Residual, layer: Any, index: int, mix: Mixing, gemms: Gemms) -> Residual:
         own = layer.attention
-        projected, x = gemms.project(x, layer.attention_norm, own.inputs)
+        projected, x = gemms.project(x, layer.attention_norm, own.inputs, own.gates)
         return gemms.add(mix(projected, own, index), own.out, x)
 
     def _cross(self, x: Residual, layer: CrossLayer, index: int, cross: Crossing, gemms: Gemms) -> Residual:

@@ -16,7 +16,8 @@ The choice depends on shapes alone, so it is made once for each CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -65,11 +66,18 @@ class Residual(NamedTuple):
 
 class Gemms(Protocol):
     def project(
-        self, x: Residual, norm: RMSNorm, linear: Linear, *, in_parts: bool = False
+        self,
+        x: Residual,
+        norm: RMSNorm,
+        linear: Linear,
+        beside: Linear | None = None,
+        *,
+        in_parts: bool = False,
     ) -> tuple[Tensor, Residual]:
         """The projection [T, outputs] of the normed residual, and the residual.
 
-        With `in_parts`, here and in `gemms_for`, it may be split-K partials [splits, T, outputs].
+        The outputs of `beside` follow those of `linear` in each row. With `in_parts`, here and in
+        `gemms_for`, it may be split-K partials [splits, T, outputs].
         """
         ...
 
@@ -92,7 +100,8 @@ class Gemms(Protocol):
 
 def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_parts: bool = False) -> Gemms:
     """`in_parts`: attention accepts queries, keys and values as split-K partials."""
-    wide = list(_wide_linears(decoder))
+    together = list(_wide_linears(decoder))
+    wide = [linear for group in together for linear in group]
     is_scaled = any(_scales(linear) is not None for linear in wide)
     if is_scaled:
         _decide_fp8_gemms(decoder.table.device)
@@ -101,7 +110,7 @@ def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_part
         return _SplitKGemms(workspace, in_parts)
     if rows <= MAX_NORMED_ROWS and all(_is_skinny(layer.mlp, rows) for layer in decoder.layers):
         return _SkinnyGemms(workspace)
-    widest = max(len(linear.weight) for linear in wide)
+    widest = max(sum(_widths(group)) for group in together)
     return _LargeGemms(workspace, _new_scratch(decoder.table, rows, widest))
 
 
@@ -124,16 +133,26 @@ def _splits_k(rows: int, largest: int, device: torch.device) -> bool:
     return 1 < rows <= (128 if largest <= MAX_ELEMENTS else 32) and can_split_k(device)
 
 
-def _wide_linears(decoder: Decoder) -> Iterator[Linear]:
-    """The first GEMM of every attention and of every MLP without experts."""
+def _wide_linears(decoder: Decoder) -> Iterator[list[Linear]]:
+    """The first GEMM of every attention, with one beside it, and of every MLP without experts."""
     for layer in decoder.layers:
         own = layer.attention
-        if isinstance(own, GatedDeltaNet | LatentAttention):
-            yield own.inputs
+        if isinstance(own, GatedDeltaNet):
+            yield _both(own.inputs, own.gates)
+        elif isinstance(own, LatentAttention):
+            yield [own.inputs]
         else:
-            yield own.q if isinstance(own, CrossAttention) else own.qkv
+            yield [own.q if isinstance(own, CrossAttention) else own.qkv]
         if isinstance(layer.mlp, GatedMLP):
-            yield layer.mlp.gate_up
+            yield [layer.mlp.gate_up]
+
+
+def _both(linear: Linear, beside: Linear | None) -> list[Linear]:
+    return [linear] if beside is None else [linear, beside]
+
+
+def _widths(linears: Sequence[Linear]) -> list[int]:
+    return [len(linear.weight) for linear in linears]
 
 
 def _self_test(device: torch.device) -> None:
@@ -196,17 +215,41 @@ def _is_large(rows: Tensor, linear: Linear) -> bool:
     return linear.weight.numel() > MAX_ELEMENTS and len(rows) > limit
 
 
+def _side_by_side(
+    multiply: Callable[[Linear, Tensor | None], Tensor],
+    linears: Sequence[Linear],
+    rows: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[T, outputs of all], in `out` if given: each GEMM writes its columns of the rows."""
+    if len(linears) == 1:
+        return multiply(linears[0], out)
+    widths = _widths(linears)
+    out = rows.new_empty(len(rows), sum(widths)) if out is None else out
+    for linear, part in zip(linears, torch.split(out, widths, dim=1), strict=True):
+        multiply(linear, part)
+    return out
+
+
 class _SkinnyGemms:
     def __init__(self, workspace: SplitWorkspace) -> None:
         self.workspace = workspace
 
     def project(
-        self, x: Residual, norm: RMSNorm, linear: Linear, *, in_parts: bool = False
+        self,
+        x: Residual,
+        norm: RMSNorm,
+        linear: Linear,
+        beside: Linear | None = None,
+        *,
+        in_parts: bool = False,
     ) -> tuple[Tensor, Residual]:
-        own = (linear.weight, linear.bias)
-        return norm_linear(
-            x.rows, norm.weight, norm.eps, *own, scales=_scales(linear), workspace=self.workspace
-        ), x
+        def multiply(one: Linear, out: Tensor | None) -> Tensor:
+            own = (one.weight, one.bias)
+            given = (x.rows, norm.weight, norm.eps, *own)
+            return norm_linear(*given, scales=_scales(one), workspace=self.workspace, out=out)
+
+        return _side_by_side(multiply, _both(linear, beside), x.rows), x
 
     def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
         own = (linear.weight, linear.bias)
@@ -236,10 +279,18 @@ class _LargeGemms:
         self.scratch = scratch
 
     def project(
-        self, x: Residual, norm: RMSNorm, linear: Linear, *, in_parts: bool = False
+        self,
+        x: Residual,
+        norm: RMSNorm,
+        linear: Linear,
+        beside: Linear | None = None,
+        *,
+        in_parts: bool = False,
     ) -> tuple[Tensor, Residual]:
         normed, x = self._norm(x, norm)
-        return self._linear(normed, linear, self._scratch_for(normed, len(linear.weight))), x
+        linears = _both(linear, beside)
+        out = self._scratch_for(normed, sum(_widths(linears)))
+        return _side_by_side(partial(self._linear, normed), linears, normed, out), x
 
     def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
         return Residual(x.rows, self._added(rows, linear))
@@ -265,12 +316,10 @@ class _LargeGemms:
         return normed, Residual(rows)
 
     def _linear(self, rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        scales = _scales(linear)
+        weight, scales = linear.weight, _scales(linear)
         if scales is not None and not _reads_fp8(rows, linear):
-            return linear(rows)  # dequantised
-        return skinny_linear(
-            rows, linear.weight, linear.bias, scales=scales, workspace=self.workspace, out=out
-        )
+            weight, scales = linear.dequantized(rows.dtype), None
+        return skinny_linear(rows, weight, linear.bias, scales=scales, workspace=self.workspace, out=out)
 
     def _scratch_for(self, rows: Tensor, outputs: int) -> Tensor | None:
         return None if self.scratch is None else self.scratch[: len(rows) * outputs].view(len(rows), outputs)
@@ -300,11 +349,19 @@ class _SplitKGemms(_LargeGemms):
         self.in_parts = in_parts
 
     def project(
-        self, x: Residual, norm: RMSNorm, linear: Linear, *, in_parts: bool = False
+        self,
+        x: Residual,
+        norm: RMSNorm,
+        linear: Linear,
+        beside: Linear | None = None,
+        *,
+        in_parts: bool = False,
     ) -> tuple[Tensor, Residual]:
+        if not (in_parts and self.in_parts):
+            return super().project(x, norm, linear, beside)
+        assert beside is None, "split-K partials of two GEMMs would be two tensors"
         normed, x = self._norm(x, norm)
-        project = self._added if in_parts and self.in_parts else self._linear
-        return project(normed, linear), x
+        return self._added(normed, linear), x
 
     def _added(self, rows: Tensor, linear: Linear) -> Tensor:
         from saccade.kernels.gemm.hopper_split_k import choose_split_k, split_k_linear, suits

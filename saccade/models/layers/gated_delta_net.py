@@ -8,6 +8,8 @@ In the chunked form the corrections d of a chunk are the solution of one triangu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,7 +61,7 @@ class GatedDeltaNet:
         hidden = text.hidden_size
         values = linear.value_heads * linear.value_dim
         self.sizes = {"qkv": linear.channels, "z": values, "b": linear.value_heads, "a": linear.value_heads}
-        self.inputs = Linear(params.within("inputs"), hidden, self.sizes)
+        self.inputs, self.gates = _input_projections(params.within("inputs"), hidden, self.sizes)
         self.conv = params.new("conv.weight", linear.channels, 1, linear.kernel)
         self.decay = params.new("decay", linear.value_heads)  # A_log
         self.decay_bias = params.new("decay_bias", linear.value_heads)
@@ -68,7 +70,10 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, states: States, index: int) -> Tensor:
         """Packed tokens [T, hidden]; `index` counts linear attention layers."""
-        qkv, z, b, a = torch.split(self.inputs(x), list(self.sizes.values()), dim=-1)
+        projected = self.inputs(x)
+        if self.gates is not None:
+            projected = torch.cat((projected, self.gates(x)), dim=-1)
+        qkv, z, b, a = torch.split(projected, list(self.sizes.values()), dim=-1)
         speed = -self.decay.float().exp() * F.softplus(a.float() + self.decay_bias)  # [T, heads]
         mixed = x.new_empty(len(x), self.shape.value_heads, self.shape.value_dim)
         conv_state = states.conv[index]
@@ -106,6 +111,21 @@ class GatedDeltaNet:
     def _heads(self, x: Tensor) -> Tensor:
         """[N, T, key_heads, d] -> [N, value_heads, T, d]"""
         return x.repeat_interleave(self.shape.value_heads // self.shape.key_heads, dim=2).transpose(1, 2)
+
+
+def _input_projections(
+    params: Parameters, hidden: int, sizes: Mapping[str, int]
+) -> tuple[Linear, Linear | None]:
+    """One GEMM over all parts; or qkv and z, and another over the gates b and a, where only those two stay in
+    float8. A gate has a row for each head, which is no whole block."""
+    wide = {name: sizes[name] for name in ("qkv", "z")}
+    if not _stay_fp8(params, wide, hidden) or _stay_fp8(params, sizes, hidden):
+        return Linear(params, hidden, sizes), None
+    return Linear(params, hidden, wide), Linear(params, hidden, {name: sizes[name] for name in ("b", "a")})
+
+
+def _stay_fp8(params: Parameters, sizes: Mapping[str, int], inputs: int) -> bool:
+    return params.keeps_fp8({f"{name}.weight": rows for name, rows in sizes.items()}, inputs)
 
 
 def _l2_norm(x: Tensor) -> Tensor:

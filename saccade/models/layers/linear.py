@@ -61,10 +61,14 @@ class Linear:
         rows = sum(sizes) // len(self.scales)  # with one scale
         return torch.split(self.scales, [size // rows for size in sizes])
 
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """What a weight in float8 stands for: [outputs, inputs]."""
+        assert self.scales is not None
+        return dequantized(self.weight, self.scales, dtype)
+
     def _dequantized_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The reference for the kernels that read float8."""
-        assert self.scales is not None
-        return F.linear(x, dequantized(weight, self.scales, x.dtype), bias)
+        return F.linear(x, self.dequantized(x.dtype), bias)
 
     def padding(self, rows: int) -> int:
         """Rows that a call with so many rows would add to them."""

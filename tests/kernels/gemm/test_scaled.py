@@ -75,12 +75,16 @@ def test_rows_are_normed_and_gated_on_the_way(rows: int, in_blocks: bool) -> Non
     assert_close(gated_linear(x, weight, scales=scales), F.silu(gate) * up)
 
 
-def test_splits_add_up() -> None:
+@pytest.mark.parametrize("splits", [1, 3])
+def test_splits_add_up_in_columns_of_wider_rows(splits: int) -> None:
     weight, scales, meant = weight_of(128, True)
-    x = random(5, INPUTS)
-    config = Config(rows=16, outputs=64, inputs=128, splits=3, stages=2)
-    found = skinny_linear(x, weight, scales=scales, workspace=workspace(), config=config)
-    assert_close(found, F.linear(x.float(), meant))
+    x, rows, residual = random(5, INPUTS), random(5, 140, seed=2), random(5, 128, seed=3)
+    before = rows.clone()
+    config = Config(rows=16, outputs=64, inputs=128, splits=splits, stages=2)
+    given = {"scales": scales, "workspace": workspace(), "config": config}
+    found = skinny_linear(x, weight, None, residual, **given, out=rows[:, 8:136])
+    assert_close(found, F.linear(x.float(), meant) + residual.float())
+    assert torch.equal(rows[:, :8], before[:, :8]) and torch.equal(rows[:, 136:], before[:, 136:])
 
 
 def test_a_launch_keeps_its_rows_within_a_block() -> None:

@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from saccade import costs
+from saccade.checkpoint.config import LinearConfig
 from saccade.models.cuda.decoder import FusedDecoder, Mixers
 from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
+from saccade.models.families.qwen3_5 import HybridDecoder
+from saccade.models.fp8_weights import FP8, Fp8Weights
 from saccade.models.layers.decoder import Biases
 from saccade.models.layers.torch_attention import PagedKV
+from saccade.models.state_dict import Parameters
+from saccade.models.weights import fill_random
 from tests.helpers.allocations import PeakMemory
 from tests.helpers.decoder_layers import BIASES, DEVICE, TEXT, assert_close, decoder, plain_mlp, rows_of, total
 from tests.helpers.moe import config
@@ -31,6 +36,27 @@ def test_a_layer_projects_adds_and_widens_as_the_plain_one_does(rows: int, biase
     added = layer.attention.out(mixed) + x
     assert_close(total(stream), added)
     assert_close(total(gemms.mlp(stream, layer.mlp_norm, layer.mlp)), plain_mlp(added, layer))
+
+
+@EVERY_SIZE
+def test_what_a_delta_net_has_in_float8_is_projected_into_the_rows_of_its_gates(rows: int) -> None:
+    """On a GPU, 600 rows are multiplied by cuBLAS, which rounds them to float8 as well."""
+    dtype = torch.float32 if rows == 600 else torch.float16  # the interpreter has no products of bfloat16
+    if DEVICE.type == "cuda":
+        dtype = torch.bfloat16
+    linear = LinearConfig((0, 1), 1, 4, 64, 128, 4)
+    params = Parameters(dtype, DEVICE, fp8=Fp8Weights(in_blocks=True))
+    made = HybridDecoder(params.within("decoder"), replace(TEXT, hidden_size=512), linear)
+    fill_random(params.targets, 3, DEVICE, params.scales)
+    layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
+    net = layer.attention
+    assert net.inputs.weight.dtype == FP8 and net.gates.weight.dtype == dtype and len(net.gates.weight) == 8
+    x = rows_of(rows, 512, 1, dtype)
+    found, _ = gemms.project(Residual(x), layer.attention_norm, net.inputs, net.gates)
+    normed = layer.attention_norm(x)
+    expected = torch.cat((net.inputs(normed), net.gates(normed)), dim=-1)
+    tolerance = 0.15 if DEVICE.type == "cuda" and rows == 600 else 2e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
