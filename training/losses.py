@@ -50,7 +50,10 @@ def dense_loss(model: Model, views: Views, batch: Batch) -> Tensor:
 
 
 def exact_matches(model: Model, batch: Batch) -> Tensor:
-    """[2, skills]: samples whose whole answer greedy decoding would give, and samples."""
+    """[2, skills]: samples whose whole answer greedy decoding would give, and samples.
+
+    A question that is too long for its batch has no answer there, and does not count.
+    """
     hidden, _ = _forward(model, batch)
     at = batch["answers"]
     guesses = model.logits(hidden.flatten(0, 1)[at]).argmax(-1)
@@ -59,8 +62,9 @@ def exact_matches(model: Model, batch: Batch) -> Tensor:
     wrong.index_add_(0, at // length, (guesses != batch["targets"].flatten()[at]).float())
     skills = batch["skills"].max(1).values.long()
     counts = torch.zeros(2, len(SKILLS), device=at.device)
-    counts[0].index_add_(0, skills, (wrong == 0).float())
-    counts[1].index_add_(0, skills, torch.ones_like(wrong))
+    answered = skills >= 0
+    counts[0].index_add_(0, skills.clamp(min=0), ((wrong == 0) & answered).float())
+    counts[1].index_add_(0, skills.clamp(min=0), answered.float())
     return counts
 
 
