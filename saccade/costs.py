@@ -6,10 +6,13 @@ How an image's size becomes tokens is in `processor/families/`; everything that 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
+from typing import NamedTuple
 
 from saccade.checkpoint.config import LinearConfig, MLAConfig, ModelConfig, TextConfig, VisionConfig
+from saccade.checkpoint.quantization import stays_fp8
 from saccade.types import Size
 
 GIB = 1 << 30
@@ -292,18 +295,63 @@ def projector_params(vision: VisionConfig, text: TextConfig) -> int:
     return (1 + len(vision.deepstack_layers)) * sum(inputs * outputs for inputs, outputs in pairwise(widths))
 
 
-def weight_bytes(model: ModelConfig, dtype: str, *, fp8: bool = False) -> int:
-    """`fp8`: the decoder's layers are in FP8."""
+def weight_bytes(model: ModelConfig, dtype: str, *, fp8: int = 0) -> int:
+    """`fp8`: parameters that are in FP8."""
     vision = encoder_params(model.vision, model.text) if model.vision else 0
-    saved = fp8_params(model.text) * (dtype_bytes(dtype) - 1) if fp8 else 0
+    saved = fp8 * (dtype_bytes(dtype) - 1)
     return (decoder_params(model.text) + vision) * dtype_bytes(dtype) - saved
 
 
-def fp8_params(text: TextConfig) -> int:
-    """Those of a checkpoint in FP8 that are: its layers, but for the gates of linear attention."""
+def fp8_params(text: TextConfig, *, in_blocks: bool) -> int:
+    """Those of the decoder's layers that are in FP8. In blocks a delta net's gates, for one, are not."""
+    kept = [gemm for gemm in _gemms(text) if stays_fp8(gemm.parts, gemm.inputs, in_blocks=in_blocks)]
+    return sum(gemm.times * gemm.inputs * (gemm.outputs or sum(gemm.parts)) for gemm in kept)
+
+
+class _Gemm(NamedTuple):
+    times: int  # in all layers
+    inputs: int
+    parts: tuple[int, ...]  # rows of the tensors that it is stored as
+    outputs: int = 0  # where they are not the sum of the parts
+
+
+def _gemms(text: TextConfig) -> Iterator[_Gemm]:
+    """Of the decoder's layers. Routers and MLA's expansion are none."""
+    hidden, wide, moe = text.hidden_size, text.intermediate_size, text.experts
+    dense = text.num_layers - (len(moe.layers) if moe else 0)
+    mlps = [(dense, wide)]
+    if moe:
+        mlps += [(len(moe.layers) * (moe.count + moe.stacked_shared), moe.width)]
+        mlps += [(len(moe.layers), 0 if moe.stacked_shared else moe.shared)]
+    for count, width in mlps:
+        yield _Gemm(count, hidden, (width, width))
+        yield _Gemm(count, width, (hidden,))
+    yield from _latent_gemms(text, text.mla) if text.mla else _attention_gemms(text)
+
+
+def _attention_gemms(text: TextConfig) -> Iterator[_Gemm]:
+    hidden, layers, crossing = text.hidden_size, text.num_kv_layers, text.num_cross_layers
+    q, kv = text.num_heads * text.head_dim, text.num_kv_heads * text.head_dim
+    yield _Gemm(layers + crossing, q, (hidden,))
+    yield _Gemm(crossing, hidden, (q,))
+    yield _Gemm(crossing, hidden, (kv, kv))
+    if text.linear is None:
+        yield _Gemm(layers, hidden, (q, kv, kv))
+        return
     linear = text.linear
-    gates = len(linear.layers) * 2 * linear.value_heads * text.hidden_size if linear else 0
-    return layer_params(text) - gates
+    values = linear.value_heads * linear.value_dim
+    yield _Gemm(layers, hidden, (text.head_dim, kv, kv), 2 * (q + kv))  # query and gate, head by head
+    yield _Gemm(len(linear.layers), hidden, (linear.channels, values))
+    yield _Gemm(len(linear.layers), hidden, (linear.value_heads, linear.value_heads))
+    yield _Gemm(len(linear.layers), values, (hidden,))
+
+
+def _latent_gemms(text: TextConfig, mla: MLAConfig) -> Iterator[_Gemm]:
+    queries = text.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    rank = mla.q_lora_rank or 0
+    yield _Gemm(text.num_layers, text.hidden_size, (rank or queries, text.head_dim))
+    yield _Gemm(text.num_layers, rank, (queries,))
+    yield _Gemm(text.num_layers, text.num_heads * mla.v_head_dim, (text.hidden_size,))
 
 
 def fp8_input_bytes_per_token(text: TextConfig) -> int:

@@ -5,7 +5,7 @@ It is `quantization_config` in config.json or, from ModelOpt, the file hf_quant_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,12 @@ _MODELOPT = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP4", "NVFP4", 
 
 
 _FP8_SUMMARIES = ("FP8", "compressed-tensors (float-quantized)")
+
+
+def stays_fp8(rows: Iterable[int], inputs: int, *, in_blocks: bool) -> bool:
+    """Whether one GEMM over parts of so many rows can be in FP8. Kernels read 128 columns at once."""
+    multiple = BLOCK[0] if in_blocks else 1
+    return inputs % BLOCK[1] == 0 and all(size % multiple == 0 for size in rows)
 
 
 @dataclass(frozen=True, slots=True)

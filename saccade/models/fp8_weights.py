@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.checkpoint.quantization import Quantization
+from saccade.checkpoint.quantization import Quantization, stays_fp8
 from saccade.errors import ConfigError
 
 BLOCK = 128
@@ -26,9 +26,8 @@ class Fp8Weights(NamedTuple):
     names: frozenset[str] | None = None  # targets that a checkpoint has so; None: all of the decoder's layers
 
     def keep(self, parts: Mapping[str, int], inputs: int) -> bool:
-        """Whether one GEMM over parts of these names and rows stays so. Kernels read 128 columns at once."""
-        multiple = BLOCK if self.in_blocks else 1
-        if inputs % BLOCK or any(rows % multiple for rows in parts.values()):
+        """Whether one GEMM over parts of these names and rows stays so."""
+        if not stays_fp8(parts.values(), inputs, in_blocks=self.in_blocks):
             return False
         return all(name.startswith(_LAYERS) if self.names is None else name in self.names for name in parts)
 

@@ -93,7 +93,7 @@ def _fitting(
             free,
             host_free_bytes=free,
             is_native=is_known(checkpoint.config),
-            fp8_weights=precision.fp8_weights,
+            fp8_params=precision.fp8_params,
         )
         try:
             sizes = size_memory(options, checkpoint.config, largest, machine)

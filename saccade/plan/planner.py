@@ -56,19 +56,22 @@ class Deployment:
         return quantization_of(self.checkpoint.config.raw, self.checkpoint.path)
 
     @property
-    def fp8_weights(self) -> bool:
+    def fp8_params(self) -> int:
         """Where a GPU multiplies no FP8, or Transformers' code runs, an engine dequantises a checkpoint."""
         is_stored = self.stored is not None and self.stored.becomes_fp8
         is_wanted = is_stored or self.options.quantization == "fp8"
-        return self.hardware.has_fp8 and is_known(self.checkpoint.config) and is_wanted
+        if not (self.hardware.has_fp8 and is_known(self.checkpoint.config) and is_wanted):
+            return 0
+        in_blocks = self.stored is not None and self.stored.has_blocks
+        return costs.fp8_params(self.checkpoint.config.text, in_blocks=in_blocks)
 
     @property
     def precision(self) -> Precision:
         size = costs.dtype_bytes(self.dtype)
         kv_size = 1 if self.kv_dtype == costs.FP8 else size
         text = self.checkpoint.config.text
-        saved = costs.fp8_params(text) * (size - 1) if self.fp8_weights else 0
-        return Precision(size - saved / costs.layer_params(text), kv_size, self.fp8_weights)
+        saved = self.fp8_params * (size - 1)
+        return Precision(size - saved / costs.layer_params(text), kv_size, self.fp8_params)
 
 
 @dataclass(frozen=True, slots=True)

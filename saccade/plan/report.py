@@ -31,7 +31,7 @@ def table(plan: Plan, others: Sequence[Alternative]) -> str:
     given = plan.deployment
     copies = "one" if plan.capacity.gpus == 1 else str(plan.capacity.gpus)
     head = f"{given.checkpoint.path} on {copies} {given.hardware.name}, {given.dtype}"
-    if given.fp8_weights:
+    if given.fp8_params:
         head += ", FP8 weights"
     if given.kv_dtype == costs.FP8:
         head += ", FP8 KV cache"
@@ -142,7 +142,7 @@ def as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
         "model": str(plan.deployment.checkpoint.path),
         "gpu": asdict(plan.deployment.hardware),
         "dtype": plan.deployment.dtype,
-        "fp8_weights": plan.deployment.fp8_weights,
+        "fp8_weights": plan.deployment.fp8_params > 0,
         "kv_cache_dtype": plan.deployment.kv_dtype,
         "images": [_image(plan, index) for index in range(len(plan.cost.images))],
         "image_tokens": _whole(plan.cost.image_tokens),

@@ -28,17 +28,17 @@ class Precision(NamedTuple):
 
     layer_bytes: float  # weights of the decoder's layers
     kv_bytes: float
-    fp8_weights: bool = False
+    fp8_params: int = 0  # weights that are in FP8
 
     @property
     def speed(self) -> float:
         """Of GEMMs, times that of the dtype."""
-        return _FP8_SPEED if self.fp8_weights else 1.0
+        return _FP8_SPEED if self.fp8_params else 1.0
 
     @property
     def read_bytes(self) -> float:
         """For a weight of the decoder's layers, in bytes at the bandwidth of the dtype."""
-        return self.layer_bytes / _FP8_BANDWIDTH if self.fp8_weights else self.layer_bytes
+        return self.layer_bytes / _FP8_BANDWIDTH if self.fp8_params else self.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def plan_memory(
         host_free_bytes=free_ram() if device.type == "cuda" else None,
         is_native=is_native(model),
         packed_bytes=packing.copied_bytes,
-        fp8_weights=is_native(model) and _has_fp8_weights(options, stored, device),
+        fp8_params=_fp8_params(options, model, stored, device),
     )
     sizes = size_memory(options, model, largest, machine, memory_parts, encoders)
     packed = () if sizes.parts.graphs else (packing.reason,)
@@ -80,9 +80,13 @@ def _check_fp8(asked: str, capability: tuple[int, int]) -> None:
         )
 
 
-def _has_fp8_weights(options: Options, stored: Quantization | None, device: torch.device) -> bool:
+def _fp8_params(
+    options: Options, model: ModelConfig, stored: Quantization | None, device: torch.device
+) -> int:
     is_asked = options.quantization == "fp8" or (stored is not None and stored.becomes_fp8)
-    return is_asked and multiplies_fp8(device)
+    if not (is_asked and is_native(model) and multiplies_fp8(device)):
+        return 0
+    return costs.fp8_params(model.text, in_blocks=stored is not None and stored.has_blocks)
 
 
 class GpuMemory:

@@ -81,7 +81,7 @@ class Machine(NamedTuple):
     host_free_bytes: int | None = None  # for KV blocks in host memory; None: what a CPU has left
     is_native: bool = True  # the model runs through code of our own
     packed_bytes: int = 0  # of weights that are packed beside their originals
-    fp8_weights: bool = False  # the decoder's layers
+    fp8_params: int = 0  # weights that are in FP8
 
 
 class Encoders(NamedTuple):
@@ -150,7 +150,7 @@ def _beside_kv(
 ) -> MemoryParts:
     """All that has to fit beside the KV cache. The largest image counts whole, for any context."""
     dtype = machine.dtype
-    weights = costs.weight_bytes(model, dtype, fp8=machine.fp8_weights) + machine.packed_bytes
+    weights = costs.weight_bytes(model, dtype, fp8=machine.fp8_params) + machine.packed_bytes
     num_states = options.max_num_seqs + _num_checkpoints(options)
     states = num_states * costs.state_bytes_per_request(model.text, dtype)
     if machine.device != "cuda":
@@ -160,7 +160,7 @@ def _beside_kv(
     per_slot = costs.embedding_bytes_per_slot(model.text, dtype)
     per_token = costs.fused_prompt_bytes_per_token if machine.is_native else costs.prompt_bytes_per_token
     token_bytes = per_token(model.text, dtype)
-    if machine.fp8_weights:
+    if machine.fp8_params:
         token_bytes += costs.fp8_input_bytes_per_token(model.text)
     graphs = _graph_bytes(options, model, dtype, token_bytes)
     return MemoryParts(

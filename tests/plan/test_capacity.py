@@ -9,6 +9,9 @@ import torch
 
 from saccade import costs
 from saccade.errors import ConfigError
+from saccade.models import _build
+from saccade.models.fp8_weights import FP8, Fp8Weights
+from saccade.models.layers.moe import MoE
 from saccade.options import MediaPolicy, Options
 from saccade.plan.hardware import PRESETS, find_hardware
 from saccade.plan.model_cards import card_names, read_card
@@ -87,6 +90,20 @@ def test_fp8_weights_are_those_that_an_engine_plans(name: str, monkeypatch: pyte
     assert asked.capacity.scheduler == stored.capacity.scheduler == engine.scheduler
     assert as_json(stored, [])["fp8_weights"] and not as_json(make_plan(given), [])["fp8_weights"]
     assert table(stored, []).splitlines()[0].endswith("bfloat16, FP8 weights")
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-VL-2B", "Qwen/Qwen3.5-9B", "meta-llama/Llama-3.2-11B-Vision", "deepseek-ai/deepseek-vl2-tiny"]
+)
+def test_fp8_weights_are_counted_by_the_rule_that_a_model_is_built_by(name: str, in_blocks: bool) -> None:
+    config = read_card(name).config
+    model = _build(config, torch.bfloat16, torch.device("meta"), {}, fp8=Fp8Weights(in_blocks))
+    weights = [linear.weight for linear in model.params.linears]
+    for layer in model.decoder.layers:
+        weights += [layer.mlp.gate_up, layer.mlp.down] if isinstance(layer.mlp, MoE) else []
+    kept = sum(weight.numel() for weight in weights if weight.dtype == FP8)
+    assert costs.fp8_params(config.text, in_blocks=in_blocks) == kept > 0
 
 
 def test_an_fp8_checkpoint_is_dequantised_where_a_gpu_multiplies_no_fp8() -> None:

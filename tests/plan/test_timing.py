@@ -91,7 +91,7 @@ def test_the_h200_calibration_predicts_what_was_measured(name: str, figure: str)
 
 def test_fp8_weights_take_what_was_measured() -> None:
     """docs/experiments/048."""
-    made = replace(timing(read_card("Qwen/Qwen3-VL-8B")), precision=Precision(1, 2, fp8_weights=True))
+    made = replace(timing(read_card("Qwen/Qwen3-VL-8B")), precision=Precision(1, 2, fp8_params=1))
     found = (made.decode(1, 1000), made.decode(32, 1000), made.prefill(1600) + made.request)
     assert [1e3 * seconds for seconds in found] == pytest.approx([3.03, 4.99, 29.3], rel=WITHIN)
 
