@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from saccade.models.layers.transformers_text import TextModel
 from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.tensor_files import StoredTensors, some
 from saccade.models.vision.preprocess import ImagePixels
+from saccade.models.weights import OF_QUANTISED
 from saccade.types import Geometry, Grid, Size
 
 logger = logging.getLogger("saccade.models")
@@ -241,10 +242,17 @@ def _loaded(kind: Any, path: Path, shape: Any, dtype: torch.dtype, stored: Store
         logger.info("%s", stored.summary())
     else:
         model, info = kind.from_pretrained(path, **how)
-    if info["missing_keys"]:  # which Transformers fills at random
-        missing = info["missing_keys"]
-        raise Unfit(f"its checkpoint lacks {len(missing)} tensors ({some(missing)})")
+    _check_loaded(info["missing_keys"], info["unexpected_keys"])
     return model
+
+
+def _check_loaded(missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Transformers fills the missing at random and leaves the unexpected out."""
+    if missing:
+        raise Unfit(f"its checkpoint lacks {len(missing)} tensors ({some(missing)})")
+    scales = [name for name in unexpected if name.endswith(OF_QUANTISED)]
+    if scales:
+        raise Unfit(f"its quantization_config says nothing of quantised weights ({some(scales)})")
 
 
 def use_our_attention(model: Any) -> None:

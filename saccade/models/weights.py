@@ -19,7 +19,7 @@ from saccade.models.fp8_weights import FP8, Fp8Weights, has_blocks, quantized, s
 from saccade.models.state_dict import Whole
 from saccade.models.tensor_files import StoredTensors, some
 
-_OF_QUANTISED = (".qweight", ".weight_packed", "_scale_inv", ".weight_scale", ".absmax")
+OF_QUANTISED = (".qweight", ".weight_packed", "_scale_inv", ".weight_scale", ".pre_quant_scale")
 _SHOWN = 5  # missing names that are looked up for an error
 
 
@@ -120,7 +120,7 @@ def _plan(tensors: StoredTensors, targets: Mapping[str, Tensor], rules: Sequence
 
 
 def _why_unexpected(names: Iterable[str]) -> str:
-    is_quantised = any(name.endswith(_OF_QUANTISED) for name in names)
+    is_quantised = any(name.endswith(OF_QUANTISED) for name in names)
     return (
         "; they are of quantised weights that its quantization_config says nothing of" if is_quantised else ""
     )

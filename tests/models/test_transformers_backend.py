@@ -142,6 +142,16 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path: Path, caplog: pyt
         parameters(folder, caplog)
 
 
+def test_quantised_weights_that_its_config_does_not_mention_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = family_fallback.internvl(tmp_path / "plain")
+    quantize(source, tmp_path / "quantised", "fp8-tensor")
+    (tmp_path / "quantised" / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=r"says nothing of quantised weights \(.*_proj\.weight_scale"):
+        parameters(tmp_path / "quantised", caplog)
+
+
 def test_a_changed_answer_of_the_tower_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof before serving can fail: here our way of encoding is spoiled."""
     from saccade.models.transformers_backend import Fallback
