@@ -14,7 +14,7 @@ from training.records import Record, number_field, text_field
 from training.samples import Picture, Question
 from training.shape_questions import DESCRIBE
 from training.sheet import Sheet, listed, others
-from training.table_questions import ask_places
+from training.table_questions import ORDINALS, ask_places
 from training.words import COLUMNS, headings, labels
 
 LETTER_SIZES = (13, 18)  # of labels, pixels
@@ -216,7 +216,14 @@ class TableScene:
             )
         )
         value = str(self.cells[y][x])
-        return Question("table", text, f"The {column} of {row} is {value}.", (value,), (OTHER_NUMBER,))
+        answer = self._placed(x, f"the {column} of {row} is {value}.")
+        return Question("table", text, answer, (value,), (OTHER_NUMBER,))
+
+    def _placed(self, x: int, answer: str) -> str:
+        """Says where the column is, among several: to find it and to read a cell are two steps for six layers."""
+        if len(self.columns) == 1:
+            return answer[0].upper() + answer[1:]
+        return f"In the {ORDINALS[x]} column, {answer}"
 
     def record(self) -> Record:
         rows = tuple(
@@ -239,7 +246,7 @@ class TableScene:
             return None
         row, word = self.rows[values.index(best)], "largest" if is_largest else "smallest"
         text = f"Which row has the {word} {self.columns[x]}?"
-        answer = f"{row} has the {word} {self.columns[x]}."
+        answer = self._placed(x, f"{row} has the {word} {self.columns[x]}.")
         return Question("table", text, answer, (row,), tuple(r for r in self.rows if r != row))
 
 

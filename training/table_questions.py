@@ -11,7 +11,7 @@ from training.sheet import listed, others
 if TYPE_CHECKING:
     from training.charts import TableScene
 
-_ORDINALS = ("first", "second", "third", "fourth", "fifth")
+ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
 
 def ask_places(rng: Random, table: TableScene) -> Question | None:
@@ -42,7 +42,7 @@ def _headings(rng: Random, table: TableScene) -> Question:
 
 def _nth(rng: Random, table: TableScene) -> Question:
     x = rng.randrange(len(table.columns))
-    place, column = _ORDINALS[x], table.columns[x]
+    place, column = ORDINALS[x], table.columns[x]
     text = rng.choice((f"What is the {place} column?", f"What is the {place} column called?"))
     wrong = tuple(name for name in table.columns if name != column)
     return Question("table", text, f"The {place} column is {column}.", (column,), wrong)
@@ -50,9 +50,9 @@ def _nth(rng: Random, table: TableScene) -> Question:
 
 def _which(rng: Random, table: TableScene) -> Question:
     x = rng.randrange(len(table.columns))
-    place, column = _ORDINALS[x], table.columns[x]
+    place, column = ORDINALS[x], table.columns[x]
     text = rng.choice((f"Which column is {column}?", f"Where is the column {column}?"))
-    return Question("table", text, f"{column} is the {place} column.", (place,), others(_ORDINALS, place))
+    return Question("table", text, f"{column} is the {place} column.", (place,), others(ORDINALS, place))
 
 
 def _cell(rng: Random, table: TableScene) -> Question | None:
