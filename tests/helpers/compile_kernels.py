@@ -158,6 +158,7 @@ def triton_variants() -> Iterator[Variant]:
     yield from prefill_variants()
     yield from vit_variants()
     yield from skinny_variants()
+    yield from int4_variants()
     yield from moe_variants()
     yield from mla_variants()
     yield from small_variants()
@@ -247,6 +248,26 @@ def skinny_variants() -> Iterator[Variant]:
         types = [BF16, BF16, NONE, NONE, NONE if gated else BF16, BF16, BF16, *work, "fp32", "i32", *["i32:16"] * 3]
         constants = [1536, 0, 16, 64, 128, 1 if gated else 4, gated, "tf32", True, 4]
         yield new_variant(f"tile.{gated}", "gemm.skinny:_tile_kernel", types, constants, **EARLY)
+
+
+def int4_variants() -> Iterator[Variant]:
+    """The largest launches of `choose_int4`, with groups of 32 and zero points."""
+    types = [I32, I32, "*fp16", "*u8", NONE, NONE, I32, BF16, "fp32", "i32:16"]
+    vector, tile = "gemm.int4_vector:int4_vector_kernel", "gemm.int4_tiles:int4_tile_kernel"
+    yield new_variant("int4_vector.gated", vector, types, [4096, 32, 4, 4096, True, True, False], 2)
+    yield new_variant("int4_vector", vector, types, [12288, 32, 8, 2048, False, True, True], 2, **EARLY)
+    first, sizes = [BF16, "*i16", "*fp16", "*u8", NONE, NONE, BF16], ["i32", "i32:16", "i32:16"]
+    for rows, outputs, inputs, stages in ((32, 64, 256, 3), (64, 32, 128, 4)):
+        constants = [4096, 32, rows, outputs, inputs, 1, True, True, True, 0]
+        types = [*first, *[NONE] * 3, *sizes]
+        yield new_variant(f"int4_tile.gated.{rows}", tile, types, constants, num_stages=stages, **EARLY)
+    types = [*first, F32, F32, I32, *sizes]
+    constants = [4096, 32, 64, 64, 256, 4, False, True, True, 0]
+    yield new_variant("int4_tile.64", tile, types, constants, num_stages=3, **EARLY)
+    constants = [4096, 32, 16, 32, 128, 4, False, True, True, 0]
+    yield new_variant("int4_tile.16", tile, types, constants, 2, num_stages=4, **EARLY)
+    types = ["*i16", "*fp16", "*u8", BF16, "i32:16"]
+    yield new_variant("unpack_int4", "ops.unpack_int4:_unpack_kernel", types, [4096, 32, 4, 8])
 
 
 def gdn_variants() -> Iterator[Variant]:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from saccade.kernels.gemm.fp8_linear import fp8_linear
 from saccade.kernels.gemm.skinny_parts import (
-    combine_splits,
+    finish_tile,
     prefetch_weights,
     scale_and_gate,
     scale_rows,
@@ -59,7 +59,7 @@ MAX_SCALED_ROWS = 64  # of a float8 weight
 MAX_ELEMENTS = 32 << 20  # of a weight that several rows are multiplied with
 _MANY_OUTPUTS = 1 << 16
 _PROGRAMS = 132  # that a launch should have at least: one for each SM of an H100 or H200
-_MAX_PROGRAMS = 2 * _PROGRAMS  # of a launch with splits: the workspace is for these
+MAX_PROGRAMS = 4 * _PROGRAMS  # of a launch with splits: the workspace is for these
 _LINE = 128  # bytes
 _SCRATCH = 2 << 10  # bytes of shared memory beside the stages of the pipeline
 
@@ -78,20 +78,21 @@ class Config(NamedTuple):
 
 
 class SplitWorkspace(NamedTuple):
-    """Scratch memory of split-K GEMMs. One is enough for all layers; two CUDA streams need two."""
+    """Scratch memory of GEMMs. One is enough for all layers; two CUDA streams need two."""
 
     partials: Tensor  # float32 [programs * outputs * rows]: sums over a split's columns
     squares: Tensor  # float32 [programs * rows]: sums of squares, for the norm
     counters: Tensor  # int32 [programs]: splits that have arrived at a tile; zero between launches
+    unpacked: Tensor | None = None  # [elements]: an INT4 weight for many rows
 
     @classmethod
     def allocate(cls, max_rows: int, device: torch.device) -> SplitWorkspace:
         """For every launch that `choose` gives for up to `max_rows` rows."""
         rows = power_of_two(max_rows, minimum=16)
         return cls(
-            torch.empty(_MAX_PROGRAMS * _split_outputs(rows) * rows, dtype=torch.float32, device=device),
-            torch.empty(_MAX_PROGRAMS * rows, dtype=torch.float32, device=device),
-            torch.zeros(_MAX_PROGRAMS, dtype=torch.int32, device=device),
+            torch.empty(MAX_PROGRAMS * _split_outputs(rows) * rows, dtype=torch.float32, device=device),
+            torch.empty(MAX_PROGRAMS * rows, dtype=torch.float32, device=device),
+            torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
         )
 
 
@@ -245,8 +246,11 @@ def _split_outputs(rows: int) -> int:
 def _library_linear(
     x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    if scales is not None:
-        return fp8_linear(x, weight, scales, bias, out)
+    return library_linear(x, weight, bias, out) if scales is None else fp8_linear(x, weight, scales, bias, out)
+
+
+def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """By cuBLAS, for any number of rows."""
     if out is None:
         return F.linear(x, weight, bias)
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
@@ -293,7 +297,7 @@ def _launch_vector(gemm: _Gemm, config: Config, out: Tensor) -> None:
     if gemm.scales is not None:
         scaled_vector_kernel[grid](gemm.x, gemm.weight, gemm.scales, *common, BLOCK=gemm.block, **sizes)
         return
-    lines = _prefetched_lines(config, inputs, gemm.weight) if pdl else 0
+    lines = prefetched_lines(config, inputs, gemm.weight) if pdl else 0
     _vector_kernel[grid](gemm.x, gemm.weight, *common, PREFETCH=lines, **sizes)
 
 
@@ -302,7 +306,7 @@ def _launch_tiles(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None,
     outputs = out.shape[1]
     tiles = triton.cdiv(outputs, config.outputs)
     splits = config.splits
-    scratch = _checked_workspace(workspace, config, tiles) if splits > 1 else (None, None, None)
+    scratch = checked_workspace(workspace, config, tiles)[:3] if splits > 1 else (None, None, None)
     share = triton.cdiv(triton.cdiv(inputs, config.inputs), splits) * config.inputs
     pdl = config.pdl and supports_pdl(gemm.x)
     _tile_kernel[(tiles, splits)](
@@ -310,7 +314,7 @@ def _launch_tiles(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None,
         outputs, gemm.x.stride(0), out.stride(0),
         K=inputs, BLOCK=gemm.block, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs, SPLITS=splits,
         GATED=gemm.gated, PRECISION=precision_of(gemm.x), PDL=pdl,
-        PREFETCH=_prefetched_lines(config, min(share, inputs), gemm.weight) if pdl else 0,
+        PREFETCH=prefetched_lines(config, min(share, inputs), gemm.weight) if pdl else 0,
         num_warps=config.warps, num_stages=_fitting_stages(config, gemm), **pdl_options(pdl),
     )  # fmt: skip
 
@@ -324,13 +328,13 @@ def _fitting_stages(config: Config, gemm: _Gemm) -> int:
     return max(1, min(config.stages, buffers if has_async_mma(device) else buffers + 1))
 
 
-def _prefetched_lines(config: Config, columns: int, weight: Tensor) -> int:
+def prefetched_lines(config: Config, columns: int, weight: Tensor) -> int:
     """Cache lines: a power of two, within a program's columns."""
     lines = min(config.prefetch, max(1, columns * weight.element_size() // _LINE))
     return 1 << (lines.bit_length() - 1) if lines else 0
 
 
-def _checked_workspace(workspace: SplitWorkspace | None, config: Config, tiles: int) -> SplitWorkspace:
+def checked_workspace(workspace: SplitWorkspace | None, config: Config, tiles: int) -> SplitWorkspace:
     programs = tiles * config.splits
     needed = programs * config.outputs * config.rows
     if workspace is None:
@@ -427,21 +431,10 @@ def _tile_kernel(
         SHARE, K, BLOCK, ROWS, OUTPUTS, INPUTS, SHARE * SPLITS != K, GATED, PRECISION,
     )  # fmt: skip
     acc, acc_up = scale_rows(acc, acc_up, scales, columns, N, BLOCK, GATED)
-    if SPLITS == 1:
-        found = scale_and_gate(acc, acc_up, total, norm, eps, K, GATED)
-        store_outputs(found, bias, residual, out, rows, columns, M, N, out_row)
-    else:
-        cell = (tile * SPLITS).to(tl.int64) * ROWS  # the tile's first row in the workspace
-        partial = partials + cell * OUTPUTS + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
-        tl.store(partial + split * OUTPUTS * ROWS, acc)
-        tl.store(squares + cell + split * ROWS + rows, total)
-        tl.debug_barrier()  # all threads have stored before one of them counts this split
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
-            acc = combine_splits(partial, OUTPUTS * ROWS, SPLITS)
-            total = combine_splits(squares + cell + rows, ROWS, SPLITS)
-            found = scale_and_gate(acc, acc, total, norm, eps, K, False)
-            store_outputs(found, bias, residual, out, rows, columns, M, N, out_row)
-            tl.store(counters + tile, 0)
+    finish_tile(
+        acc, acc_up, total, bias, residual, norm, out, partials, squares, counters, eps, rows, columns, M, N, out_row,
+        K, ROWS, OUTPUTS, SPLITS, GATED,
+    )  # fmt: skip
 
 
 @triton.jit

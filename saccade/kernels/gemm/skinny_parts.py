@@ -69,3 +69,29 @@ def store_outputs(
         own = residual + rows[None, :].to(tl.int64) * N + columns[:, None]
         found += tl.load(own, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + rows[None, :].to(tl.int64) * out_row + columns[:, None], found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish_tile(
+    acc: tl.tensor, acc_up: tl.tensor, total: tl.tensor, bias: tl.tensor, residual: tl.tensor, norm: tl.tensor,
+    out: tl.tensor, partials: tl.tensor, squares: tl.tensor, counters: tl.tensor, eps: tl.tensor, rows: tl.tensor,
+    columns: tl.tensor, M: tl.tensor, N: tl.tensor, out_row: tl.tensor,
+    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write a tile [OUTPUTS, ROWS]; of splits the last one to arrive does, after the others left their partials."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    if SPLITS == 1:
+        found = scale_and_gate(acc, acc_up, total, norm, eps, K, GATED)
+        store_outputs(found, bias, residual, out, rows, columns, M, N, out_row)
+    else:
+        cell = (tile * SPLITS).to(tl.int64) * ROWS  # the tile's first row in the workspace
+        partial = partials + cell * OUTPUTS + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
+        tl.store(partial + split * OUTPUTS * ROWS, acc)
+        tl.store(squares + cell + split * ROWS + rows, total)
+        tl.debug_barrier()  # all threads have stored before one of them counts this split
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
+            acc = combine_splits(partial, OUTPUTS * ROWS, SPLITS)
+            total = combine_splits(squares + cell + rows, ROWS, SPLITS)
+            found = scale_and_gate(acc, acc, total, norm, eps, K, False)
+            store_outputs(found, bias, residual, out, rows, columns, M, N, out_row)
+            tl.store(counters + tile, 0)
