@@ -17,6 +17,7 @@ from saccade.types import Size
 
 GIB = 1 << 30
 FP8 = "float8_e4m3fn"
+_INT4_COLUMNS = 128  # that kernels read at once
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -295,11 +296,18 @@ def projector_params(vision: VisionConfig, text: TextConfig) -> int:
     return (1 + len(vision.deepstack_layers)) * sum(inputs * outputs for inputs, outputs in pairwise(widths))
 
 
-def weight_bytes(model: ModelConfig, dtype: str, *, fp8: int = 0) -> int:
-    """`fp8`: parameters that are in FP8."""
+def weight_bytes(model: ModelConfig, dtype: str, *, fp8: int = 0, int4_bytes: float = 0) -> int:
+    """`fp8`: parameters that are in FP8. `int4_bytes`: layers are in INT4, a weight takes so much."""
     vision = encoder_params(model.vision, model.text) if model.vision else 0
-    saved = fp8 * (dtype_bytes(dtype) - 1)
+    saved = saved_bytes(model.text, dtype, fp8=fp8, int4_bytes=int4_bytes)
     return (decoder_params(model.text) + vision) * dtype_bytes(dtype) - saved
+
+
+def saved_bytes(text: TextConfig, dtype: str, *, fp8: int, int4_bytes: float) -> int:
+    """By weights that stay quantised."""
+    if int4_bytes:
+        return int(sum(_int4_matrices(text)) * (dtype_bytes(dtype) - int4_bytes))
+    return fp8 * (dtype_bytes(dtype) - 1)
 
 
 def fp8_params(text: TextConfig, *, in_blocks: bool) -> int:
@@ -358,6 +366,31 @@ def fp8_input_bytes_per_token(text: TextConfig) -> int:
     """The widest input of a GEMM in FP8, which is quantised as well."""
     experts = text.experts.active_width if text.experts else 0
     return max(text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim, experts)
+
+
+def int4_scratch_bytes(text: TextConfig, dtype: str) -> int:
+    """The largest projection, unpacked for many rows."""
+    queries = text.num_heads * text.head_dim
+    both = queries + 2 * text.num_kv_heads * text.head_dim
+    return text.hidden_size * max(both, 2 * text.intermediate_size) * dtype_bytes(dtype)
+
+
+def _int4_matrices(text: TextConfig) -> Iterator[int]:
+    """Parameters of those that stay in INT4: plain attention and MLPs, of widths that kernels read."""
+    hidden, wide, queries = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
+    experts = len(text.experts.layers) if text.experts else 0
+    mlps = text.num_layers - experts
+    mixers = 0 if text.mla or text.linear else text.num_kv_layers
+    keys = text.num_kv_heads * text.head_dim
+    shapes = [
+        (mixers, hidden, queries + 2 * keys),
+        (mixers, queries, hidden),
+        (mlps, hidden, 2 * wide),
+        (mlps, wide, hidden),
+    ]
+    for layers, inputs, outputs in shapes:
+        if inputs % _INT4_COLUMNS == 0:
+            yield layers * inputs * outputs
 
 
 def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:

@@ -51,6 +51,8 @@ class Quantization:
     has_blocks: bool = False  # whether there are such, by the config
     bits: int = 4  # of AWQ and GPTQ
     zero_point_offset: int = 0  # what GPTQ's first format took off its zero points
+    group: int = 0  # columns with one scale, of whole numbers in groups; 0: not known
+    has_zeros: bool = True  # whether groups have zero points
 
     @property
     def becomes_fp8(self) -> bool:
@@ -63,6 +65,16 @@ class Quantization:
         if self.has_blocks and self.block != BLOCK:
             return False
         return self.method in ("fp8", "fbgemm_fp8") or self.summary.startswith(_FP8_SUMMARIES)
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether weights can stay so, by the config, as with `is_fp8`."""
+        return self.bits == 4 and self.group in (32, 64, 128)
+
+    @property
+    def int4_bytes(self) -> float:
+        """Of a weight that stays in INT4, with its part of a scale (16 bits) and a zero point (8 bits)."""
+        return 0.5 + (3 if self.has_zeros else 2) / self.group if self.is_int4 else 0.0
 
 
 def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None:
@@ -125,14 +137,16 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
     _check_bits(config, (4,))
     version = str(config.get("version", "gemm")).lower()
     _check_among("version", version, ("gemm",))
-    return Quantization("awq", "AWQ in 4 bits")
+    return Quantization("awq", "AWQ in 4 bits", group=_group(config))
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
     bits = _check_bits(config, _BITS)
     version = config.get("checkpoint_format") or "gptq"
     _check_among("checkpoint_format", version, ("gptq", "gptq_v2"))
-    return Quantization("gptq", f"GPTQ in {bits} bits", bits=bits, zero_point_offset=int(version == "gptq"))
+    offset = int(version == "gptq")
+    summary = f"GPTQ in {bits} bits"
+    return Quantization("gptq", summary, bits=bits, zero_point_offset=offset, group=_group(config))
 
 
 def _compressed(config: Mapping[str, Any]) -> Quantization:
@@ -151,7 +165,16 @@ def _compressed(config: Mapping[str, Any]) -> Quantization:
             f"the config_groups of quantization_config have several block sizes: {sorted(blocks)}"
         )
     summary = f"compressed-tensors ({layout})"
-    return Quantization("compressed-tensors", summary, next(iter(blocks), BLOCK), bool(blocks))
+    first = next(iter(groups.values()))["weights"]
+    return Quantization(
+        "compressed-tensors",
+        summary,
+        next(iter(blocks), BLOCK),
+        bool(blocks),
+        bits=first["num_bits"],
+        group=_group(first) if layout == "pack-quantized" else 0,
+        has_zeros=first.get("symmetric") is False,
+    )
 
 
 def _group_block(name: str, group: Any) -> Any:
@@ -195,6 +218,12 @@ def _check_bits(config: Mapping[str, Any], known: Sequence[int]) -> int:
         names = " and ".join(map(str, known))
         raise ConfigError(f"bits in quantization_config is {bits!r}; {names} can be read")
     return int(bits)
+
+
+def _group(config: Mapping[str, Any]) -> int:
+    """0: whole rows, or another size than whole numbers of columns."""
+    value = config.get("group_size", config.get("q_group_size"))
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _block(config: Mapping[str, Any], name: str) -> tuple[int, int]:

@@ -12,16 +12,24 @@ from typing import Any
 import torch
 
 from saccade.checkpoint.config import ModelConfig
-from saccade.checkpoint.quantization import quantization_of
+from saccade.checkpoint.quantization import Quantization, quantization_of
 from saccade.errors import ConfigError
 from saccade.models.fp8_weights import Fp8Weights, check_online, multiplies_fp8
+from saccade.models.int4_weights import Int4Format, Int4Weights, keeps_int4
 from saccade.models.interface import ModelParts, VisionLanguageModel
 from saccade.models.quantized.kv_scales import kv_scales
 from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.state_dict import Parameters
 from saccade.models.tensor_files import StoredTensors, TensorFiles
 from saccade.models.vision.backend import TorchVision, VisionOps
-from saccade.models.weights import Rule, fill_random, fp8_targets, load_weights, projected_rules
+from saccade.models.weights import (
+    Rule,
+    fill_random,
+    fp8_targets,
+    int4_targets,
+    load_weights,
+    projected_rules,
+)
 
 logger = logging.getLogger(__name__)
 _TEXT = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -80,7 +88,9 @@ def load_model(
         if any(weight.is_meta for weight in model.encoder_weights().values()):
             model = build()
     else:
-        model = build(fp8=_fp8_weights(tensors, path, config, device, quantize, build))
+        kept = _kept_weights(tensors, path, config, device, quantize, build)
+        model = build(kept=kept)
+        _log_apart(kept)
     params: Parameters = model.params
     if tensors is None:
         fill_random(params.targets, seed, device, params.scales)
@@ -91,6 +101,12 @@ def load_model(
         logger.info("%s", tensors.summary())
     loaded: VisionLanguageModel = model
     return loaded
+
+
+def _log_apart(kept: object) -> None:
+    if isinstance(kept, Int4Weights) and kept.apart:
+        which = f"{len(kept.apart)} projections are dequantised, as their parts differ in INT4"
+        logger.info("%s (groups, or the order of inputs): %s, ...", which, kept.apart[0])
 
 
 def load_kv_scales(path: Path, config: ModelConfig, load_format: str) -> tuple[tuple[float, float], ...]:
@@ -104,12 +120,12 @@ def _build(
     device: torch.device,
     image_processor: Mapping[str, Any],
     left_out: str | None = None,
-    fp8: Fp8Weights | None = None,
+    kept: Fp8Weights | Int4Weights | None = None,
 ) -> Any:
     ops: VisionOps = TorchVision()
     if device.type == "cuda":
         ops = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
-    params = Parameters(dtype, device, left_out, fp8)
+    params = Parameters(dtype, device, left_out, kept)
     return _family(config)(ModelParts(config, params, image_processor, ops))
 
 
@@ -118,28 +134,42 @@ def _rules(model: Any, config: ModelConfig) -> Sequence[Rule]:
     return rules if config.text.token_dim is None else projected_rules(rules)
 
 
-def _fp8_weights(
+def _kept_weights(
     tensors: StoredTensors | None,
     path: Path | None,
     config: ModelConfig,
     device: torch.device,
     quantize: str | None,
     build: Callable[..., Any],
-) -> Fp8Weights | None:
-    """What stays in float8: what the checkpoint has so, or what is to be quantised."""
+) -> Fp8Weights | Int4Weights | None:
+    """What stays quantised: what the checkpoint has so, or what is to be quantised. INT4 before FP8."""
     quantization = quantization_of(config.raw, path) if path else None
     if quantize is not None:
         check_online(quantize, quantization, device)
         if quantization is None:
             return Fp8Weights(in_blocks=False)
+    if quantization is None or not (keeps_int4(device) or multiplies_fp8(device)):
+        return None
+    if not isinstance(tensors, DequantizedTensors):
+        return _kept_at_random(quantization, device)
+    probe = build(left_out="decoder")
+    int4 = tensors.int4_weights() if keeps_int4(device) else {}
+    if int4:
+        return int4_targets(int4, _rules(probe, config))
     if not multiplies_fp8(device):
         return None
-    if isinstance(tensors, DequantizedTensors):
-        probe = build(left_out="decoder")
-        stored = tensors.fp8_weights()
-        made = dict.fromkeys(tensors.fp4_weights(), any(stored.values()))
-        return fp8_targets({**stored, **made}, _rules(probe, config), probe.params.wholes)
-    return Fp8Weights(quantization.has_blocks) if quantization and quantization.becomes_fp8 else None
+    stored = tensors.fp8_weights()
+    made = dict.fromkeys(tensors.fp4_weights(), any(stored.values()))
+    return fp8_targets({**stored, **made}, _rules(probe, config), probe.params.wholes)
+
+
+def _kept_at_random(quantization: Quantization, device: torch.device) -> Fp8Weights | Int4Weights | None:
+    """By the config alone: random weights of the same kind."""
+    if quantization.is_int4 and keeps_int4(device):
+        own = Int4Format(quantization.group, quantization.has_zeros, torch.float16)
+        return Int4Weights({}, default=own)
+    is_fp8 = quantization.becomes_fp8 and multiplies_fp8(device)
+    return Fp8Weights(quantization.has_blocks) if is_fp8 else None
 
 
 def _tensors(path: Path | None, config: ModelConfig, device: torch.device, load_format: str) -> StoredTensors:

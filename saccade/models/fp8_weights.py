@@ -25,6 +25,15 @@ class Fp8Weights(NamedTuple):
     in_blocks: bool  # else each row has a scale
     names: frozenset[str] | None = None  # targets that a checkpoint has so; None: all of the decoder's layers
 
+    def empty(
+        self, parts: Mapping[str, int], shape: tuple[int, ...], device: torch.device
+    ) -> tuple[Tensor, Tensor] | None:
+        """For one GEMM over parts of these names and rows, with scales; None: it is dequantised."""
+        if not self.keep(parts, shape[-1]):
+            return None
+        scales = torch.empty(self.scales_shape(*shape), dtype=torch.float32, device=device)
+        return torch.empty(shape, dtype=FP8, device=device), scales
+
     def keep(self, parts: Mapping[str, int], inputs: int) -> bool:
         """Whether one GEMM over parts of these names and rows stays so."""
         if not stays_fp8(parts.values(), inputs, in_blocks=self.in_blocks):

@@ -8,7 +8,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from saccade.models.fp8_weights import FP8, Fp8Weights
+from saccade.models.fp8_weights import Fp8Weights
+from saccade.models.int4_weights import GroupScales, Int4Weights
+
+Scales = Tensor | GroupScales
+"""Of a weight in float8, or in INT4."""
 
 
 class Whole(NamedTuple):
@@ -39,14 +43,14 @@ class Parameters:
         dtype: torch.dtype,
         device: torch.device,
         left_out: str | None = None,
-        fp8: Fp8Weights | None = None,  # weights that stay in float8
+        kept: Fp8Weights | Int4Weights | None = None,  # weights that stay quantised
     ) -> None:
         self.dtype = dtype
         self.device = device
-        self.fp8 = fp8
+        self.kept = kept
         self._left_out = left_out
         self.targets: dict[str, Tensor] = {}
-        self.scales: dict[str, Tensor] = {}  # of targets and wholes in float8
+        self.scales: dict[str, Scales] = {}  # of targets and wholes that are quantised
         self.wholes: dict[str, Whole] = {}
         self.linears: list[Packable] = []
         self._prefix = ""
@@ -54,7 +58,7 @@ class Parameters:
     def within(self, name: str | int) -> Parameters:
         """The same collection, with this level added to the prefix."""
         device = torch.device("meta") if name == self._left_out else self.device
-        inner = Parameters(self.dtype, device, fp8=self.fp8)
+        inner = Parameters(self.dtype, device, kept=self.kept)
         inner.targets = self.targets
         inner.scales = self.scales
         inner.wholes = self.wholes
@@ -74,18 +78,17 @@ class Parameters:
 
     def keeps_fp8(self, parts: Mapping[str, int], inputs: int) -> bool:
         """Whether the weight of one GEMM over parts of these names and rows stays in float8."""
-        full = {self._prefix + name: size for name, size in parts.items()}
-        return self.fp8 is not None and self.fp8.keep(full, inputs)
+        return isinstance(self.kept, Fp8Weights) and self.kept.keep(self._full_names(parts), inputs)
 
-    def empty_weight(self, parts: Mapping[str, int], *shape: int) -> tuple[Tensor, Tensor | None]:
-        """Of a GEMM over parts of these names and rows. A weight that stays in float8 comes with scales."""
-        if self.fp8 is None or not self.keeps_fp8(parts, shape[-1]):
-            return self.empty(*shape), None
-        weight = torch.empty(shape, dtype=FP8, device=self.device)
-        scales = torch.empty(self.fp8.scales_shape(*shape), dtype=torch.float32, device=self.device)
-        return weight, scales
+    def empty_weight(self, parts: Mapping[str, int], *shape: int) -> tuple[Tensor, Scales | None]:
+        """Of a GEMM over parts of these names and rows. A weight that stays quantised comes with scales."""
+        kept = None if self.kept is None else self.kept.empty(self._full_names(parts), shape, self.device)
+        return (self.empty(*shape), None) if kept is None else kept
 
-    def add(self, name: str, tensor: Tensor, scales: Tensor | None = None) -> None:
+    def _full_names(self, parts: Mapping[str, int]) -> dict[str, int]:
+        return {self._prefix + name: size for name, size in parts.items()}
+
+    def add(self, name: str, tensor: Tensor, scales: Scales | None = None) -> None:
         self.targets[self._prefix + name] = tensor
         if scales is not None:
             self.scales[self._prefix + name] = scales
@@ -95,7 +98,7 @@ class Parameters:
         self.scales.pop(self._prefix + name, None)
 
     def add_whole(
-        self, name: str, tensor: Tensor, parts: Sequence[str], scales: Tensor | None = None
+        self, name: str, tensor: Tensor, parts: Sequence[str], scales: Scales | None = None
     ) -> None:
         self.wholes[self._prefix + name] = Whole(tensor, frozenset(self._prefix + part for part in parts))
         if scales is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from saccade.checkpoint.files import weight_files
 from saccade.errors import ConfigError
+from saccade.models.int4_weights import GroupScales
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5  # names listed in an error before it only counts
@@ -31,6 +32,15 @@ class StoredTensors(Protocol):
 
     def is_needless(self, name: str) -> bool:
         """Whether a tensor that the model has no place for may be left out."""
+        ...
+
+
+@runtime_checkable
+class Int4Tensors(Protocol):
+    """Those with weights in INT4."""
+
+    def read_int4(self, name: str) -> tuple[Tensor, GroupScales]:
+        """Packed, with scales as the checkpoint has them."""
         ...
 
 

@@ -16,8 +16,9 @@ from tqdm import tqdm
 
 from saccade.errors import ConfigError
 from saccade.models.fp8_weights import FP8, Fp8Weights, has_blocks, quantized, scales_for
-from saccade.models.state_dict import Whole
-from saccade.models.tensor_files import StoredTensors, some
+from saccade.models.int4_weights import GroupScales, Int4Format, Int4Weights, fill_packed
+from saccade.models.state_dict import Scales, Whole
+from saccade.models.tensor_files import Int4Tensors, StoredTensors, some
 
 OF_QUANTISED = (".qweight", ".weight_packed", "_scale_inv", ".weight_scale", ".pre_quant_scale")
 _SHOWN = 5  # missing names that are looked up for an error
@@ -56,14 +57,14 @@ def load_weights(
     targets: Mapping[str, Tensor],
     rules: Sequence[Rule],
     wholes: Mapping[str, Whole] | None = None,
-    scales: Mapping[str, Tensor] | None = None,
+    scales: Mapping[str, Scales] | None = None,
     *,
     progress: bool,
 ) -> None:
     """Load stored tensors into `targets`, one at a time. Every target is loaded exactly once.
 
     A fused tensor of `wholes` counts as all targets that it covers. Targets without memory are not read.
-    Targets in float8 have `scales`.
+    Targets in float8 or INT4 have `scales`.
     """
     wholes = wholes or {}
     scales = scales or {}
@@ -73,8 +74,12 @@ def load_weights(
     wanted.sort(key=lambda name: tensors.file_of[name])
     for name in tqdm(wanted, desc="Loading weights", unit=" tensors", disable=not progress):
         target = targets[plan[name]]
-        if plan[name] in scales:
-            _copy_fp8(tensors, name, target, scales[plan[name]])
+        beside = scales.get(plan[name])
+        if isinstance(beside, GroupScales):
+            _copy_int4(tensors, name, target, beside)
+            continue
+        if beside is not None:
+            _copy_fp8(tensors, name, target, beside)
             continue
         assert target.dtype != FP8, f"{name} has no scales"
         stored = tensors.read(name)
@@ -201,6 +206,22 @@ def _copy_fp8(tensors: StoredTensors, name: str, target: Tensor, scales: Tensor)
         raise ConfigError(f"{name} cannot be read: {error}") from None
 
 
+def _copy_int4(tensors: StoredTensors, name: str, target: Tensor, scales: GroupScales) -> None:
+    assert isinstance(tensors, Int4Tensors), name
+    packed, found = tensors.read_int4(name)
+    _copy(packed, target, name, tensors.file_of[name])
+    for ours, theirs in zip(scales, found, strict=True):
+        if ours is not None and theirs is not None:
+            ours.copy_(theirs)
+
+
+def int4_targets(tensors: Mapping[str, Int4Format], rules: Sequence[Rule]) -> Int4Weights | None:
+    """What a checkpoint stores in INT4, by our names."""
+    hits = {name: _translate(name, rules) for name in tensors}
+    formats = {hit.target: tensors[name] for name, hit in hits.items() if hit is not None and hit.target}
+    return Int4Weights(formats) if formats else None
+
+
 def fp8_targets(
     tensors: Mapping[str, bool], rules: Sequence[Rule], wholes: Mapping[str, Whole]
 ) -> Fp8Weights | None:
@@ -216,7 +237,7 @@ def fill_random(
     targets: Mapping[str, Tensor],
     seed: int,
     device: torch.device | None = None,
-    scales: Mapping[str, Tensor] | None = None,
+    scales: Mapping[str, Scales] | None = None,
 ) -> None:
     """Random weights, scaled by fan-in so that activations neither vanish nor explode.
 
@@ -225,8 +246,12 @@ def fill_random(
     device = device or next(iter(targets.values())).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, target in targets.items():
-        if scales and name in scales:
-            _fill_fp8(target, scales[name], generator)
+        beside = scales.get(name) if scales else None
+        if isinstance(beside, GroupScales):
+            fill_packed(target, beside, generator)
+            continue
+        if beside is not None:
+            _fill_fp8(target, beside, generator)
             continue
         tensor = torch.empty_like(target, device=device) if target.is_meta else target
         if name.endswith("bias"):

@@ -66,12 +66,18 @@ class Deployment:
         return costs.fp8_params(self.checkpoint.config.text, in_blocks=in_blocks)
 
     @property
+    def int4_bytes(self) -> float:
+        """Of a weight that stays in INT4; 0: none does. All GPUs that are known here read it."""
+        return self.stored.int4_bytes if self.stored and not self.hardware.is_cpu else 0.0
+
+    @property
     def precision(self) -> Precision:
         size = costs.dtype_bytes(self.dtype)
         kv_size = 1 if self.kv_dtype == costs.FP8 else size
         text = self.checkpoint.config.text
-        saved = self.fp8_params * (size - 1)
-        return Precision(size - saved / costs.layer_params(text), kv_size, self.fp8_params)
+        saved = costs.saved_bytes(text, self.dtype, fp8=self.fp8_params, int4_bytes=self.int4_bytes)
+        layer_bytes = size - saved / costs.layer_params(text)
+        return Precision(layer_bytes, kv_size, self.fp8_params, self.int4_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from saccade.types import Geometry
 from saccade.vision_graph_sizes import square
 
 _FP8_SPEED = 1.45  # of GEMMs, times that of bfloat16: 1,600 rows (docs/experiments/048)
-_FP8_BANDWIDTH = 0.75  # the same of weights that are read: 1 and 32 rows
+_QUANTIZED_BANDWIDTH = 0.75  # the same of weights that are read: 1 and 32 rows of FP8; taken for INT4, too
 
 
 class Precision(NamedTuple):
@@ -29,6 +29,7 @@ class Precision(NamedTuple):
     layer_bytes: float  # weights of the decoder's layers
     kv_bytes: float
     fp8_params: int = 0  # weights that are in FP8
+    int4_bytes: float = 0.0  # of a weight in INT4; 0: none is
 
     @property
     def speed(self) -> float:
@@ -38,7 +39,8 @@ class Precision(NamedTuple):
     @property
     def read_bytes(self) -> float:
         """For a weight of the decoder's layers, in bytes at the bandwidth of the dtype."""
-        return self.layer_bytes / _FP8_BANDWIDTH if self.fp8_params else self.layer_bytes
+        is_kept = self.fp8_params or self.int4_bytes
+        return self.layer_bytes / _QUANTIZED_BANDWIDTH if is_kept else self.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from saccade.checkpoint.quantization import Quantization
 from saccade.errors import ConfigError
 from saccade.models import is_native
 from saccade.models.fp8_weights import multiplies_fp8
+from saccade.models.int4_weights import keeps_int4
 from saccade.models.layers.packed_linear import multiplies_bfloat16
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.memory import Encoders, Machine, MemoryParts, size_memory
@@ -63,6 +64,7 @@ def plan_memory(
         is_native=is_native(model),
         packed_bytes=packing.copied_bytes,
         fp8_params=_fp8_params(options, model, stored, device),
+        int4_bytes=stored.int4_bytes if stored and is_native(model) and keeps_int4(device) else 0.0,
     )
     sizes = size_memory(options, model, largest, machine, memory_parts, encoders)
     packed = () if sizes.parts.graphs else (packing.reason,)

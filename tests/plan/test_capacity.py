@@ -92,13 +92,30 @@ def test_fp8_weights_are_those_that_an_engine_plans(name: str, monkeypatch: pyte
     assert table(stored, []).splitlines()[0].endswith("bfloat16, FP8 weights")
 
 
+def test_int4_weights_are_those_that_an_engine_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    given = quantised(deployment("Qwen/Qwen3-VL-8B", images=0, gpu="a100-80"), AWQ)
+    made, plain = make_plan(given), make_plan(deployment("Qwen/Qwen3-VL-8B", images=0, gpu="a100-80"))
+    config = given.checkpoint.config
+    largest, free = largest_image(given.checkpoint, Options()), find_hardware("a100-80").free_bytes(0.9)
+    engine = plan_memory(Options(device="cuda"), config, largest, free, stored=given.stored)
+    assert made.capacity.parts == engine.parts
+    saved = plain.capacity.parts.weights - made.capacity.parts.weights
+    assert saved == pytest.approx(costs.active_layer_params(config.text) * (2 - 0.5 - 3 / 128), rel=1e-6)
+    scratch = made.capacity.parts.work - plain.capacity.parts.work
+    assert scratch == 2 * 2 * 12288 * 4096  # gate and up, unpacked
+    assert table(made, []).splitlines()[0].endswith("bfloat16, INT4 weights")
+    assert as_json(made, [])["int4_weights"] and not as_json(plain, [])["int4_weights"]
+
+
 @pytest.mark.parametrize("in_blocks", [True, False])
 @pytest.mark.parametrize(
     "name", ["Qwen/Qwen3-VL-2B", "Qwen/Qwen3.5-9B", "meta-llama/Llama-3.2-11B-Vision", "deepseek-ai/deepseek-vl2-tiny"]
 )
 def test_fp8_weights_are_counted_by_the_rule_that_a_model_is_built_by(name: str, in_blocks: bool) -> None:
     config = read_card(name).config
-    model = _build(config, torch.bfloat16, torch.device("meta"), {}, fp8=Fp8Weights(in_blocks))
+    model = _build(config, torch.bfloat16, torch.device("meta"), {}, kept=Fp8Weights(in_blocks))
     weights = [linear.weight for linear in model.params.linears]
     for layer in model.decoder.layers:
         weights += [layer.mlp.gate_up, layer.mlp.down] if isinstance(layer.mlp, MoE) else []

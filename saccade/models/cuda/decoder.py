@@ -119,7 +119,7 @@ class FusedDecoder:
         own = layer.attention
         projected, x = gemms.project(x, layer.attention_norm, own.inputs)
         if own.q_norm is not None and own.q_up is not None:
-            first, kv = projected.tensor_split([own.q_up.weight.shape[1]], dim=-1)
+            first, kv = projected.tensor_split([own.q_up.inputs], dim=-1)
             projected = torch.cat((own.q_up(own.q_norm(first)), kv), dim=-1)
         return gemms.add(attend(projected, own, index), own.out, x)
 

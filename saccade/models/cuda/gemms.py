@@ -9,7 +9,8 @@
                                                               `skinny` or `linear_act` has a kernel
 
 Layers in float8 (`Linear.scales`) take kernels that read it: `skinny` for 1 row, split-K for up to 64 on
-Hopper GPUs, cuBLAS beyond, which reads x in float8 as well.
+Hopper GPUs, cuBLAS beyond, which reads x in float8 as well. Layers in INT4 (`Linear.groups`) do so up to 64
+rows, and beyond are unpacked into scratch memory for a GEMM like any other.
 
 The choice depends on shapes alone, so it is made once for each CUDA graph.
 """
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.kernels.gemm.fp8_linear import fp8_gemm, has_fp8_gemm
+from saccade.kernels.gemm.int4_linear import choose_int4
 from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.gemm.skinny import (
     MAX_ELEMENTS,
@@ -44,6 +46,16 @@ from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
 from saccade.kernels.moe.experts_gemv import MAX_TOKENS as MAX_VECTOR_TOKENS
 from saccade.kernels.ops.norm import add_rms_norm, rms_norm, silu_and_mul
 from saccade.kernels.ops.scaled_weight import block_of
+from saccade.models.cuda.int4_gemms import (
+    decide_int4,
+    elements_of,
+    in_order,
+    is_packed,
+    packed_linear,
+    reads_packed,
+    unpacked,
+    unpacked_elements,
+)
 from saccade.models.cuda.moe import run_moe, runs_in_one
 from saccade.models.layers.cross_attention import CrossAttention
 from saccade.models.layers.decoder import Decoder
@@ -105,7 +117,8 @@ def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_part
     is_scaled = any(_scales(linear) is not None for linear in wide)
     if is_scaled:
         _decide_fp8_gemms(decoder.table.device)
-    largest = 0 if is_scaled and rows <= MAX_SCALED_ROWS else max(linear.weight.numel() for linear in wide)
+    decide_int4(decoder)
+    largest = 0 if is_scaled and rows <= MAX_SCALED_ROWS else max(elements_of(linear) for linear in wide)
     if _splits_k(rows, largest, decoder.table.device):
         return _SplitKGemms(workspace, in_parts)
     if rows <= MAX_NORMED_ROWS and all(_is_skinny(layer.mlp, rows) for layer in decoder.layers):
@@ -123,7 +136,7 @@ def _is_skinny(mlp: GatedMLP | MoE, rows: int) -> bool:
 
 def gated(rows: Tensor, mlp: GatedMLP, workspace: SplitWorkspace) -> Tensor:
     """silu(gate) * up: [T, wide], for layers that are not a decoder's of ours."""
-    if _splits_k(len(rows), mlp.gate_up.weight.numel(), rows.device):
+    if _splits_k(len(rows), elements_of(mlp.gate_up), rows.device):
         return _SplitKGemms(workspace, in_parts=False)._gated(rows, mlp)
     return _LargeGemms(workspace, None)._gated(rows, mlp)
 
@@ -176,7 +189,9 @@ can_split_k = KernelChoice("the Hopper split-K GEMM", is_hopper, _self_test, "ot
 
 def new_workspace(decoder: Decoder) -> SplitWorkspace:
     """Enough for all GEMMs of one CUDA stream."""
-    return SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
+    workspace = SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
+    elements = unpacked_elements(decoder)
+    return workspace._replace(unpacked=decoder.table.new_empty(elements)) if elements else workspace
 
 
 def _new_scratch(table: Tensor, rows: int, widest: int) -> Tensor | None:
@@ -189,6 +204,8 @@ def _gated_config(mlp: GatedMLP, rows: int) -> Config | None:
     weight = mlp.gate_up.weight
     if mlp.gate_up.bias is not None:
         return None
+    if is_packed(mlp.gate_up):
+        return choose_int4(rows, len(weight) // 2, mlp.gate_up.inputs, gated=True)
     scaled = _scales(mlp.gate_up) is not None
     return choose(rows, len(weight) // 2, weight.shape[1], weight.dtype, gated=True, scaled=scaled)
 
@@ -212,7 +229,7 @@ def _decide_fp8_gemms(device: torch.device) -> None:
 def _is_large(rows: Tensor, linear: Linear) -> bool:
     """Whether it has too many elements for so many rows. Matters where layers in float8 are beside others."""
     limit = MAX_SCALED_ROWS if _scales(linear) is not None else MAX_ROWS
-    return linear.weight.numel() > MAX_ELEMENTS and len(rows) > limit
+    return elements_of(linear) > MAX_ELEMENTS and len(rows) > limit
 
 
 def _side_by_side(
@@ -245,6 +262,8 @@ class _SkinnyGemms:
         in_parts: bool = False,
     ) -> tuple[Tensor, Residual]:
         def multiply(one: Linear, out: Tensor | None) -> Tensor:
+            if is_packed(one):
+                return packed_linear(x.rows, one, norm=norm, workspace=self.workspace, out=out)
             own = (one.weight, one.bias)
             given = (x.rows, norm.weight, norm.eps, *own)
             return norm_linear(*given, scales=_scales(one), workspace=self.workspace, out=out)
@@ -252,15 +271,20 @@ class _SkinnyGemms:
         return _side_by_side(multiply, _both(linear, beside), x.rows), x
 
     def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
+        if is_packed(linear):
+            return Residual(packed_linear(rows, linear, x.rows, workspace=self.workspace))
         own = (linear.weight, linear.bias)
         return Residual(skinny_linear(rows, *own, x.rows, scales=_scales(linear), workspace=self.workspace))
 
     def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
         if isinstance(mlp, MoE):
             return Residual(run_moe(rms_norm(x.rows, norm.weight, norm.eps), mlp, x.rows))
-        gated = norm_gated_linear(
-            x.rows, norm.weight, norm.eps, mlp.gate_up.weight, scales=_scales(mlp.gate_up)
-        )
+        gate_up = mlp.gate_up
+        if is_packed(gate_up):
+            gated = packed_linear(x.rows, gate_up, norm=norm, gated=True, workspace=self.workspace)
+        else:
+            own = (norm.weight, norm.eps, gate_up.weight)
+            gated = norm_gated_linear(x.rows, *own, scales=_scales(gate_up))
         return self.add(gated if scales is None else gated.mul_(scales), mlp.down, x)
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
@@ -316,6 +340,8 @@ class _LargeGemms:
         return normed, Residual(rows)
 
     def _linear(self, rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        if is_packed(linear):
+            return packed_linear(rows, linear, workspace=self.workspace, out=out)
         weight, scales = linear.weight, _scales(linear)
         if scales is not None and not _reads_fp8(rows, linear):
             weight, scales = linear.dequantized(rows.dtype), None
@@ -332,6 +358,8 @@ class _LargeGemms:
         """silu(gate) * up: [T, wide]."""
         config = _gated_config(mlp, len(rows))
         weight, scales = mlp.gate_up.weight, _scales(mlp.gate_up)
+        if is_packed(mlp.gate_up):
+            return self._packed_gated(rows, mlp.gate_up, config)
         if config is not None:
             return gated_linear(rows, weight, scales=scales, config=config)
         if scales is None:
@@ -341,6 +369,18 @@ class _LargeGemms:
                 return found
         scratch = self._scratch_for(rows, len(weight))
         return silu_and_mul(self._linear(rows, mlp.gate_up, scratch), over_gate=scratch is not None)
+
+    def _packed_gated(self, rows: Tensor, gate_up: Linear, config: Config | None) -> Tensor:
+        if config is not None and reads_packed(rows):
+            return packed_linear(rows, gate_up, gated=True, workspace=self.workspace, config=config)
+        if not reads_packed(rows):
+            weight = unpacked(gate_up, self.workspace)
+            out = self._scratch_for(rows, len(weight) // 2)
+            found = linear_act(in_order(rows, gate_up), weight, gate_up.bias, "silu_and_mul", out)
+            if found is not None:
+                return found
+        scratch = self._scratch_for(rows, len(gate_up.weight))
+        return silu_and_mul(self._linear(rows, gate_up, scratch), over_gate=scratch is not None)
 
 
 class _SplitKGemms(_LargeGemms):
@@ -368,7 +408,7 @@ class _SplitKGemms(_LargeGemms):
 
         weight = linear.weight
         outputs, inputs = weight.shape
-        if not suits(len(rows), outputs, inputs, rows.dtype) or _is_large(rows, linear):
+        if is_packed(linear) or not suits(len(rows), outputs, inputs, rows.dtype) or _is_large(rows, linear):
             return self._linear(rows, linear)
         config = choose_split_k(len(rows), outputs, inputs, weight.itemsize)
         return split_k_linear(rows, weight, linear.bias, config, _scales(linear))
@@ -378,6 +418,7 @@ class _SplitKGemms(_LargeGemms):
 
         weight = mlp.gate_up.weight
         is_suited = suits(len(rows), len(weight) // 2, weight.shape[1], rows.dtype)
+        is_suited = is_suited and not is_packed(mlp.gate_up)
         if mlp.gate_up.bias is not None or not is_suited or _is_large(rows, mlp.gate_up):
             return super()._gated(rows, mlp)
         return split_k_gated_linear(

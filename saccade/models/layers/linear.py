@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from saccade.models import int4_weights
 from saccade.models.fp8_weights import dequantized
+from saccade.models.int4_weights import GroupScales
 from saccade.models.layers.packed_linear import Gemm, pack, packed_linear, padded_rows
-from saccade.models.state_dict import Parameters
+from saccade.models.state_dict import Parameters, Scales
 
 
 class Linear:
     """x @ weight.T + bias. Several projections of one input are one GEMM: give `outputs` as {name: size}.
 
-    Where the checkpoint's weight stays in float8, `scales` are beside it (`fp8_weights`).
+    Where the checkpoint's weight stays in float8, `scales` are beside it (`fp8_weights`); where it stays in
+    INT4, `groups` are, and the weight is packed (`int4_weights`).
 
     `pad_outputs` pads each of them with zero rows to a multiple, `pad_inputs` the weight with zero columns,
     so that the tensor between two GEMMs can be wider than in the checkpoint. `stored`: tensors of the
@@ -38,14 +42,16 @@ class Linear:
         sizes = [_up_to(size, pad_outputs) for size in parts.values()]
         shape = (sum(sizes), _up_to(inputs, pad_inputs))
         names = [_join(name, "weight") for name in parts]
-        self.weight, self.scales = params.empty_weight(_weights(stored or parts), *shape)  # [outputs, inputs]
-        self.gemm: Gemm = F.linear if self.scales is None else self._dequantized_linear
+        self.inputs = shape[1]
+        self.weight, scales = params.empty_weight(_weights(stored or parts), *shape)  # [outputs, inputs]
+        self.groups = scales if isinstance(scales, GroupScales) else None
+        self.scales = None if isinstance(scales, GroupScales) else scales
+        self.gemm: Gemm = F.linear if scales is None else self._dequantized_linear
         self.bias = params.empty(sum(sizes)) if bias else None  # [outputs]
         weights = torch.split(self.weight, sizes)
-        for name, size, rows, scales in zip(
-            names, parts.values(), weights, self._scales_of(sizes), strict=True
-        ):
-            params.add(name, _own_part(rows, size, inputs), scales)
+        of_parts = self._scales_of(sizes)
+        for name, size, rows, scales in zip(names, parts.values(), weights, of_parts, strict=True):
+            params.add(name, rows if self.groups else _own_part(rows, size, inputs), scales)
         if self.bias is not None:
             for (name, size), values in zip(parts.items(), torch.split(self.bias, sizes), strict=True):
                 params.add(_join(name, "bias"), _own_part(values, size))
@@ -54,20 +60,25 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.gemm(x, self.weight, self.bias)
 
-    def _scales_of(self, sizes: list[int]) -> Sequence[Tensor | None]:
+    def _scales_of(self, sizes: list[int]) -> Sequence[Scales | None]:
         """Of each part."""
+        if self.groups is not None:
+            ends = list(accumulate(sizes))
+            return [self.groups.rows(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         if self.scales is None:
             return [None] * len(sizes)
         rows = sum(sizes) // len(self.scales)  # with one scale
         return torch.split(self.scales, [size // rows for size in sizes])
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """What a weight in float8 stands for: [outputs, inputs]."""
+        """What a weight in float8 or INT4 stands for: [outputs, inputs]."""
+        if self.groups is not None:
+            return int4_weights.dequantized(self.weight, self.groups, dtype)
         assert self.scales is not None
         return dequantized(self.weight, self.scales, dtype)
 
     def _dequantized_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The reference for the kernels that read float8."""
+        """The reference for the kernels that read float8 or INT4."""
         return F.linear(x, self.dequantized(x.dtype), bias)
 
     def padding(self, rows: int) -> int:
@@ -86,6 +97,7 @@ class PatchLinear(Linear):
     def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int, bias: bool = False) -> None:
         self.gemm = F.linear
         self.scales = None
+        self.groups = None
         stored = params.new("weight", outputs, *kernel)
         self.weight = stored.view(outputs, -1)  # [outputs, patch_dim]
         self.bias = params.new("bias", outputs) if bias else None

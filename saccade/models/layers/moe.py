@@ -7,6 +7,8 @@ by token    a a | b b | c c      weighted sum
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,7 @@ from saccade.checkpoint.config import TextConfig
 from saccade.checkpoint.moe_config import MoEConfig
 from saccade.errors import ConfigError
 from saccade.models.fp8_weights import dequantized
+from saccade.models.int4_weights import GroupScales
 from saccade.models.layers.activation import silu_and_mul
 from saccade.models.layers.mlp import GatedMLP
 from saccade.models.state_dict import Parameters
@@ -40,9 +43,9 @@ class MoE:
         stacked = count + rules.stacked_shared
         width = rules.width
         parts = dict.fromkeys(self._names("gate", "up"), width)  # [E, 2 I, H], gates first
-        self.gate_up, self.gate_up_scales = params.empty_weight(parts, stacked, 2 * width, hidden)
+        self.gate_up, self.gate_up_scales = _empty_weight(params, parts, stacked, 2 * width, hidden)
         parts = dict.fromkeys(self._names("down"), hidden)  # [E, H, I]
-        self.down, self.down_scales = params.empty_weight(parts, stacked, hidden, width)
+        self.down, self.down_scales = _empty_weight(params, parts, stacked, hidden, width)
         self._name_experts(params)
         self.shared = None  # of another width: it runs by itself
         if rules.stacked_shared:
@@ -145,6 +148,12 @@ class MoE:
         """One expert over its tokens, in place. A method: its memory is free before the next one begins."""
         wide = F.linear(rows, _expert(self.gate_up, self.gate_up_scales, expert, rows.dtype))
         torch.mm(silu_and_mul(wide), _expert(self.down, self.down_scales, expert, rows.dtype).T, out=rows)
+
+
+def _empty_weight(params: Parameters, parts: Mapping[str, int], *shape: int) -> tuple[Tensor, Tensor | None]:
+    weight, scales = params.empty_weight(parts, *shape)
+    assert not isinstance(scales, GroupScales), "kernels of experts read no INT4"
+    return weight, scales
 
 
 def _expert(weights: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,8 +32,22 @@ def check_parts(parts: Mapping[str, Tensor]) -> None:
             raise ValueError(f"its {name} is {tensor.flatten().tolist()[:4]}, not two sizes")
         if part in _FACTORS and tensor.numel() != 1:
             raise ValueError(f"its {name} has {tensor.numel()} numbers, not one")
+    check_sizes({part: tensor.shape for part, tensor in parts.items()})
     _check_fp4(parts)
     _check_groups(parts)
+
+
+def check_sizes(shapes: Mapping[str, Sequence[int]]) -> None:
+    """Of whole numbers in groups, before any of them is read. ValueError, as above."""
+    if ".qweight" in shapes:
+        matrices: tuple[str, ...] = (".qweight", ".qzeros", ".scales")
+    elif ".weight_shape" in shapes:
+        matrices = (".weight_packed", ".weight_scale", ".weight_zero_point")
+    else:
+        return
+    for part in matrices:
+        if part in shapes and (len(shapes[part]) != 2 or 0 in shapes[part]):
+            raise ValueError(f"its {part[1:]} has the shape {list(shapes[part])}, not rows and columns")
 
 
 def _check_fp4(parts: Mapping[str, Tensor]) -> None:
@@ -48,7 +62,11 @@ def _check_fp4(parts: Mapping[str, Tensor]) -> None:
 
 
 def _check_groups(parts: Mapping[str, Tensor]) -> None:
-    """Of GPTQ: one for each input. A word holds 4 or 8 of them."""
+    """One for each input. A word of GPTQ holds 4 or 8 of them."""
+    if ".weight_g_idx" in parts and ".weight_shape" in parts:
+        given, inputs = parts[".weight_g_idx"].numel(), int(parts[".weight_shape"].flatten()[1])
+        if given != inputs:
+            raise ValueError(f"its weight_g_idx has {given} numbers for {inputs} inputs")
     if ".g_idx" not in parts or ".qweight" not in parts:
         return
     given, words = parts[".g_idx"].numel(), len(parts[".qweight"])

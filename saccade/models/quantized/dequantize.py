@@ -1,11 +1,13 @@
 """Quantised weights back to float32: the reference for every layout in which they are published.
 
-Each function takes the stored tensors of one weight. Sizes that do not agree raise ValueError.
+Each function takes the stored tensors of one weight. Sizes that do not agree raise ValueError. Whole numbers
+in groups come as `Grouped`: they may stay packed, in a layout of our own (`int4_weights`).
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,9 +61,29 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
     return apart.flatten(dim, dim + 1)
 
 
+class Grouped(NamedTuple):
+    """Unsigned numbers [out, in] with a scale and a zero point for each group of inputs."""
+
+    values: Tensor  # int32
+    scales: Tensor  # [out, groups]
+    zeros: Tensor | int  # int32 [out, groups], or one for all
+    group_of: Tensor | None  # of each input; None: they are in a row
+
+    def dequantized(self) -> Tensor:
+        zeros = self.zeros if isinstance(self.zeros, int) else self._by_group(self.zeros)
+        return (self.values - zeros).float() * self._by_group(self.scales.float())
+
+    def _by_group(self, numbers: Tensor) -> Tensor:
+        """[rows, groups] -> [rows, columns]"""
+        columns, groups = self.values.shape[1], numbers.shape[1]
+        if self.group_of is not None:
+            return numbers[:, _checked(self.group_of, groups)]
+        return numbers.repeat_interleave(math.ceil(columns / groups), 1)[:, :columns]
+
+
 def packed_ints(
     packed: Tensor, scale: Tensor, shape: Tensor, zero_point: Tensor | None, group_of: Tensor | None
-) -> Tensor:
+) -> Grouped:
     """compressed-tensors: half their range was added to numbers and zero points before packing."""
     rows, columns = (int(size) for size in shape.tolist())
     bits = next((b for b in (4, 8) if packed.shape[1] == math.ceil(columns / (32 // b))), None)
@@ -69,20 +91,16 @@ def packed_ints(
         raise ValueError(
             f"its packed shape {list(packed.shape)} does not hold the weight_shape {[rows, columns]}"
         )
-    values = unpack(packed, bits, 1)[:, :columns].float()
-    half = float(1 << (bits - 1))
-    zeros = half if zero_point is None else unpack(zero_point, bits, 0)[:rows].float()
-    if isinstance(zeros, Tensor):
-        zeros = _by_group(zeros, columns, group_of)
-    return (values - zeros) * _by_group(scale.float(), columns, group_of)
-
-
-def _by_group(numbers: Tensor, columns: int, group_of: Tensor | None) -> Tensor:
-    """[rows, groups] -> [rows, columns]; `group_of` names the group of each column."""
-    groups = numbers.shape[1]
-    if group_of is not None and bool((group_of >= 0).all()):
-        return numbers[:, _checked(group_of, groups)]
-    return numbers.repeat_interleave(math.ceil(columns / groups), 1)[:, :columns]
+    values = unpack(packed, bits, 1)[:, :columns]
+    zeros = 1 << (bits - 1) if zero_point is None else unpack(zero_point, bits, 0)[:rows]
+    if len(scale) not in (1, rows):
+        raise ValueError(f"its weight_scale has the shape {list(scale.shape)} for {rows} rows")
+    if isinstance(zeros, Tensor) and zeros.shape != (rows, scale.shape[1]):
+        raise ValueError(
+            f"its weight_zero_point holds {list(zeros.shape)} numbers, and not {[rows, scale.shape[1]]}"
+        )
+    is_ordered = group_of is not None and bool((group_of >= 0).all())
+    return Grouped(values, scale, zeros, group_of if is_ordered else None)
 
 
 def _checked(group_of: Tensor, groups: int) -> Tensor:
@@ -93,37 +111,32 @@ def _checked(group_of: Tensor, groups: int) -> Tensor:
 
 def gptq(
     words: Tensor, zero_words: Tensor, scales: Tensor, group_of: Tensor | None, bits: int, zero_offset: int
-) -> Tensor:
+) -> Grouped:
     """Packed along the inputs, stored [in, out]; `group_of` is there with and without `desc_act`."""
-    values = unpack(words, bits, 0).float()
-    zeros = unpack(zero_words, bits, 1)[:, : scales.shape[1]].float() + zero_offset
-    if values.shape[1] != scales.shape[1] or zeros.shape != scales.shape:
-        raise ValueError(f"its qweight {list(words.shape)} and scales {list(scales.shape)} do not agree")
-    groups = _groups_of_rows(group_of, len(values), len(scales))
-    return ((values - zeros[groups]) * scales.float()[groups]).T.contiguous()
+    values = unpack(words, bits, 0)
+    zeros = unpack(zero_words, bits, 1)[:, : scales.shape[1]] + zero_offset
+    return _transposed(values, scales, zeros, group_of)
 
 
-def awq(words: Tensor, zero_words: Tensor, scales: Tensor) -> Tensor:
+def awq(words: Tensor, zero_words: Tensor, scales: Tensor) -> Grouped:
     """Packed along the outputs in an order of its own, stored [in, out]."""
-    values = _awq_columns(words)
-    zeros = _awq_columns(zero_words)
-    if values.shape[1] != scales.shape[1] or zeros.shape != scales.shape:
-        raise ValueError(f"its qweight {list(words.shape)} and scales {list(scales.shape)} do not agree")
-    groups = _groups_of_rows(None, len(values), len(scales))
-    return ((values - zeros[groups]) * scales.float()[groups]).T.contiguous()
+    return _transposed(_awq_columns(words), scales, _awq_columns(zero_words), None)
 
 
 def _awq_columns(words: Tensor) -> Tensor:
     apart = unpack(words, 4, 1).view(len(words), -1, 8)
-    return apart[..., list(_AWQ_ORDER)].flatten(1).float()
+    return apart[..., list(_AWQ_ORDER)].flatten(1)
 
 
-def _groups_of_rows(group_of: Tensor | None, rows: int, groups: int) -> Tensor:
-    if group_of is not None:
-        return _checked(group_of, groups)
-    if rows % groups:
-        raise ValueError(f"its {rows} inputs are not {groups} groups of one size")
-    return torch.arange(groups).repeat_interleave(rows // groups)  # on the CPU, as an index may be
+def _transposed(values: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor | None) -> Grouped:
+    """Of tensors that are stored [in, out]."""
+    if values.shape[1] != scales.shape[1] or zeros.shape != scales.shape:
+        raise ValueError(f"its numbers {list(values.shape)} and scales {list(scales.shape)} do not agree")
+    if group_of is None and len(values) % len(scales):
+        raise ValueError(f"its {len(values)} inputs are not {len(scales)} groups of one size")
+    if group_of is not None and len(group_of) != len(values):
+        raise ValueError(f"its g_idx has {len(group_of)} numbers for {len(values)} inputs")
+    return Grouped(values.T.contiguous(), scales.T.contiguous(), zeros.T.contiguous(), group_of)
 
 
 def fp4(packed: Tensor, scale: Tensor, factor: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,8 +13,10 @@ from torch import Tensor
 from saccade.checkpoint.quantization import Quantization
 from saccade.errors import ConfigError
 from saccade.models.fp8_weights import is_by_row, is_in_blocks, quantized
+from saccade.models.int4_weights import GroupScales, Int4Format, hash_of, order_of, pack, suits
 from saccade.models.quantized import dequantize
-from saccade.models.quantized.checks import check_parts
+from saccade.models.quantized.checks import check_parts, check_sizes
+from saccade.models.quantized.dequantize import Grouped
 from saccade.models.tensor_files import TensorFiles
 
 _UNUSED = (
@@ -43,6 +47,8 @@ _FP8_SCALES = (".weight_scale_inv", ".weight_scale", *_STACKED)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 Parts = Mapping[str, Tensor]
+Kind = tuple[str, list[int]]  # dtype and shape of a stored tensor
+T = TypeVar("T")
 
 
 class DequantizedTensors:
@@ -62,15 +68,15 @@ class DequantizedTensors:
             if part in ("", *_NUMBERS):
                 self.file_of[weight] = file
         self._check_whole()
-        self._kept = 0  # weights that were read in float8
+        self._kept = Counter[str]()  # weights that were read as they are, by kind
         self._made = 0  # from FP4
 
     def summary(self) -> str:
         """What became of the weights that have been read."""
         count = sum(len(parts) > 1 for parts in self._parts.values())
-        rest = count - self._kept - self._made
-        fates = {
-            f"{self._kept} stay in FP8": self._kept,
+        rest = count - self._kept.total() - self._made
+        fates = {f"{number} stay in {kind}": number for kind, number in self._kept.items()}
+        fates |= {
             f"{self._made} become FP8, since no kernel here multiplies FP4": self._made,
             f"{rest} are dequantised as they load": rest,
         }
@@ -128,7 +134,7 @@ class DequantizedTensors:
         if self._is_fp4(name):
             self._made += 1
             return quantized(self.read(name), in_blocks, _factor(self._stored(name)))
-        self._kept += 1
+        self._kept["FP8"] += 1
         stored = self._stored(name)
         return _first(stored, ".weight", ""), _first(stored, *_FP8_SCALES)
 
@@ -140,10 +146,65 @@ class DequantizedTensors:
             raise ConfigError(f"{name} cannot be dequantised: {error}") from None
         return stored
 
+    def int4_weights(self) -> dict[str, Int4Format]:
+        """Weights that are stored in INT4 and can stay so."""
+        found = {}
+        for name, parts in self._parts.items():
+            try:
+                found[name] = self._int4_format(parts)
+            except ValueError as error:
+                raise ConfigError(f"{name} cannot be read: {error}") from None
+        return {name: own for name, own in found.items() if own is not None}
+
+    def _int4_format(self, parts: Mapping[str, str]) -> Int4Format | None:
+        kinds = {part: self._files.kind(full) for part, full in parts.items()}
+        check_sizes({part: shape for part, (_, shape) in kinds.items()})
+        shape = self._int4_shape(parts, kinds)
+        scale = next((kinds[part] for part in (".scales", ".weight_scale") if part in kinds), None)
+        if shape is None or scale is None or len(scale[1]) != 2:
+            return None
+        groups = scale[1][0 if ".scales" in kinds else 1]
+        if not suits(shape[1], groups):
+            return None
+        group_of = next((parts[part] for part in (".g_idx", ".weight_g_idx") if part in parts), None)
+        try:
+            order = order_of(None if group_of is None else self._files.read(group_of), shape[1] // groups)
+        except ValueError:
+            return None
+        has_zeros = any(part in parts for part in (".qzeros", ".weight_zero_point"))
+        dtype = torch.bfloat16 if scale[0] == "BF16" else torch.float16
+        return Int4Format(shape[1] // groups, has_zeros, dtype, hash_of(order))
+
+    def _int4_shape(self, parts: Mapping[str, str], kinds: Mapping[str, Kind]) -> tuple[int, int] | None:
+        """Outputs and inputs of a weight in INT4."""
+        if ".weight_packed" in kinds and ".weight_shape" in parts:
+            stored = self._files.read(parts[".weight_shape"])
+            check_parts({".weight_shape": stored})
+            rows, columns = (int(size) for size in stored.flatten().tolist())
+            dtype, shape = kinds[".weight_packed"]
+            return (rows, columns) if dtype == "I32" and shape == [rows, columns // 8] else None
+        if ".qweight" not in kinds or self._quantization.bits != 4:
+            return None
+        first, second = kinds[".qweight"][1]
+        return (8 * second, first) if self._quantization.method == "awq" else (second, 8 * first)
+
+    def read_int4(self, name: str) -> tuple[Tensor, GroupScales]:
+        """Packed, with what is beside it."""
+        self._kept["INT4"] += 1
+        found = self._reading(name, _grouped)
+        assert found is not None, name
+        order = order_of(found.group_of, found.values.shape[1] // found.scales.shape[1])
+        values = found.values if order is None else found.values[:, order]
+        zeros = None if isinstance(found.zeros, int) else found.zeros.to(torch.uint8)
+        return pack(values), GroupScales(found.scales, zeros, order)
+
     def read(self, name: str) -> Tensor:
+        return self._reading(name, _weight)
+
+    def _reading(self, name: str, read: Callable[[Parts, Quantization], T]) -> T:
         stored = self._stored(name)
         try:
-            return _weight(stored, self._quantization)
+            return read(stored, self._quantization)
         except (
             ValueError,
             IndexError,
@@ -159,10 +220,11 @@ def _weight(parts: Parts, quantization: Quantization) -> Tensor:
         if tensor.dtype in _INTEGERS:
             raise ValueError(f"it is stored as {str(tensor.dtype).removeprefix('torch.')} without a scale")
         return tensor
-    if ".qweight" in parts:
-        return _grouped(parts, quantization)
+    found = _grouped(parts, quantization)
+    if found is not None:
+        return found.dequantized()
     if ".weight_packed" in parts:
-        return _packed(parts)
+        return dequantize.fp4(parts[".weight_packed"], _first(parts, ".weight_scale"), _factor(parts))
     numbers = _first(parts, ".weight", "")
     scale = _first(parts, *_FP8_SCALES)
     if numbers.dtype == torch.uint8:
@@ -170,20 +232,20 @@ def _weight(parts: Parts, quantization: Quantization) -> Tensor:
     return dequantize.scaled(numbers, scale, quantization.block, parts.get(".weight_zero_point"))
 
 
-def _grouped(parts: Parts, quantization: Quantization) -> Tensor:
+def _grouped(parts: Parts, quantization: Quantization) -> Grouped | None:
+    """Whole numbers in groups, if they are such."""
+    packed = parts.get(".weight_packed")
+    if packed is not None and packed.dtype != torch.uint8:
+        others = parts.get(".weight_zero_point"), parts.get(".weight_g_idx")
+        scale, shape = _first(parts, ".weight_scale"), _first(parts, ".weight_shape")
+        return dequantize.packed_ints(packed, scale, shape, *others)
+    if ".qweight" not in parts:
+        return None
     words, zeros, scales = (_first(parts, part) for part in (".qweight", ".qzeros", ".scales"))
     if quantization.method == "awq":
         return dequantize.awq(words, zeros, scales)
     how = quantization.bits, quantization.zero_point_offset
     return dequantize.gptq(words, zeros, scales, parts.get(".g_idx"), *how)
-
-
-def _packed(parts: Parts) -> Tensor:
-    packed, scale = _first(parts, ".weight_packed"), _first(parts, ".weight_scale")
-    if packed.dtype == torch.uint8:
-        return dequantize.fp4(packed, scale, _factor(parts))
-    others = parts.get(".weight_zero_point"), parts.get(".weight_g_idx")
-    return dequantize.packed_ints(packed, scale, _first(parts, ".weight_shape"), *others)
 
 
 def _factor(parts: Parts) -> Tensor:

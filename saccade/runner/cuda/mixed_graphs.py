@@ -120,7 +120,7 @@ class MixedGraphs:
 
         def mix(projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor:
             if out is None:
-                out = projected.new_empty(len(projected), own.out.weight.shape[1])
+                out = projected.new_empty(len(projected), own.out.inputs)
             self._concurrently(
                 lambda: prefill(projected[:first], own, index, out[:first]),
                 lambda: decode(projected[first:], own, index, out[first:]),
