@@ -1,4 +1,4 @@
-"""GEMMs of a few rows with an INT4 weight: one on CUDA cores, up to 64 on tensor cores. More rows: `unpack_weight`.
+"""GEMMs of a few rows with an INT4 weight: one on CUDA cores, up to 64 on tensor cores. More rows: `unpack_int4`.
 
     weight   int16 [N, K / 4]: a unit has a number of each of the four planes, 32 columns, that are 128 columns
     scales   float16 or bfloat16 [N, K / group], groups of 32, 64 or 128 columns
