@@ -34,8 +34,7 @@ class TransformersDecoder(FusedDecoder):
         self.net = self.latent = None
         config = text.config
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        shape = torch.empty(text.table.shape[1], config.num_heads * config.head_dim, device="meta")
-        out = SimpleNamespace(weight=shape)  # of the output projection
+        out = SimpleNamespace(inputs=config.num_heads * config.head_dim)  # of the output projection
         self.norm_eps = None  # its layers have applied their norms
         self._own = SimpleNamespace(heads=config.num_heads, head_dim=config.head_dim, out=out, qk_norms=None)
         self._workspace = SplitWorkspace.allocate(MAX_ROWS, text.table.device)
