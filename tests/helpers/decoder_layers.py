@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
-from saccade.models.cuda.gemms import Residual
+from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
 from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
 from saccade.models.state_dict import Parameters
 
@@ -40,3 +40,15 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 def plain_mlp(x: Tensor, layer: DecoderLayer) -> Tensor:
     return layer.mlp(layer.mlp_norm(x)) + x
+
+
+def assert_layer_agrees(made: Decoder, rows: int, width: int) -> None:
+    """The GEMMs chosen for `rows` rows give what the first layer gives in plain PyTorch."""
+    layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
+    x, mixed = rows_of(rows, width, 1), rows_of(rows, width, 2)
+    qkv, stream = gemms.project(Residual(x), layer.attention_norm, layer.attention.qkv)
+    assert_close(qkv, layer.attention.qkv(layer.attention_norm(x)))
+    stream = gemms.add(mixed, layer.attention.out, stream)
+    added = layer.attention.out(mixed) + x
+    assert_close(total(stream), added)
+    assert_close(total(gemms.mlp(stream, layer.mlp_norm, layer.mlp)), plain_mlp(added, layer))

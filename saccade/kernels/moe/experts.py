@@ -12,8 +12,8 @@ MMA. Many (prefill) are compute-bound: out = x weight^T; GROUP blocks run tile b
 weights in L2. Grids are sized for the worst routing; programs without a block end at once. Rows after the last of a
 block are the last one again, and their results are dropped.
 
-A float8 weight has `scales`, float32 [E, N / 128, K / 128] or [E, N, 1], as in `gemm.skinny`. Of many rows x is float8,
-too, `Rows` of `quantize_rows`: an MMA has twice the speed, and no weight is converted.
+A float8 weight has `scales`, float32 [E, N / 128, K / 128] or [E, N, 1], as in `gemm.skinny`. With many rows x is
+float8 as well, by `quantize_rows`: MMAs are twice as fast, and no weight is converted.
 
 With `tma`, weights (and the rows of `wide`) are loaded by TMA tensor descriptors instead of pointers.
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from saccade.kernels.launch.pdl import prefetch_l2
 
-LINE = 128  # bytes, for hosts
+LINE = 128  # bytes of a cache line
 
 
 @triton.jit

@@ -18,7 +18,17 @@ from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
 from tests.helpers.allocations import PeakMemory
-from tests.helpers.decoder_layers import BIASES, DEVICE, TEXT, assert_close, decoder, plain_mlp, rows_of, total
+from tests.helpers.decoder_layers import (
+    BIASES,
+    DEVICE,
+    TEXT,
+    assert_close,
+    assert_layer_agrees,
+    decoder,
+    plain_mlp,
+    rows_of,
+    total,
+)
 from tests.helpers.moe import config
 
 EVERY_SIZE = pytest.mark.parametrize("rows", [1, 5, 20, 40, 600], ids=["one", "few", "more", "many", "prompt"])
@@ -27,15 +37,7 @@ EVERY_SIZE = pytest.mark.parametrize("rows", [1, 5, 20, 40, 600], ids=["one", "f
 @BIASES
 @EVERY_SIZE
 def test_a_layer_projects_adds_and_widens_as_the_plain_one_does(rows: int, biases: Biases) -> None:
-    made = decoder(biases)
-    layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
-    x, mixed = rows_of(rows, 64, 1), rows_of(rows, 64, 2)
-    qkv, stream = gemms.project(Residual(x), layer.attention_norm, layer.attention.qkv)
-    assert_close(qkv, layer.attention.qkv(layer.attention_norm(x)))
-    stream = gemms.add(mixed, layer.attention.out, stream)
-    added = layer.attention.out(mixed) + x
-    assert_close(total(stream), added)
-    assert_close(total(gemms.mlp(stream, layer.mlp_norm, layer.mlp)), plain_mlp(added, layer))
+    assert_layer_agrees(decoder(biases), rows, 64)
 
 
 @EVERY_SIZE

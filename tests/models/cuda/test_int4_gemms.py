@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from saccade.models.cuda import int4_gemms
-from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
+from saccade.models.cuda.gemms import gemms_for, new_workspace
 from saccade.models.int4_weights import GroupScales, Int4Format, Int4Weights
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
-from tests.helpers.decoder_layers import DEVICE, TEXT, assert_close, plain_mlp, rows_of, total
+from tests.helpers.decoder_layers import DEVICE, TEXT, assert_layer_agrees
 
 WIDTH = 128
 
@@ -39,7 +39,7 @@ def test_a_packed_layer_computes_as_the_dequantised_one(
     rows: int, is_ordered: bool, biases: Biases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("saccade.models.cuda.gemms._MIN_WORKSPACE_ROWS", 64)
-    assert_layer_agrees(packed_decoder(is_ordered=is_ordered, biases=biases), rows)
+    assert_layer_agrees(packed_decoder(is_ordered=is_ordered, biases=biases), rows, WIDTH)
 
 
 @pytest.mark.parametrize("rows", [1, 40, 65])
@@ -53,7 +53,7 @@ def test_kernels_that_fail_their_self_tests_are_replaced_with_one_line_each(
         monkeypatch.setattr(choice, "decided", {})
         monkeypatch.setattr(choice, "self_test", fail)
     monkeypatch.setattr("saccade.kernels.ops.unpack_int4._ROWS_AT_A_TIME", 100)
-    assert_layer_agrees(packed_decoder(is_ordered=True, biases=Biases()), rows)
+    assert_layer_agrees(packed_decoder(is_ordered=True, biases=Biases()), rows, WIDTH)
     assert [record.message.split(" (")[0] for record in caplog.records] == [
         "the INT4 GEMM of a few rows cannot be used: weights are unpacked for it",
         "the kernel that unpacks INT4 cannot be used: PyTorch dequantises weights",
@@ -67,17 +67,6 @@ def test_kernels_are_decided_before_they_are_launched(monkeypatch: pytest.Monkey
     gemms_for(made, 1, new_workspace(made))
     case = (made.table.device, made.table.dtype)
     assert int4_gemms._can_multiply.decided == int4_gemms.can_unpack.decided == {case: True}
-
-
-def assert_layer_agrees(made: Decoder, rows: int) -> None:
-    layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
-    x, mixed = rows_of(rows, WIDTH, 1), rows_of(rows, WIDTH, 2)
-    qkv, stream = gemms.project(Residual(x), layer.attention_norm, layer.attention.qkv)
-    assert_close(qkv, layer.attention.qkv(layer.attention_norm(x)))
-    stream = gemms.add(mixed, layer.attention.out, stream)
-    added = layer.attention.out(mixed) + x
-    assert_close(total(stream), added)
-    assert_close(total(gemms.mlp(stream, layer.mlp_norm, layer.mlp)), plain_mlp(added, layer))
 
 
 def test_scratch_memory_is_for_the_largest_packed_weight() -> None:
