@@ -11,7 +11,11 @@ from training import chat
 from training.records import Field, Record, spoken
 from training.samples import Picture, Question, Tool
 from training.sheet import Scene, listed
+from training.talk import TalkScene
+from training.tool_names import ANY_REQUEST, any_name, any_tool, idle_tool, text_tool
 
+MOST_LETTERS = 150  # of a call; nearly each letter is a token
+_MOST_TOOL_LETTERS = 300  # of all tools that are shown
 _SAVE = ("save", "record", "store", "send", "add", "log", "submit")
 _LOOK_UP = (  # what a value of the picture is good for elsewhere: name, keys it takes, ways to ask for it
     (
@@ -41,7 +45,7 @@ _OTHERS = (  # tools that fit no picture
     ("send_message", "Send a message.", {"person": "string", "text": "string"}),
     ("get_time", "Get the time in a city.", {"city": "string"}),
 )
-_MORE = ((1, 2), (0, 0, 1, 2), (0, 0, 1))  # how many of those, by the number of tools that fit
+_MORE = ((1, 2), (0, 1, 1, 2, 3), (0, 0, 1))  # how many of those, by the number of tools that fit
 
 
 class DataScene(Scene, Protocol):
@@ -54,6 +58,7 @@ class Action(NamedTuple):
     tool: Tool
     ways: tuple[str, ...]
     arguments: tuple[tuple[str, Field], ...]
+    is_saving: bool = False  # may also be asked for by ANY_REQUEST
 
     @property
     def name(self) -> str:
@@ -73,9 +78,7 @@ class ToolScene:
         self.scene, self.pictures = scene, scene.pictures
         self._plain = [skill for skill in scene.skills if skill not in ("extract", "caption", "json")]
         self.actions = _actions(rng, scene.record())
-        others = [tool(*one) for one in rng.sample(_OTHERS, rng.choice(_MORE[len(self.actions)]))]
-        tools = [*(action.tool for action in self.actions), *others]
-        self.tools = tuple(rng.sample(tools, len(tools)))
+        self.tools = _shown(rng, [action.tool for action in self.actions])
         self._last: str | None = None  # what the tool that was called last will return
 
     pictures: tuple[Picture, ...]
@@ -89,7 +92,9 @@ class ToolScene:
         action = rng.choice(self.actions)
         self._last = action.name
         answer = action.call()
-        return Question("tool", rng.choice(action.ways), answer, (answer,), tools=self.tools)
+        is_any = action.is_saving and len(self.actions) == 1 and rng.random() < 0.4
+        text = rng.choice(ANY_REQUEST if is_any else action.ways)
+        return Question("tool", text, answer, (answer,), tools=self.tools)
 
     def _returned(self, rng: Random) -> Question:
         """A tool's answer, which the model says in a sentence."""
@@ -98,6 +103,36 @@ class ToolScene:
         shown = value if value.isdigit() else json.dumps(value)
         said = rng.choice((shown, f'{{"result": {shown}}}'))
         return Question("tool", said, f"The result is {value}.", (value,), tools=self.tools, role="tool")
+
+
+class TextToolScene:
+    """A request without a picture, for a tool or for none."""
+
+    skills: tuple[str, ...] = ("tool",)
+    pictures: tuple[Picture, ...] = ()
+
+    def __init__(self, rng: Random) -> None:
+        name, description, key, self._text, value = text_tool(rng)
+        self._action = Action(tool(name, description, {key: Field((), value).kind}), (), ((key, Field((), value)),))
+        self.tools = _shown(rng, [self._action.tool], usual=0.0)
+
+    def ask(self, rng: Random, skill: str) -> Question | None:
+        if rng.random() < 0.2:
+            talk = TalkScene().ask(rng, "chat")
+            return None if talk.keys == ("cannot",) else replace(talk, skill="tool", tools=self.tools)
+        answer = self._action.call()
+        return Question("tool", self._text, answer, (answer,), tools=self.tools)
+
+
+def _shown(rng: Random, fitting: list[Tool], usual: float = 0.6) -> tuple[Tool, ...]:
+    """These tools among others that have nothing to do with the request, in any order; `usual`: share of known ones."""
+    known = rng.sample(_OTHERS, 3)
+    more = [tool(*(one if rng.random() < usual else idle_tool(rng))) for one in known]
+    tools = [*fitting, *more[: rng.choice(_MORE[len(fitting)])]]
+    while len(tools) > max(1, len(fitting)) and len(chat.tools_turn(tools)) > _MOST_TOOL_LETTERS:
+        tools.pop()
+    by_name = {one["function"]["name"]: one for one in tools}
+    return tuple(rng.sample(list(by_name.values()), len(by_name)))
 
 
 def tool(name: str, description: str, kinds: dict[str, str]) -> Tool:
@@ -109,12 +144,14 @@ def tool(name: str, description: str, kinds: dict[str, str]) -> Tool:
 
 def _actions(rng: Random, record: Record) -> list[Action]:
     """One or two tools that fit the record, with different names."""
-    makers = [_save_fields, _save_fields, _look_up] if record.fields else []
+    makers = [_save_fields, _save_fields, _look_up, _any_named, _any_named] if record.fields else []
     makers += [_save_row] if record.rows else []
     found: list[Action] = []
     for _ in range(rng.randint(1, 2)):
         made = rng.choice(makers)(rng, record) if makers else None
-        if made and all(made.name != other.name for other in found):
+        if made is None or len(made.call()) > MOST_LETTERS:
+            continue
+        if all(made.name != other.name and not {*made.ways} & {*other.ways} for other in found):
             found.append(made)
     return found
 
@@ -131,7 +168,18 @@ def _save_fields(rng: Random, record: Record) -> Action:
     made = tool(
         f"{verb}_{noun}", f"{verb.capitalize()} the {names}.", {k: f.kind for k, f in zip(keys, fields, strict=True)}
     )
-    return Action(made, ways, tuple(zip(keys, fields, strict=True)))
+    return Action(made, ways, tuple(zip(keys, fields, strict=True)), is_saving=len(keys) > 1)
+
+
+def _any_named(rng: Random, record: Record) -> Action:
+    """A tool whose name says little, with fields under any of their names."""
+    fields = rng.sample(record.fields, rng.randint(1, min(3, len(record.fields))))
+    keys: list[str] = []
+    for field in fields:
+        keys.append(rng.choice([name for name in field.names if name not in keys] or [f"field_{len(keys)}"]))
+    name, description, ways = any_tool(rng)
+    made = tool(name, description, {k: f.kind for k, f in zip(keys, fields, strict=True)})
+    return Action(made, ways, tuple(zip(keys, fields, strict=True)), is_saving=True)
 
 
 def _look_up(rng: Random, record: Record) -> Action | None:
@@ -145,16 +193,25 @@ def _look_up(rng: Random, record: Record) -> Action | None:
 
 
 def _save_row(rng: Random, record: Record) -> Action | None:
-    """A row by its first field, which the question names."""
-    row = rng.choice(record.rows)
+    """A row by its first field, which the question names; or the bar of a chart that is the largest."""
+    largest = _largest(record) if record.noun == "chart" and rng.random() < 0.3 else None
+    row = largest or rng.choice(record.rows)
     name = row[0].value.strip('"')
     if sum(other[0].value == row[0].value for other in record.rows) > 1:
         return None
     fields = [row[0], *rng.sample(row[1:], rng.randint(1, min(2, len(row) - 1)))]
     keys = [field.names[0] for field in fields]
     verb, noun = rng.choice(_SAVE), record.rows_names[0].removesuffix("s")
-    ways = (f"{verb.capitalize()} {name}.", f"{verb.capitalize()} the {noun} {name}.")
-    made = tool(
-        f"{verb}_{noun}", f"{verb.capitalize()} one {noun}.", {k: f.kind for k, f in zip(keys, fields, strict=True)}
-    )
+    ways: tuple[str, ...] = (f"{verb.capitalize()} {name}.", f"{verb.capitalize()} the {noun} {name}.")
+    if largest:
+        ways = tuple(f"{verb.capitalize()} the {word} {noun}." for word in ("largest", "highest", "tallest"))
+    called = any_name(rng, verb, noun) if rng.random() < 0.35 else f"{verb}_{noun}"
+    made = tool(called, f"{verb.capitalize()} one {noun}.", {k: f.kind for k, f in zip(keys, fields, strict=True)})
     return Action(made, ways, tuple(zip(keys, fields, strict=True)))
+
+
+def _largest(record: Record) -> tuple[Field, ...] | None:
+    """The row with the largest second value, where it is clearly larger than the next."""
+    ordered = sorted(record.rows, key=lambda row: float(row[1].value))
+    first, second = float(ordered[-1][1].value), float(ordered[-2][1].value)
+    return ordered[-1] if first > 1.2 * second else None

@@ -43,7 +43,8 @@ def tools_turn(tools: Sequence[Mapping[str, Any]], system: str = "") -> str:
     for function in (tool["function"] for tool in tools):
         properties = function["parameters"]["properties"]
         arguments = ", ".join(f'"{key}": "{value["type"]}"' for key, value in properties.items())
-        lines.append(f'{function["description"]} {{"name": "{function["name"]}", "arguments": {{{arguments}}}}}')
+        described = f"{function['description']} " if function["description"] else ""
+        lines.append(f'{described}{{"name": "{function["name"]}", "arguments": {{{arguments}}}}}')
     return turn("system", "\n".join(lines))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from training.calls import ToolScene
+from training.calls import TextToolScene, ToolScene
 from training.canvas import FRAMES
 from training.charts import BarScene, TableScene
 from training.choices import ABOUT, ChoiceScene
@@ -174,6 +174,8 @@ def _scene(rng: Random, skill: str, shape: Shape, plan: Plan) -> Scene:
         return _with_choices(rng, shape, plan)
     if skill == "several":
         return SeveralScene(rng, sheets, plan.level)
+    if skill == "tool" and rng.random() < 0.1:
+        return TextToolScene(rng)
     if skill in PAGE_SKILLS:
         return _data_scene(rng, skill, sheets[0], plan)
     fits_data = shape.columns >= 8 and shape.rows >= 7

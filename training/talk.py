@@ -121,6 +121,6 @@ class TalkScene:
     skills: tuple[str, ...] = ("chat",)
     pictures: tuple[Picture, ...] = ()
 
-    def ask(self, rng: Random, skill: str) -> Question | None:
+    def ask(self, rng: Random, skill: str) -> Question:
         ways, answer, key = rng.choice(_TALK)
         return Question("chat", rng.choice(ways), answer, (key,))

@@ -100,6 +100,16 @@ def test_every_canonical_answer_is_right_and_others_are_wrong() -> None:
             assert not question.rule.is_right(""), question
 
 
+def test_a_call_copies_the_name_of_a_tool_that_is_offered() -> None:
+    asked = [q for seed in range(80) for q in sample(seed, TRAIN, skill="tool", plan=TRAINING).questions]
+    calls = [q for q in asked if q.answer.startswith("<tool_call>")]
+    for question in calls:
+        offered = {one["function"]["name"]: one["function"]["parameters"] for one in question.tools}
+        called = json.loads(question.answer.split("\n")[1])
+        assert list(called["arguments"]) == offered[called["name"]]["required"]
+    assert len({q.answer.split('"')[3] for q in calls}) > 25
+
+
 def test_pictures_have_the_sizes_the_image_processor_expects() -> None:
     for seed in range(60):
         for picture in sample(seed).pictures:
@@ -139,7 +149,7 @@ def test_the_template_writes_what_training_writes() -> None:
 
 def test_the_template_shows_tools_and_calls_as_training_writes_them() -> None:
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    tools = [tool("get_price", "Get a price.", {"item": "string", "count": "integer"}), tool("stop", "Stop.", {})]
+    tools = [tool("get_price", "Get a price.", {"item": "string", "count": "integer"}), tool("stop", "", {})]
     call = {"function": {"name": "get_price", "arguments": {"count": 2, "item": "Milk"}}}
     messages = [
         {"role": "system", "content": "Be brief."},
