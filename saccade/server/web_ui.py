@@ -15,6 +15,9 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".webm": "video/webm",
 }
 _HEADERS = {
     # Everything from this origin, nothing inline. A dropped image is a blob until it is sent as a data URL.

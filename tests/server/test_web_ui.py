@@ -32,6 +32,7 @@ from tests.helpers.serving import RunningServer, as_url, image_part
 pytestmark = pytest.mark.browser
 
 SQUARE = "What colour is the square?"
+RECEIPT = ["shop", "date", "total"]
 
 # In the page: what stands in the latest answer, each time it changes.
 WATCH_ANSWER = """() => {
@@ -84,6 +85,23 @@ def test_a_sample_shows_its_tokens_and_the_grid_over_the_image(page: Page) -> No
     expect(page.locator("#caption")).to_contain_text("20 × 15 = 300 tokens")
     assert page.locator("#grid").get_attribute("viewBox") == "0 0 20 15"
     assert page.locator("#seen").get_attribute("aria-label") == "shapes.png as the model sees it, 320 × 240 pixels"
+
+
+def test_another_sample_takes_the_place_of_the_last_and_leaves_own_pictures(page: Page) -> None:
+    page.get_by_role("button", name="Two pictures").click()
+    expect(page.locator("#bill-total")).to_contain_text("160 picture")
+    page.get_by_role("button", name="Clip").click()
+    expect(page.locator("#caption")).to_contain_text("8 frames of 192 × 160")
+    expect(page.locator(".thumb")).to_have_count(1)
+    drop_photo(page, 160, 160)
+    page.get_by_role("button", name="Landscape").click()
+    expect(page.locator(".thumb")).to_have_count(3)
+
+
+def test_a_sample_that_cannot_be_loaded_gets_a_sentence(page: Page) -> None:
+    page.route("**/static/receipt.png", lambda route: route.abort())
+    page.get_by_role("button", name="Receipt").click()
+    expect(page.locator("#pictures-problem")).to_contain_text("The server does not answer")
 
 
 def test_a_dropped_image_costs_what_the_server_says(page: Page, page_server: RunningServer) -> None:
@@ -220,22 +238,42 @@ def test_settings_are_sent_and_kept_and_a_cut_answer_is_marked(page: Page) -> No
     page.get_by_label("Temperature").fill("0.5")
     page.get_by_label("Length, tokens").fill("2")
     page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("JSON schema of answers").fill('{"type": "object"}')
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "Hello")
     body = sent.value.post_data_json
     assert (body["temperature"], body["max_tokens"]) == (0.5, 2)
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
     expect(page.locator(".cut")).to_have_text(
         "Cut off after 2 tokens: the length set. A larger one is in the settings."
     )
     page.reload()
-    page.get_by_role("button", name="Settings (3)").click()
+    page.get_by_role("button", name="Settings (4)").click()
     expect(page.get_by_label("System prompt")).to_have_value("Be brief.")
+    page.get_by_label("JSON schema of answers").fill("[1]")
+    expect(page.get_by_label("JSON schema of answers")).to_have_attribute("aria-invalid", "true")
 
 
 def streamed(*deltas: dict[str, str]) -> str:
     events = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+
+def test_a_receipt_is_asked_for_as_json_under_a_schema_that_is_shown(page: Page) -> None:
+    body = streamed({"content": '{"shop": "Corner Shop"}'})
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.get_by_role("button", name="Receipt").click()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Extract the data as JSON.").click()
+    asked = sent.value.post_data_json["response_format"]
+    assert asked["type"] == "json_schema" and list(asked["json_schema"]["schema"]["properties"]) == RECEIPT
+    expect(page.locator(".said.json")).to_have_text('{"shop": "Corner Shop"}')
+    page.get_by_text("answered as JSON: shop, date, total").click()
+    expect(page.locator(".asked pre")).to_contain_text('"total": {')
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="What is the total?").click()
+    assert "response_format" not in sent.value.post_data_json
 
 
 def test_thinking_is_folded_above_the_answer(page: Page) -> None:

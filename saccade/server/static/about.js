@@ -28,12 +28,12 @@ export function megabytes(bytes) {
   return `${count(Math.floor(bytes / 2 ** 20))} MiB`;
 }
 
-// Questions that fit the picture shown: a sample brings its own; for uploads only where the model may know them.
+// Questions that fit the picture shown, {text, schema}: a sample brings its own; for uploads only where the model may know them.
 export function questionsFor(picture, card) {
   if (!picture || picture.problem) return [];
   if (picture.questions) return picture.questions;
   if (!card || card.about) return [];
-  return picture.kind === "video" ? VIDEO_QUESTIONS : UPLOAD_QUESTIONS;
+  return (picture.kind === "video" ? VIDEO_QUESTIONS : UPLOAD_QUESTIONS).map((text) => ({ text, schema: null }));
 }
 
 // A warning where a model of known limits gets what it may not know.

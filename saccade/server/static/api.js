@@ -25,6 +25,10 @@ export class Api {
     return (await this.#send(path, {})).json();
   }
 
+  async blob(path) {
+    return (await this.#send(path, {})).blob();
+  }
+
   async post(path, body, signal) {
     return (await this.#send(path, { body, signal })).json();
   }

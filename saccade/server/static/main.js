@@ -10,7 +10,7 @@ import { History, previewOf } from "./history.js";
 import { takeFiles } from "./intake.js";
 import { Pictures } from "./pictures.js";
 import { Planner } from "./plan.js";
-import { sampleFile } from "./sample.js";
+import { SAMPLE_NAMES, sampleFiles } from "./sample.js";
 import { showServer } from "./server_view.js";
 import { Settings } from "./settings.js";
 import { followTabs, shownTab } from "./tabs.js";
@@ -31,7 +31,7 @@ const STATES = {
 };
 
 class Page {
-  #sample = 0;
+  #sample = 0; // the next one
   #suggested = null;
   #billed = new Map(); // where each picture stands on the bill that is being asked for, in its order
   #priced = []; // ids of the pictures on the latest that came
@@ -65,7 +65,8 @@ class Page {
     takeFiles((files) => (this.planner.isShown ? this.planner.addFiles(files) : this.#addFiles(files)));
     this.pictures.addEventListener("change", () => this.#onPictures());
     this.pictures.addEventListener("select", () => this.#showPictures());
-    byId("sample").addEventListener("click", () => this.#addSample());
+    byId("sample").addEventListener("click", () => this.#addSample(this.#sample));
+    byId("samples").append(...SAMPLE_NAMES.map((name, index) => pill(name, () => this.#addSample(index))));
     byId("detail").addEventListener("change", () => this.#onLimits());
     byId("pixels").addEventListener("input", () => this.#onPixels());
     byId("max-frames").addEventListener("input", () => this.#onLimits());
@@ -95,7 +96,7 @@ class Page {
     const room = this.bill.latest?.max_tokens_left;
     const fields = this.settings.fields(room);
     return {
-      body: { model: this.card?.id, ...this.#body(turn), ...fields },
+      body: { model: this.card?.id, ...this.#body(turn), ...fields, ...formatOf(turn.schema) },
       isRoom: fields.max_tokens === room,
       files: new Map(this.pictures.good.map(({ url, name }) => [url, name])),
       base: new URL("v1", location.href).href,
@@ -164,8 +165,22 @@ class Page {
     return video?.formats.length ? limits.video : 0;
   }
 
-  async #addSample() {
-    await this.#addFiles([await sampleFile(this.#sample++)]);
+  // In the place of another sample; beside pictures of the user's own.
+  async #addSample(index) {
+    this.#sample = index + 1;
+    try {
+      const files = await sampleFiles(index, this.api);
+      if (this.pictures.isSample && !this.talk.isBusy) this.#clear();
+      await this.#addFiles(files);
+    } catch (problem) {
+      this.#left = [problem.message];
+      this.#showPictures();
+    }
+  }
+
+  #clear() {
+    this.pictures.clear();
+    if (this.conversation.turns.length) this.#startOver();
   }
 
   #onPictures() {
@@ -234,14 +249,14 @@ class Page {
     });
   }
 
-  #ask() {
+  #ask(schema = this.settings.schema) {
     const question = byId("question");
     const text = question.value.trim();
     if (!text || this.talk.isBusy) return;
     this.#tell("bill", "");
     this.#tell("talk", "");
     this.#write("");
-    const turn = this.conversation.next(text, this.pictures.good);
+    const turn = Object.assign(this.conversation.next(text, this.pictures.good), { schema });
     const shown = this.pictures.good.filter(({ id }) => turn.pictures.includes(id));
     this.talk.ask(Object.assign(turn, { media: mediaWords(shown), previews: shown.map(previewOf).filter(Boolean) }));
   }
@@ -285,18 +300,18 @@ class Page {
   }
 
   #suggest(questions) {
-    if (questions.join() === this.#suggested) return; // or a button would lose the focus at every bill
-    this.#suggested = questions.join();
-    const button = (text) => el("button", { type: "button", on: { click: () => this.#use(text) } }, text);
+    const texts = questions.map(({ text }) => text).join();
+    if (texts === this.#suggested) return; // or a button would lose the focus at every bill
+    this.#suggested = texts;
     byId("suggestions").hidden = questions.length === 0;
-    byId("suggestions").replaceChildren(...questions.map(button));
+    byId("suggestions").replaceChildren(...questions.map((one) => pill(one.text, () => this.#use(one))));
   }
 
-  #use(text) {
+  #use({ text, schema }) {
     if (this.talk.isBusy) return;
     this.#write(text);
     byId("question").focus();
-    this.#ask();
+    this.#ask(schema ?? this.settings.schema);
   }
 
   #write(text) {
@@ -352,6 +367,14 @@ class Page {
     this.#state = "connecting"; // so that a wrong key asks again
     this.engine.look();
   }
+}
+
+function pill(text, onClick) {
+  return el("button", { type: "button", on: { click: onClick } }, text);
+}
+
+function formatOf(schema) {
+  return schema ? { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } } : {};
 }
 
 function fitHeight(area) {

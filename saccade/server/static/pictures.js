@@ -37,6 +37,15 @@ export class Pictures extends EventTarget {
     this.#changed();
   }
 
+  clear() {
+    for (const { id } of this.list) this.remove(id);
+  }
+
+  // Whether nothing here is the user's own.
+  get isSample() {
+    return this.list.every(({ questions }) => questions);
+  }
+
   select(id) {
     this.selected = id;
     this.dispatchEvent(new Event("select"));
@@ -88,9 +97,10 @@ function isVideo(file) {
 
 async function contentOf(file, kind) {
   const url = await dataUrl(file);
-  if (kind === "video") return { url, bitmap: null, clip: URL.createObjectURL(file), questions: null };
+  const questions = file.questions ?? null;
+  if (kind === "video") return { url, bitmap: null, clip: URL.createObjectURL(file), questions };
   const bitmap = await createImageBitmap(file).catch(() => null); // the server may read what this browser cannot show
-  return { url, bitmap, clip: null, questions: file.questions ?? null };
+  return { url, bitmap, clip: null, questions };
 }
 
 async function partsOf(file, { frames, most, formats }) {

@@ -1,37 +1,89 @@
-// Pictures the page draws itself, of the kinds the built-in model was trained on, each with questions to try.
+// Samples of what the built-in model was trained on, each with questions to try. Those in small print or motion are files:
+// training/page_samples.py drew them. The page draws the others.
 
 const INK = "#0f0f0f";
 const COLOURS = { red: "#dc1e23", green: "#1e9637", blue: "#234bd7", yellow: "#f5dc28", purple: "#7d28a5" };
 
+const RECEIPT = object({ shop: text(), date: text(), total: number() });
+const ITEMS = object({ items: { type: "array", items: object({ item: text(), price: number() }) } });
+
+// A question is asked as it is, or under a schema that its answer fits.
 const SAMPLES = [
   {
-    name: "shapes.png",
-    draw: drawShapes,
-    questions: ["What colour is the square?", "How many circles are there?", "Describe the picture."],
+    name: "Shapes",
+    files: [drawn("shapes.png", drawShapes)],
+    questions: [["What colour is the square?"], ["How many circles are there?"], ["Describe the picture."]],
   },
   {
-    name: "word.png",
-    draw: drawWord,
-    questions: ["What word is written here?", "What colour is the text?", "Describe the picture."],
+    name: "Receipt",
+    files: [stored("receipt.png")],
+    questions: [["Extract the data as JSON.", RECEIPT], ["List the items as JSON.", ITEMS], ["What is the total?"]],
   },
   {
-    name: "chart.png",
-    draw: drawChart,
-    questions: ["Which bar is the largest?", "What is the value of Lima?", "How many bars are there?"],
+    name: "Chart",
+    files: [drawn("chart.png", drawChart)],
+    questions: [["Which bar is the largest?"], ["What is the value of Lima?"], ["How many bars are there?"]],
+  },
+  {
+    name: "Clip",
+    files: [stored("clip.webm")],
+    questions: [["What happens in the clip?"], ["Which way does the circle move?"], ["How many shapes are there?"]],
+  },
+  {
+    name: "Two pictures",
+    files: [drawn("before.png", drawBefore, 160, 128), drawn("after.png", drawAfter, 160, 128)],
+    questions: [["What is different?"], ["Which picture has a yellow square?"], ["How many pictures are there?"]],
+  },
+  {
+    name: "Landscape",
+    files: [stored("landscape.jpg")],
+    questions: [["What is this?"], ["How many shapes are there?"]],
   },
 ];
 
-// The next sample as a PNG file that brings its questions. The same picture every time it comes round, so caches can hit.
-export async function sampleFile(index) {
-  const { name, draw, questions } = SAMPLES[index % SAMPLES.length];
-  const canvas = Object.assign(document.createElement("canvas"), { width: 320, height: 240 });
-  const pen = canvas.getContext("2d");
-  pen.fillStyle = "#ffffff";
-  pen.fillRect(0, 0, canvas.width, canvas.height);
-  draw(pen);
-  const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
-  return Object.assign(new File([blob], name, { type: "image/png" }), { questions });
+export const SAMPLE_NAMES = SAMPLES.map(({ name }) => name);
+
+// The files of a sample, which bring their questions. The same every time, so caches can hit.
+export async function sampleFiles(index, api) {
+  const { files, questions } = SAMPLES[index % SAMPLES.length];
+  const asked = questions.map(([text, schema = null]) => ({ text, schema }));
+  return Promise.all(files.map(async (make) => Object.assign(await make(api), { questions: asked })));
 }
+
+function drawn(name, draw, width = 320, height = 240) {
+  return async () => {
+    const canvas = Object.assign(document.createElement("canvas"), { width, height });
+    const pen = canvas.getContext("2d");
+    pen.fillStyle = "#ffffff";
+    pen.fillRect(0, 0, canvas.width, canvas.height);
+    draw(pen);
+    const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+    return new File([blob], name, { type: "image/png" });
+  };
+}
+
+function stored(name) {
+  return async (api) => {
+    const blob = await api.blob(`static/${name}`);
+    return new File([blob], name, { type: blob.type });
+  };
+}
+
+// --- schemas ---
+
+function object(properties) {
+  return { type: "object", properties, required: Object.keys(properties), additionalProperties: false };
+}
+
+function text() {
+  return { type: "string" };
+}
+
+function number() {
+  return { type: "number" };
+}
+
+// --- drawings ---
 
 function drawShapes(pen) {
   disc(pen, 70, 70, 42, COLOURS.red);
@@ -42,11 +94,18 @@ function drawShapes(pen) {
   polygon(pen, [[88, 138], [138, 214], [38, 214]]);
 }
 
-function drawWord(pen) {
-  pen.fillStyle = COLOURS.green;
-  pen.font = "48px DejaVu Sans, Verdana, sans-serif";
-  pen.textAlign = "center";
-  pen.fillText("RIVER", 160, 136);
+function drawBefore(pen) {
+  drawPair(pen, COLOURS.yellow);
+}
+
+function drawAfter(pen) {
+  drawPair(pen, COLOURS.blue);
+}
+
+function drawPair(pen, colour) {
+  disc(pen, 46, 46, 26, COLOURS.red);
+  pen.fillStyle = colour;
+  pen.fillRect(92, 62, 50, 50);
 }
 
 function drawChart(pen) {

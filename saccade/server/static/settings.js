@@ -1,10 +1,10 @@
-// What is asked of every answer: temperature, length and a system prompt. Kept in this browser; empty is the model's own.
+// What is asked of every answer: temperature, length, a system prompt, a JSON schema. Kept in this browser; empty is the model's own.
 
 import { byId } from "./dom.js";
 import { keep, kept } from "./keep.js";
 
 const KEPT = "saccade-settings";
-const NAMES = ["temperature", "max_tokens", "system"];
+const NAMES = ["temperature", "max_tokens", "system", "schema"];
 const USUAL_LENGTH = 512; // tokens of an answer; less where the context has less left
 
 export class Settings {
@@ -36,6 +36,16 @@ export class Settings {
     return this.#field("system").value.trim();
   }
 
+  // An object, or null where there is none or what is written is none.
+  get schema() {
+    try {
+      const value = JSON.parse(this.#field("schema").value);
+      return typeof value === "object" && !Array.isArray(value) ? value : null;
+    } catch {
+      return null;
+    }
+  }
+
   // The fields of a request; `room` is what the context has left, if that is known. An answer has at least a token.
   fields(room = Infinity) {
     const asked = this.#number("max_tokens") ?? USUAL_LENGTH;
@@ -58,6 +68,8 @@ export class Settings {
 
   // So that nobody wonders about answers under a setting of last week.
   #count() {
+    const isMeant = Boolean(this.#field("schema").value.trim());
+    this.#field("schema").setCustomValidity(isMeant && !this.schema ? "This is no JSON object." : "");
     const set = NAMES.filter((name) => this.#field(name).value.trim()).length;
     byId("settings-open").textContent = set ? `Settings (${set})` : "Settings";
     for (const name of NAMES) this.#field(name).ariaInvalid = this.#field(name).validity.valid ? null : "true";

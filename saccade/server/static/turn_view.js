@@ -11,11 +11,13 @@ export class TurnView {
   thought = "";
   #thinking = null; // its fold, once there is any
 
-  constructor({ question, media, previews = [] }) {
+  constructor({ question, media, previews = [], schema = null }) {
     const pictures = previewsOf(previews);
     const note = media ? [el("span", {}, ...pictures, `with ${media}`)] : [];
-    this.said = el("p", { className: "said waiting" });
-    this.turn = el("article", { className: "turn" }, el("div", { className: "asked" }, question, ...note), this.said);
+    const format = schema ? [schemaFold(schema)] : [];
+    const asked = el("div", { className: "asked" }, question, ...note, ...format);
+    this.said = el("p", { className: schema ? "said json waiting" : "said waiting" });
+    this.turn = el("article", { className: "turn" }, asked, this.said);
     byId("welcome").hidden = true;
     byId("log").append(this.turn);
     this.#follow();
@@ -66,6 +68,12 @@ export class TurnView {
   #follow() {
     this.turn.scrollIntoView({ block: "end" });
   }
+}
+
+function schemaFold(schema) {
+  const keys = Object.keys(schema.properties ?? {}).join(", ");
+  const summary = el("summary", {}, keys ? `answered as JSON: ${keys}` : "answered as JSON");
+  return el("details", {}, summary, el("pre", {}, JSON.stringify(schema, null, 2)));
 }
 
 class Thinking {
