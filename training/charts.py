@@ -7,6 +7,7 @@ from random import Random
 
 from saccade.evaluation.scoring import OTHER_NUMBER
 from training.canvas import Canvas
+from training.chart_questions import ask_bars, ways_to_a_cell
 from training.extract import ask_json
 from training.fonts import Font, font, font_names
 from training.palette import COLORS, NAMES, Rgb, background, distance, ink, shade
@@ -18,7 +19,7 @@ from training.table_questions import ORDINALS, ask_places
 from training.words import COLUMNS, headings, labels
 
 LETTER_SIZES = (13, 18)  # of labels, pixels
-_STEPS = (1, 2, 5, 10, 20)
+_STEPS = (1, 2, 2, 3, 4, 5, 5, 10, 10, 20, 25, 50)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,11 @@ class BarScene:
         if skill == "extract":
             return ask_json(rng, self.record())
         kind = rng.random()
-        if kind < 0.4:
+        if kind < 0.35:
             return self._extreme(rng)
-        return self._value(rng) if kind < 0.8 else self._other(rng)
+        if kind < 0.73:
+            return self._value(rng)
+        return self._other(rng) if kind < 0.88 else ask_bars(rng, self)
 
     def record(self) -> Record:
         rows = tuple(
@@ -98,11 +101,15 @@ class BarScene:
         )
         return Record("chart", rows=rows, rows_names=("bars", "data", "values"))
 
+    def is_clear(self, one: Bar, two: Bar) -> bool:
+        """Whether one sees which of two bars is higher."""
+        return abs(one.value - two.value) * 20 >= self._step * self._ticks
+
     def _extreme(self, rng: Random) -> Question | None:
         ordered = sorted(self.bars, key=lambda b: b.value)
         is_largest = rng.random() < 0.5
         bar, second = (ordered[-1], ordered[-2]) if is_largest else (ordered[0], ordered[1])
-        if abs(bar.value - second.value) * 20 < self._step * self._ticks:
+        if not self.is_clear(bar, second):
             return None
         word = rng.choice(("largest", "highest", "tallest") if is_largest else ("smallest", "lowest", "shortest"))
         text = rng.choice(
@@ -111,6 +118,9 @@ class BarScene:
                 f"What is the {word} bar?",
                 f"Which label has the {word} bar?",
                 f"Name the {word} bar.",
+                f"Which is the {word}?",
+                f"Which one is {word}?",
+                f"Which one is the {word}?",
             )
         )
         return self._named(text, f"The {word} bar is {bar.label}.", bar)
@@ -215,6 +225,8 @@ class TableScene:
                 f"Read the {column} of {row}.",
             )
         )
+        if rng.random() < 0.15:
+            text = rng.choice(ways_to_a_cell(row, column, self.columns))
         value = str(self.cells[y][x])
         answer = self._placed(x, f"the {column} of {row} is {value}.")
         return Question("table", text, answer, (value,), (OTHER_NUMBER,))
@@ -244,8 +256,10 @@ class TableScene:
         best = max(values) if is_largest else min(values)
         if values.count(best) > 1:
             return None
-        row, word = self.rows[values.index(best)], "largest" if is_largest else "smallest"
-        text = f"Which row has the {word} {self.columns[x]}?"
+        row = self.rows[values.index(best)]
+        word = rng.choice(("largest", "largest", "highest") if is_largest else ("smallest", "smallest", "lowest"))
+        text = rng.choice(("Which row has", "Which row has", "Which one has", "What has"))
+        text = f"{text} the {word} {rng.choice((self.columns[x], self.columns[x].lower()))}?"
         answer = self._placed(x, f"{row} has the {word} {self.columns[x]}.")
         return Question("table", text, answer, (row,), tuple(r for r in self.rows if r != row))
 

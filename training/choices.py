@@ -8,9 +8,11 @@ from random import Random
 
 from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
 from training.canvas import KINDS
+from training.claims import draw_claim
 from training.palette import NAMES
 from training.samples import Picture, Question
 from training.shape_questions import a
+from training.shapes import ShapeScene
 from training.sheet import Scene
 from training.words import number, word
 
@@ -20,6 +22,7 @@ _LETTER = (
     "Answer with the option's letter from the given choices directly.",
     "Answer with A, B or C.",  # the last: where there are three
 )
+_NUMBER = ("Answer with the number.", "Answer with the number only.", "Which one is right?", "Choose one.", "")
 _YES_NO = ("Answer yes or no.", "Yes or no?", "Please answer yes or no.", "Answer with yes or no only.")
 
 
@@ -34,6 +37,8 @@ class ChoiceScene:
         self.pictures: tuple[Picture, ...] = scene.pictures
 
     def ask(self, rng: Random, skill: str) -> Question | None:
+        if isinstance(self._scene, ShapeScene) and rng.random() < 0.3:
+            return _claimed(rng, self._scene)
         asked = self._scene.ask(rng, rng.choice(self._about))
         if asked is None or len(asked.keys) != 1:
             return None
@@ -50,10 +55,23 @@ class ChoiceScene:
         return _lettered(rng, asked, wrong[: rng.choice((1, 2, 2, 3))])
 
 
-def _yes_or_no(rng: Random, text: str, is_yes: bool) -> Question:
+def _claimed(rng: Random, scene: ShapeScene) -> Question | None:
+    claim = draw_claim(rng, scene)
+    if claim is None:
+        return None
+    if rng.random() < 0.6:
+        is_closed = not claim.is_short or rng.random() < 0.5
+        return _yes_or_no(rng, claim.question, claim.is_true, closing=None if is_closed else "")
+    text = rng.choice((f"Is it true that {claim.said}?", f"True or false: {claim.said}. Is it true?"))
+    return _yes_or_no(rng, text, claim.is_true, closing=rng.choice(("", rng.choice(_YES_NO))))
+
+
+def _yes_or_no(rng: Random, text: str, is_yes: bool, closing: str | None = None) -> Question:
+    """`closing` says how to answer; without one it is drawn."""
+    closing = rng.choice(_YES_NO) if closing is None else closing
     return Question(
         "choice",
-        f"{text} {rng.choice(_YES_NO)}",
+        f"{text} {closing}".rstrip(),
         "Yes." if is_yes else "No.",
         ("yes" if is_yes else "no",),
         ("no" if is_yes else "yes",),
@@ -61,13 +79,14 @@ def _yes_or_no(rng: Random, text: str, is_yes: bool) -> Question:
 
 
 def _lettered(rng: Random, asked: Question, wrong: Sequence[str]) -> Question:
-    """The options, each behind a letter, in one of the usual layouts; the answer is the letter."""
+    """The options, each behind a letter or a number, in one of the usual layouts; the answer is that sign alone."""
     options = [asked.keys[0], *wrong]
     rng.shuffle(options)
     mark, is_listed = rng.choice((".", ")", ":")), rng.random() < 0.7
-    letters = string.ascii_uppercase[: len(options)]
+    is_numbered = not asked.keys[0].isdigit() and rng.random() < 0.25
+    letters = (string.digits[1:] if is_numbered else string.ascii_uppercase)[: len(options)]
     shown = [f"{letter}{mark} {_quoted(asked, option)}" for letter, option in zip(letters, options, strict=True)]
-    closing = rng.choice(_LETTER if len(options) == 3 else _LETTER[:-1])
+    closing = rng.choice(_NUMBER if is_numbered else _LETTER if len(options) == 3 else _LETTER[:-1])
     parts = [asked.text, *shown, closing] if is_listed else [f"{asked.text} {', '.join(shown)}.", closing]
     text = ("\n" if is_listed else " ").join(parts).rstrip()
     right = letters[options.index(asked.keys[0])]

@@ -57,6 +57,8 @@ class ClipScene:
 
     def ask(self, rng: Random, skill: str) -> Question | None:
         kind = rng.random()
+        if kind < 0.08:
+            return _does_it(self, rng)
         if kind < 0.55:
             return _ASK_EVENT[self.event](self, rng)
         if kind < 0.7:
@@ -225,8 +227,10 @@ def _ask_appear(scene: ClipScene, rng: Random) -> Question:
         text = rng.choice((f"What appears after the {names[index]}?", f"Which shape follows the {names[index]}?"))
         right = names[index + 1]
         return _say(text, f"After the {names[index]} the {right} appears.", (f"the {right} appears",))
-    is_first = rng.random() < 0.5
-    word, right = ("first", names[0]) if is_first else ("last", names[-1])
+    places = [("first", names[0]), ("last", names[-1])]
+    if rng.random() < 0.3:
+        places = list(zip(("second", "third", "fourth"), names[1:], strict=False))
+    word, right = rng.choice(places)
     text = rng.choice((f"What appears {word}?", f"Which shape appears {word}?", f"Which shape comes {word}?"))
     return _say(text, f"The {right} appears {word}.", (right,), tuple(n for n in names if n != right))
 
@@ -266,13 +270,25 @@ def _ask_still(scene: ClipScene, rng: Random) -> Question:
 
 
 def _what_happens(scene: ClipScene, rng: Random) -> Question:
-    one, noun = scene.actor, rng.choice(_NOUNS)
+    noun = rng.choice(_NOUNS)
     text = rng.choice(
-        (f"What happens in the {noun}?", f"Describe the {noun}.", "What happens?", f"What does the {noun} show?")
+        (
+            f"What happens in the {noun}?",
+            f"Describe the {noun}.",
+            "What happens?",
+            f"What does the {noun} show?",
+            "What changes?",
+        )
     )
+    return _say(text, *_happens(scene))
+
+
+def _happens(scene: ClipScene) -> tuple[str, tuple[str, ...]]:
+    """The event in a sentence, and the keys of it."""
+    one = scene.actor
     if scene.event == "appear":
         names = [a(other.name) for other in scene.actors]
-        return _say(text, f"{listed(names).capitalize()} appear.", tuple(other.name for other in scene.actors))
+        return f"{listed(names).capitalize()} appear.", tuple(other.name for other in scene.actors)
     says = {
         "move": f"The {one.name} moves {scene.way}.",
         "size": f"The {one.name} {'grows' if one.growth > 1 else 'shrinks'}.",
@@ -280,7 +296,22 @@ def _what_happens(scene: ClipScene, rng: Random) -> Question:
         "recolor": f"The {one.kind} changes from {one.color} to {one.later}.",
         "still": "Nothing changes.",
     }[scene.event]
-    return _say(text, says, (says.removesuffix("."),))
+    return says, (says.removesuffix("."),)
+
+
+def _does_it(scene: ClipScene, rng: Random) -> Question:
+    """Whether a shape moves, or anything does."""
+    if scene.event == "still" or rng.random() < 0.3:
+        text = rng.choice(("Does anything change?", "Is there any change?"))
+        if scene.event == "still":
+            return _say(text, "No, nothing changes.", ("no",), ("yes",))
+        said, _ = _happens(scene)
+        return _say(text, f"Yes, {said[0].lower()}{said[1:]}", ("yes",), ("no",))
+    one = rng.choice(scene.actors)
+    text = rng.choice((f"Does the {one.kind} move?", f"Is the {one.kind} moving?"))
+    if scene.event == "move" and one is scene.actor:
+        return _say(text, f"Yes, the {one.name} moves {scene.way}.", ("yes",), ("no",))
+    return _say(text, f"No, the {one.kind} does not move.", ("no",), ("yes",))
 
 
 def _color(scene: ClipScene, rng: Random) -> Question | None:

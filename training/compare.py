@@ -7,7 +7,7 @@ from random import Random
 
 from training.canvas import KINDS, Canvas
 from training.charts import LETTER_SIZES
-from training.fonts import font, font_names
+from training.fonts import Font, font, font_names
 from training.palette import COLORS, NAMES, background, ink, is_clear
 from training.reading import TextScene
 from training.samples import Picture, Question
@@ -17,7 +17,15 @@ from training.shapes import Shape, ShapeScene
 from training.sheet import Scene, Sheet, listed, others
 from training.words import labels
 
-_ABOUT = ("count", "count", "number", "number", "total", "same", "same", "word", "differs", "differs")
+_ABOUT = (
+    *("count", "count", "count", "number", "number", "total", "total", "same", "same", "word"),
+    *("differs", "differs", "differs"),
+)
+_SMALLEST_LETTERS = 11
+_DIFFERENCE = (
+    *("What differs?", "What is different?", "What is the difference?", "What has changed?", "Find the difference."),
+    *("Compare the pictures.", "What is the difference between the pictures?"),
+)
 
 
 class BillScene:
@@ -25,9 +33,10 @@ class BillScene:
 
     skills: tuple[str, ...] = ()
 
-    def __init__(self, rng: Random, sheet: Sheet, total: int) -> None:
+    def __init__(self, rng: Random, sheet: Sheet, total: int, *, has_cents: bool = False) -> None:
+        """`total` is in cents where prices have cents."""
         self.total = total
-        face = font(rng.choice(font_names()), rng.randint(*LETTER_SIZES))
+        face = _fitting_face(rng, sheet.drawn[0], f"TOTAL {_price(total, has_cents)}")
         line = sum(face.getmetrics()) + 2
         most = max(0, min(3, sheet.drawn[1] // line - 1, total - 1))
         items = rng.randint(min(1, most), most)
@@ -38,10 +47,9 @@ class BillScene:
         rows = [*zip(labels(rng, items, 5), parts, strict=True)] if items else []
         top = rng.randint(0, max(0, canvas.height - line * (len(rows) + 1)))
         for index, (name, price) in enumerate([*rows, (rng.choice(("Total", "TOTAL")), total)]):
+            shown = _price(price, has_cents)
             canvas.text((4, top + line * index), name, face, color)
-            canvas.text(
-                (canvas.width - 4 - int(face.getlength(str(price))), top + line * index), str(price), face, color
-            )
+            canvas.text((canvas.width - 4 - int(face.getlength(shown)), top + line * index), shown, face, color)
         self.pictures: tuple[Picture, ...] = (canvas.finish(rng),)
 
     def ask(self, rng: Random, skill: str) -> Question | None:
@@ -60,6 +68,9 @@ class CompareScene:
 
     def _made(self, rng: Random, sheets: list[Sheet], level: float) -> list[Scene]:
         if self.about == "total":
+            if rng.random() < 0.6:
+                most = rng.choice((999, 9999, 9999, 99999))
+                return [BillScene(rng, sheet, rng.randint(50, most), has_cents=True) for sheet in sheets]
             return [BillScene(rng, sheet, rng.randint(2, rng.choice((20, 99, 999)))) for sheet in sheets]
         if self.about in ("number", "word"):
             skill = "numbers" if self.about == "number" else "words"
@@ -74,7 +85,7 @@ class CompareScene:
         if self.about == "differs":
             return self._differs(rng)
         if self.about == "count":
-            return self._more(rng)
+            return self._more(rng) if rng.random() < 0.8 else self._which_has(rng)
         if self.about in ("number", "total"):
             return self._larger(rng)
         return self._same_word(rng) if self.about == "word" else self._same(rng)
@@ -86,7 +97,7 @@ class CompareScene:
         shape, kind = rng.choice(shapes), rng.random()
         noun, named = (
             ("shape", {})
-            if kind < 0.5
+            if kind < 0.4
             else (shape.kind, {"kind": shape.kind})
             if kind < 0.8
             else (f"{shape.color} shape", {"color": shape.color})
@@ -109,7 +120,13 @@ class CompareScene:
         is_most, is_two = rng.random() < 0.6, len(values) == 2
         more = rng.choice(("larger", "higher") if is_two else ("largest", "highest"))
         less = rng.choice(("smaller", "lower") if is_two else ("smallest", "lowest"))
-        return _best(rng, values, is_most, f"has the {more if is_most else less} {thing}")
+        nouns = ("receipt", "bill", "picture") if thing == "total" else ("picture", "image")
+        return _best(rng, values, is_most, f"has the {more if is_most else less} {thing}", rng.choice(nouns))
+
+    def _which_has(self, rng: Random) -> Question | None:
+        shape = rng.choice([shape for scene in self._shapes() for shape in scene.shapes])
+        has = [int(bool(scene.having(shape.kind, shape.color))) for scene in self._shapes()]
+        return _best(rng, has, True, f"has {a(shape.name)}")
 
     # --- alike or not ---
 
@@ -146,7 +163,9 @@ class CompareScene:
 
     def _differs(self, rng: Random) -> Question:
         one, two = self._shapes()
-        text = rng.choice(("What differs?", "What is different?", "What is the difference?", "What has changed?"))
+        if rng.random() < 0.2:
+            return self._is_same(rng, one.shapes == two.shapes)
+        text = rng.choice(_DIFFERENCE)
         gone, new = _without(one.shapes, two.shapes), _without(two.shapes, one.shapes)
         if not gone and not new:
             return _compared(text, "Nothing differs.", ("nothing",))
@@ -163,6 +182,12 @@ class CompareScene:
             answer = f"The {before.name} is {a(after.kind)} in the second picture."
         return _compared(text, answer, (answer.removesuffix("."),))
 
+    def _is_same(self, rng: Random, is_same: bool) -> Question:
+        text = rng.choice(("Are these the same?", "Are the pictures the same?", "Is it the same picture twice?"))
+        if is_same:
+            return _compared(text, "Yes, they are the same.", ("yes",), ("no",))
+        return _compared(text, "No, they differ.", ("no",), ("yes",))
+
     def _shapes(self) -> list[ShapeScene]:
         return [scene for scene in self.scenes if isinstance(scene, ShapeScene)]
 
@@ -175,13 +200,26 @@ def _noun(rng: Random) -> str:
     return rng.choice(("picture", "image"))
 
 
-def _best(rng: Random, values: list[int], is_most: bool, says: str) -> Question | None:
+def _best(rng: Random, values: list[int], is_most: bool, says: str, noun: str = "") -> Question | None:
     best = max(values) if is_most else min(values)
     if values.count(best) > 1:
         return None
-    noun, key = _noun(rng), ORDINALS[values.index(best)]
+    noun, key = noun or _noun(rng), ORDINALS[values.index(best)]
     text = rng.choice((f"Which {noun} {says}?", f"Which of the {noun}s {says}?"))
     return _compared(text, f"The {key} {noun} {says}.", (key,), others(ORDINALS, key))
+
+
+def _price(value: int, has_cents: bool) -> str:
+    return f"{value // 100}.{value % 100:02}" if has_cents else str(value)
+
+
+def _fitting_face(rng: Random, width: int, widest: str) -> Font:
+    """A font of any size in which this text fits the width, or the smallest one."""
+    name = rng.choice(font_names())
+    for size in range(rng.randint(*LETTER_SIZES), _SMALLEST_LETTERS, -1):
+        if font(name, size).getlength(widest) <= width - 8:
+            return font(name, size)
+    return font(name, _SMALLEST_LETTERS)
 
 
 def _parts(rng: Random, total: int, count: int) -> list[int]:
@@ -212,11 +250,11 @@ def _pair(rng: Random, sheet: Sheet) -> list[Scene]:
     at = rng.randrange(len(shapes))
     old = shapes[at]
     clear = [name for name in NAMES if is_clear(COLORS[name], first.paper) and not first.having(color=name)]
-    if kind < 0.4 and clear:
+    if kind < 0.35 and clear:
         shapes[at] = replace(old, color=rng.choice(clear))
-    elif kind < 0.55:
+    elif kind < 0.5:
         shapes[at] = replace(old, kind=rng.choice(others(KINDS, *(s.kind for s in shapes))))
-    elif kind < 0.85 and len(shapes) > 1:
+    elif kind < 0.75 and len(shapes) > 1:
         shapes.pop(at)
     pair: list[Scene] = [first.redrawn(rng, first.shapes), first.redrawn(rng, shapes)]
     rng.shuffle(pair)

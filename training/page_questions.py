@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
 from training.extract import ask_json
+from training.off_topic import off_topic
+from training.receipt_questions import ask_naturally, caption
 from training.records import spoken
 from training.samples import Question
 
@@ -19,6 +21,11 @@ def ask_page(rng: Random, page: Page, skill: str) -> Question | None:
     if skill == "extract":
         record = page.record()
         return ask_json(rng, record) if record.fields or record.rows else None
+    kind = rng.random()
+    if kind > 0.98:
+        return off_topic(rng, "document")
+    if kind < 0.34:
+        return caption(rng, page) if kind < 0.09 else ask_naturally(rng, page)
     kinds = [_entry] * 4 * bool(page.entries or page.after) + [_good] * 3 * bool(page.goods)
     kinds += [_line] * 2 * bool(page.body) + [_heading] * bool(page.heading)
     return rng.choice(kinds)(rng, page) if kinds else None
@@ -79,7 +86,7 @@ def _good(rng: Random, page: Page) -> Question | None:
         return None
     text = rng.choice((f"Which item costs {price}?", f"What costs {price}?"))
     wrong = tuple(other for other, _ in page.goods if other != thing)
-    return Question("document", text, f"The item is {thing}.", (thing,), wrong)
+    return Question("document", text, f"The item is {json.dumps(thing)}.", (thing,), wrong)
 
 
 def _line(rng: Random, page: Page) -> Question:

@@ -149,12 +149,15 @@ def _paper(rng: Random) -> tuple[Rgb, Rgb]:
 
 
 def _receipt(rng: Random, room: int) -> Page:
-    shop = _name(rng, TOWNS)
-    if rng.random() < 0.5:
+    shop, style = _name(rng, TOWNS), rng.random()
+    if style < 0.45:
         shop = f"{shop} {rng.choice(('Shop', 'Market', 'Store', 'Cafe', 'Bakery'))}"
+    elif style < 0.6:
+        shop = f"{rng.choice(('Cafe', 'Bar', 'Hotel', 'Casa', 'Mini'))} {shop}"
     count = max(1, min(rng.randint(1, 5), room - 4))
-    cents = [rng.randint(10, 2999) for _ in range(count)]
-    goods = tuple((thing, _money(value)) for thing, value in zip(rng.sample(GOODS, count), cents, strict=True))
+    most = 2999 if rng.random() < 0.85 else 199999
+    cents = [rng.randint(10, most) for _ in range(count)]
+    goods = tuple((thing, _money(value)) for thing, value in zip(_goods(rng, count), cents, strict=True))
     before = [_entry(rng, kind) for kind in rng.sample(("date", "time", "number"), rng.randint(0, 2))]
     total = rng.choice(("Total", "Total", "TOTAL", "Sum", "Amount"))
     after = [
@@ -165,6 +168,21 @@ def _receipt(rng: Random, room: int) -> Page:
     spare = max(0, room - count - 2)
     heading_field = text_field(("shop", "store", "merchant", "vendor"), shop)
     return Page("receipt", shop, heading_field, tuple(before[:spare]), goods, tuple(after))
+
+
+_LABEL_WORDS = ("total", "sum", "amount", "date", "day", "time", "hour", "number", "paid", "price", "item")
+
+
+def _goods(rng: Random, count: int) -> list[str]:
+    """Different things, now and then ones that are sold nowhere."""
+    if rng.random() < 0.6:
+        return rng.sample(GOODS, count)
+    found: list[str] = []
+    while len(found) < count:
+        thing = _name(rng, GOODS)
+        if thing.lower() not in (*(name.lower() for name in found), *_LABEL_WORDS):
+            found.append(thing)
+    return found
 
 
 def _form(rng: Random, room: int) -> Page:
@@ -198,6 +216,8 @@ Made = tuple[str, Field]
 def _named(names: tuple[str, ...], some: tuple[str, ...]) -> Callable[[Random], Made]:
     def make(rng: Random) -> Made:
         text = _name(rng, some)
+        if some is PEOPLE and rng.random() < 0.3:
+            text = f"{text} {word(rng, 7, 3).capitalize()}"
         return text, text_field(names, text)
 
     return make
@@ -233,6 +253,8 @@ def _time(rng: Random) -> Made:
 
 def _code(rng: Random) -> Made:
     letters = "".join(rng.choices(string.ascii_uppercase, k=rng.randint(1, 2)))
+    if rng.random() < 0.25:
+        letters = rng.choice(("INV", "ORD", "REF", "PO", "NR"))
     text = letters + rng.choice(("", "-")) + "".join(rng.choices(string.digits, k=rng.randint(2, 4)))
     return text, text_field(("number", "code", "reference", "id"), text)
 
@@ -243,7 +265,7 @@ def _phone(rng: Random) -> Made:
 
 
 def _amount(rng: Random) -> Made:
-    text = _money(rng.randint(10, 99999))
+    text = _money(rng.randint(10, rng.choice((99999, 99999, 999999))))
     return text, number_field(("amount", "sum", "price"), text)
 
 

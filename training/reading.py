@@ -8,6 +8,7 @@ from random import Random
 from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
 from training.canvas import Canvas
 from training.fonts import font, font_names
+from training.off_topic import off_topic
 from training.palette import NAMES, background, ink
 from training.samples import Picture, Question
 from training.shape_questions import DESCRIBE
@@ -71,6 +72,8 @@ class TextScene:
         if skill == "caption":
             text = rng.choice(DESCRIBE)
             return Question("caption", text, f"The picture shows {self._nouns()}.", tuple(self.texts), (OTHER_QUOTE,))
+        if skill == "absent" and rng.random() < 0.3:
+            return off_topic(rng, "absent")
         if skill == "absent":
             thing = rng.choice(("circle", "square", "triangle", "star", "heart", "dog", "cat", "car"))
             text = rng.choice((f"What color is the {thing}?", f"Where is the {thing}?"))

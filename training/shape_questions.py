@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from saccade.evaluation.scoring import OTHER_NUMBER
 from training.canvas import KINDS
 from training.extract import ask_json
+from training.off_topic import off_topic
 from training.palette import NAMES
 from training.samples import Question
 from training.sheet import listed, others
@@ -238,6 +239,8 @@ def _count(scene: ShapeScene, rng: Random) -> Question | None:
 
 
 def _absent(scene: ShapeScene, rng: Random) -> Question | None:
+    if rng.random() < 0.15:
+        return off_topic(rng, "absent")
     kind, word = rng.random(), rng.choice(_COLOR_WORDS)
     if kind < 0.1:
         text = rng.choice(("What does the text say?", "What word is written here?", "Read the text."))
@@ -310,6 +313,8 @@ DESCRIBE = (
     "What do you see?",
     "What does the picture show?",
     "What can you see in the picture?",
+    "What is this?",
+    "What is shown here?",
 )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from saccade.evaluation.scoring import OTHER_NUMBER
 from training.samples import Question
+from training.shape_questions import counted
 from training.sheet import listed, others
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
 
 def ask_places(rng: Random, table: TableScene) -> Question | None:
-    return rng.choice((_row, _row, _column, _headings, _nth, _which, _cell))(rng, table)
+    return rng.choice((_row, _row, _column, _headings, _nth, _which, _cell, _count, _rows))(rng, table)
 
 
 def _row(rng: Random, table: TableScene) -> Question:
@@ -66,3 +68,16 @@ def _cell(rng: Random, table: TableScene) -> Question | None:
     return Question(
         "table", f"Which column of {row} has the value {value}?", f"The column {column} has it.", (column,), wrong
     )
+
+
+def _count(rng: Random, table: TableScene) -> Question:
+    """Rows below the headings, or columns beside the labels."""
+    noun, count = rng.choice((("row", len(table.rows)), ("column", len(table.columns))))
+    text = rng.choice((f"How many {noun}s are there?", f"How many {noun}s does the table have?", f"Count the {noun}s."))
+    return Question("table", text, f"{counted(count, noun)}.", (str(count),), (OTHER_NUMBER,))
+
+
+def _rows(rng: Random, table: TableScene) -> Question:
+    text = rng.choice(("Which rows does the table have?", "What are the rows?", "Name the rows."))
+    noun = "rows are" if len(table.rows) > 1 else "row is"
+    return Question("table", text, f"The {noun} {listed(table.rows)}.", tuple(table.rows))

@@ -7,8 +7,8 @@ from random import Random
 from training.samples import Picture, Question
 
 _CAN = (
-    "I can name shapes and colors, say where things are, count to six, read words and numbers, "
-    "and answer questions about simple charts and tables."
+    "I can name and count shapes, read text, charts, tables and documents, and compare pictures. "
+    "I can also answer in JSON, call tools and watch short videos."
 )
 _CANNOT = "I cannot do that. I answer questions about simple pictures with shapes, text, charts and tables."
 _NO_PICTURE = "I see no picture. Please add one and ask again."
@@ -45,7 +45,15 @@ _TALK: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "saccade's built-in model",
     ),
     (
-        ("What can you do?", "How can you help me?", "Help", "What do you know?", "What are you good at?", "help me"),
+        (
+            "What can you do?",
+            "How can you help me?",
+            "Help",
+            "What do you know?",
+            "What are you good at?",
+            "help me",
+            "Can you read documents?",
+        ),
         _CAN,
         "shapes",
     ),

@@ -126,14 +126,35 @@ def number(rng: Random, longest: int) -> str:
 
 def labels(rng: Random, count: int, longest: int) -> list[str]:
     """Different labels of at most `longest` letters, of one kind where there are enough of it."""
-    if longest < 3 or rng.random() < 0.35:
+    if longest < 3 or rng.random() < 0.3:
         start = rng.randrange(len(LETTERS) - count + 1)
         return list(LETTERS[start : start + count])
+    if rng.random() < 0.25:
+        return _odd_labels(rng, count, longest)
     fitting = [label for label in LABELS if len(label) <= longest]
     if rng.random() < 0.5:
         start = rng.randrange(len(fitting) - count + 1)
         return fitting[start : start + count]
     return rng.sample(fitting, count)
+
+
+def _odd_labels(rng: Random, count: int, longest: int) -> list[str]:
+    """Labels that must be read: made up, any words, or known ones but for a letter or an s at the end."""
+    found: list[str] = []
+    while len(found) < count:
+        known, kind = rng.choice(LABELS), rng.random()
+        if kind < 0.35:
+            label = rng.choice(COMMON).capitalize()
+        elif kind < 0.6:
+            label = _made_up(rng, rng.randint(3, max(3, min(6, longest)))).capitalize()
+        elif kind < 0.8:
+            label = known[:-1] if known.endswith("s") else f"{known}s"
+        else:
+            at = rng.randrange(1, len(known))
+            label = known[:at] + rng.choice(string.ascii_lowercase) + known[at + 1 :]
+        if 3 <= len(label) <= longest and label not in (*found, *COLUMNS):
+            found.append(label)
+    return found
 
 
 def headings(rng: Random, count: int) -> list[str]:

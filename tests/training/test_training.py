@@ -110,6 +110,19 @@ def test_a_call_copies_the_name_of_a_tool_that_is_offered() -> None:
     assert len({q.answer.split('"')[3] for q in calls}) > 25
 
 
+def test_most_questions_about_documents_name_what_they_ask_for() -> None:
+    asked = [q for seed in range(60) for q in sample(seed, TRAIN, skill="document", turns=3, plan=TRAINING).questions]
+    captions = [q.answer for q in asked if q.answer.startswith("The picture shows")]
+    assert any(' receipt of "' in answer for answer in captions)
+    assert 0.02 < len(captions) / len(asked) < 0.2
+
+
+def test_options_have_letters_or_numbers() -> None:
+    asked = [q for seed in range(60) for q in sample(seed, TRAIN, skill="choice", turns=3, plan=TRAINING).questions]
+    signs = {q.answer for q in asked}
+    assert {"A", "B", "1", "2", "Yes.", "No."} <= signs <= {*"ABCD1234", "Yes.", "No."}
+
+
 def test_pictures_have_the_sizes_the_image_processor_expects() -> None:
     for seed in range(60):
         for picture in sample(seed).pictures:
