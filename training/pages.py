@@ -62,9 +62,10 @@ class Page:
         head = (self.heading_field,) if self.heading_field else ()
         rows = tuple((text_field(_THING, name), number_field(_PRICE, price)) for name, price in self.goods)
         fields = (*head, *(entry.field for entry in (*self.entries, *self.after)))
-        return Record(self.noun, fields, rows, ("items", "products", "lines"))
+        return Record(self.noun, fields, rows, ("items", "products", "lines"), len(head) + len(self.entries))
 
 
+_NUMBER = ("number", "code", "reference", "id")
 _THING, _PRICE = ("item", "name", "product"), ("price", "cost", "amount")
 
 
@@ -188,8 +189,11 @@ def _goods(rng: Random, count: int) -> list[str]:
 def _form(rng: Random, room: int) -> Page:
     noun = rng.choice(("form", "form", "card", "ticket", "invoice", "order"))
     kinds = rng.sample(tuple(_ENTRIES), min(rng.randint(3, 8), room - 1))
-    heading = rng.choice((noun.capitalize(), noun.upper(), f"{noun.capitalize()} {rng.randint(1, 999)}", ""))
-    return Page(noun, heading, entries=tuple(_entry(rng, kind) for kind in kinds))
+    number = "" if "number" in kinds else str(rng.randint(1, 999))  # one number is enough
+    numbered = f"{noun.capitalize()} {number}".strip()
+    heading = rng.choice((noun.capitalize(), noun.upper(), numbered, ""))
+    field = text_field(_NUMBER, number) if number and heading == numbered else None
+    return Page(noun, heading, field, entries=tuple(_entry(rng, kind) for kind in kinds))
 
 
 def _letter(rng: Random, room: int) -> Page:
@@ -256,7 +260,7 @@ def _code(rng: Random) -> Made:
     if rng.random() < 0.25:
         letters = rng.choice(("INV", "ORD", "REF", "PO", "NR"))
     text = letters + rng.choice(("", "-")) + "".join(rng.choices(string.digits, k=rng.randint(2, 4)))
-    return text, text_field(("number", "code", "reference", "id"), text)
+    return text, text_field(_NUMBER, text)
 
 
 def _phone(rng: Random) -> Made:

@@ -29,6 +29,7 @@ class Record(NamedTuple):
     fields: tuple[Field, ...] = ()
     rows: tuple[tuple[Field, ...], ...] = ()  # all rows have the same fields
     rows_names: tuple[str, ...] = ("rows",)  # keys that the list of rows may go by; also what a question calls them
+    rows_at: int | None = None  # how many fields are read before the rows; None: all
 
 
 def text_field(names: tuple[str, ...], text: str) -> Field:

@@ -13,6 +13,7 @@ from training import textures
 from training.canvas import PATCH
 from training.photos import compressed, varied, window
 from training.samples import Picture, Question
+from training.schemas import Schema, closed, optional
 from training.sheet import Sheet
 from training.textures import Size, Texture
 
@@ -53,6 +54,9 @@ _ASKED = (
 )
 
 
+Held = tuple[str, Schema]  # a question and the schema its answer is held to
+
+
 class RefuseScene:
     skills: tuple[str, ...] = ("refuse",)
 
@@ -64,6 +68,27 @@ class RefuseScene:
     def ask(self, rng: Random, skill: str) -> Question | None:
         text = rng.choice(self._asked if self._asked and rng.random() < 0.55 else _ASKED)
         return Question("refuse", text, REFUSAL, (REFUSED,))
+
+
+class ClosedScene(RefuseScene):
+    """The same under a schema, which lets no sentence through: an answer without data, that ends at once."""
+
+    skills = ("extract", "extract", "refuse")
+
+    def __init__(
+        self, rng: Random, sheets: Sequence[Sheet], sources: Sources, asked: Sequence[str], held: Sequence[Held]
+    ) -> None:
+        super().__init__(rng, sheets, sources, asked)
+        self._held = held
+
+    def ask(self, rng: Random, skill: str) -> Question | None:
+        if skill == "refuse":
+            return super().ask(rng, skill)
+        text, schema = rng.choice(self._held)
+        if rng.random() < 0.6:
+            schema = optional(rng, schema)
+        answer = closed(schema)
+        return Question("extract", text, answer, (answer,), schema=schema)
 
 
 class RefuseClip(RefuseScene):

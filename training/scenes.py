@@ -18,11 +18,12 @@ from training.charts import BarScene, TableScene
 from training.choices import ABOUT, ChoiceScene
 from training.clips import ClipScene
 from training.compare import CompareScene
+from training.extract import MOST_LETTERS, AnswerScene
 from training.pages import SMALLEST_PRINT, PageScene
 from training.pages import SMALLEST_TRAINED as SMALLEST_PRINT_TRAINED
 from training.photos import read_photos, rough
 from training.reading import SMALLEST, SMALLEST_TRAINED, TextScene
-from training.refusals import HELD_OUT_SOURCES, TRAINED_ON, RefuseClip, RefuseScene, Sources
+from training.refusals import HELD_OUT_SOURCES, TRAINED_ON, ClosedScene, Held, RefuseClip, RefuseScene, Sources
 from training.samples import FIRST_SKILLS, SKILLS, Question, Sample
 from training.several import SeveralScene
 from training.shapes import ShapeScene
@@ -62,10 +63,19 @@ class Plan(NamedTuple):
     is_varied: bool = True  # tables have any headings, and questions on the way to finding a cell
     rough: float = 0.0  # share of drawings that look photographed or compressed
     outside: Sources = HELD_OUT_SOURCES  # what to refuse
+    closed: float = 0.08  # share of pictures to refuse that are asked for JSON
+    most_json: int = 140  # letters of it: an answer should end within 128 tokens
 
 
 EVALUATION = Plan(odd=1.0, is_varied=False)
-TRAINING = Plan(smallest_text=SMALLEST_TRAINED, smallest_print=SMALLEST_PRINT_TRAINED, rough=0.25, outside=TRAINED_ON)
+TRAINING = Plan(
+    smallest_text=SMALLEST_TRAINED,
+    smallest_print=SMALLEST_PRINT_TRAINED,
+    rough=0.25,
+    outside=TRAINED_ON,
+    most_json=MOST_LETTERS,  # some longer ones, so that lists are not ended early
+)
+_DRAWINGS = EVALUATION._replace(closed=0.0)  # nothing to refuse
 
 
 class Plans(NamedTuple):
@@ -124,14 +134,15 @@ def sample(
     skill = skill or SKILLS[seed % len(SKILLS)]
     shape = shape or draw_shape(rng, skill)
     while True:
-        scene = _outside(rng, shape, plan, stream) if skill == "refuse" else _scene(rng, skill, shape, plan)
+        is_outside = skill == "refuse" or (skill == "extract" and rng.random() < plan.closed)
+        scene = _outside(rng, shape, plan, stream, skill) if is_outside else _scene(rng, skill, shape, plan)
         first = scene.ask(rng, skill)
-        if first is not None:
+        if first is not None and _fits(first, plan):
             break
     questions = [first]
     for _ in range(turns - 1):
         more = scene.ask(rng, rng.choice(scene.skills))
-        if more is not None and all(more.text != q.text for q in questions):
+        if more is not None and _fits(more, plan) and all(more.text != q.text for q in questions):
             questions.append(more)
     pictures = scene.pictures
     if skill != "refuse" and plan.rough:
@@ -143,6 +154,10 @@ def sample(
             for picture in pictures
         )
     return Sample(pictures, tuple(questions), is_video=shape.frames > 1 and bool(pictures))
+
+
+def _fits(question: Question, plan: Plan) -> bool:
+    return question.skill != "extract" or len(question.answer) <= plan.most_json
 
 
 def held_out(count: int, skills: tuple[str, ...] = FIRST_SKILLS, plan: Plan = EVALUATION) -> Iterator[Sample]:
@@ -203,6 +218,8 @@ def _data_scene(rng: Random, skill: str, sheet: Sheet, plan: Plan) -> Scene:
         scene = BarScene(rng, sheet)
     else:
         scene = ShapeScene(rng, sheet, "extract")
+    if skill == "extract":
+        return AnswerScene(scene)
     return ToolScene(rng, scene) if skill == "tool" else scene
 
 
@@ -216,9 +233,11 @@ def _with_choices(rng: Random, shape: Shape, plan: Plan) -> Scene:
     return ChoiceScene(_scene(rng, rng.choice(about), shape, plan))
 
 
-def _outside(rng: Random, shape: Shape, plan: Plan, stream: str) -> Scene:
+def _outside(rng: Random, shape: Shape, plan: Plan, stream: str, skill: str) -> Scene:
     """Photographs and textures, of which is asked what is asked of drawings."""
     sheets = [sheet(rng, shape.columns, shape.rows, plan.odd) for _ in range(shape.pictures)]
+    if skill == "extract":
+        return ClosedScene(rng, sheets, plan.outside, _asked("one", stream), _held(stream))
     if shape.frames > 1:
         return RefuseClip(rng, sheets[0], _frames(rng, shape), plan.outside, _asked("video", stream))
     if shape.pictures > 1:
@@ -232,5 +251,13 @@ def _asked(about: str, stream: str) -> tuple[str, ...]:
     own = {"video": ("video",), "several": ("several", "compare")}
     skills = own.get(about) or tuple(s for s in SKILLS if s not in ("chat", "refuse", "several", "compare", "video"))
     seeds = range(2 * 10**9, 2 * 10**9 + 300)
-    samples = (sample(seed, stream, skill=skills[seed % len(skills)]) for seed in seeds)
+    samples = (sample(seed, stream, skill=skills[seed % len(skills)], plan=_DRAWINGS) for seed in seeds)
     return tuple(question.text for made in samples for question in made.questions)
+
+
+@cache
+def _held(stream: str) -> tuple[Held, ...]:
+    """Such questions that are held to a schema."""
+    seeds = range(3 * 10**9, 3 * 10**9 + 120)
+    samples = (sample(seed, stream, skill="extract", turns=6, plan=_DRAWINGS) for seed in seeds)
+    return tuple((one.text, dict(one.schema)) for made in samples for one in made.questions if one.schema)

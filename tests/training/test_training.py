@@ -23,14 +23,18 @@ from training import chat
 from training.batches import IGNORED, BatchSizes, Encoder, Mix, held_out_batch, train_batch
 from training.calls import tool
 from training.export import export, read_weights, write_weights
+from training.extract import MOST_LETTERS
 from training.held_out import check as check_set
 from training.held_out import write as write_set
+from training.keys import absent, field_names
 from training.losses import exact_matches, losses
 from training.model import MEAN, STD, TINY, Model, in_patch_order, patches
 from training.optim import Average, optimizers, orthogonal
 from training.palette import COLORS
+from training.records import Record, text_field
 from training.samples import MOST_JSON_TOKENS, SKILLS, Question, Sample
 from training.scenes import TRAIN, TRAINING, Shape, held_out, sample
+from training.schemas import closed
 from training.tokenizer import corpus, read_tokenizer, train_tokenizer
 from training.train import Settings, Trainer
 
@@ -183,13 +187,57 @@ def test_answers_in_json_end_within_their_limit() -> None:
     assert 60 < max(lengths) < MOST_JSON_TOKENS
 
 
-def test_a_schema_allows_the_canonical_answer() -> None:
-    held = [q for seed in range(60) if (q := sample(seed, skill="extract").questions[0]).schema]
-    assert len(held) > 5
+@pytest.fixture(scope="module")
+def extracts() -> list[Question]:
+    made = [sample(seed, TRAIN, skill="extract", turns=4, plan=TRAINING) for seed in range(150)]
+    return [question for one in made for question in one.questions if question.skill == "extract"]
+
+
+def test_a_schema_allows_the_canonical_answer(extracts: list[Question]) -> None:
+    held = [question for question in extracts if question.schema][:50]
+    assert len(held) == 50
     for question in held:
         matcher = compiled(LLTokenizer("byte"), json.dumps(question.schema), answers=1)
         assert matcher.try_consume_tokens(list(question.answer.encode())) == len(question.answer.encode())
         assert matcher.is_accepting()
+
+
+def test_answers_in_json_have_what_people_ask_for(extracts: list[Question]) -> None:
+    answers = [json.loads(question.answer) for question in extracts]
+    objects = [answer for answer in answers if isinstance(answer, dict)]
+    lists = [[isinstance(value, list) for value in answer.values()] for answer in objects]
+    assert sum(True in some and not some[-1] for some in lists) > 5, "no field behind rows"
+    plain = [value[0] for answer in objects for value in answer.values() if isinstance(value, list) and value]
+    assert {type(value) for value in plain} >= {str, int, float, dict}
+    assert {type(answer["answer"]) for answer in objects if "answer" in answer} >= {str, int}
+    assert 140 < max(len(question.answer) for question in extracts) <= MOST_LETTERS
+    assert any(None in answer.values() for answer in objects) and any("" in answer.values() for answer in objects)
+
+
+def test_a_picture_outside_under_a_schema_gets_an_answer_that_ends_at_once() -> None:
+    plan = TRAINING._replace(closed=1.0)
+    made = [q for seed in range(30) for q in sample(seed, TRAIN, skill="extract", turns=3, plan=plan).questions]
+    held = [question for question in made if question.skill == "extract"]
+    assert len(held) > 40
+    for question in held:
+        assert question.schema
+        found = json.loads(question.answer)
+        values = found.values() if isinstance(found, dict) else [found]
+        assert all(value in (None, "", 0, False, []) for value in values)
+
+
+def test_a_closed_answer_is_null_where_that_is_allowed() -> None:
+    kinds = {"a": {"type": ["string", "null"]}, "b": {"type": "string"}, "c": {"type": "array", "items": {}}}
+    kinds |= {"d": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "e": {"type": "number"}, "f": {"type": "boolean"}}
+    closed_answer = closed({"type": "object", "properties": kinds})
+    assert closed_answer == '{"a": null, "b": "", "c": [], "d": null, "e": 0, "f": false}'
+
+
+def test_a_key_means_one_field() -> None:
+    both = Record("invoice", (text_field(("name", "customer"), "Ann"), text_field(("to",), "Bob")))
+    name, to = field_names(both)
+    assert "customer" not in (*name, *to) and "bill_to" in to
+    assert not {one.name for one in absent(both)} & {"customer", "customer_name", "company"}
 
 
 def test_keys_that_a_grammar_writes_are_not_learned(encoder: Encoder) -> None:
