@@ -1,4 +1,4 @@
-"""Ask about pages of a PDF, and see what each costs. Without a file, a PDF of two pictures is made first.
+"""Ask about pages of a PDF, and see what each costs. Without a file, a PDF of a receipt is made first.
 
 python examples/read_pdf.py [--model MODEL] [--pages 1-3,7] [FILE]
 """
@@ -13,12 +13,12 @@ from PIL import Image
 
 from saccade import LLM, SamplingParams
 
-SHAPES = Path(__file__).with_name("shapes.png")
+RECEIPT = Path(__file__).with_name("receipt.png")
 
 
 def main(model: str | None, file: Path, pages: str | None) -> None:
     part = {"type": "document", "document": file, "pages": pages, "text_layer": True}
-    messages = [{"role": "user", "content": [part, {"type": "text", "text": "How many circles are there?"}]}]
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "What is the total?"}]}]
     with LLM(model=model) as llm:
         out = llm.chat(messages, SamplingParams(temperature=0, max_tokens=48))[0]
     print(out.outputs[0].text)
@@ -30,11 +30,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="folder or hub id; nothing: the built-in model")
     parser.add_argument("--pages", help='such as "1-3,7"; nothing: all')
-    parser.add_argument("file", nargs="?", type=Path, help="a PDF; nothing: examples/shapes.png on two pages")
+    parser.add_argument("file", nargs="?", type=Path, help="a PDF; nothing: one of examples/receipt.png")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.file is None:
-            args.file = Path(folder) / "shapes.pdf"
-            shapes = Image.open(SHAPES).convert("RGB")
-            shapes.save(args.file, save_all=True, append_images=[shapes.rotate(90)])
+            args.file = Path(folder) / "receipt.pdf"
+            Image.open(RECEIPT).save(args.file)
         main(args.model, args.file, args.pages)
