@@ -25,7 +25,8 @@ def main(model: str | None, files: list[Path]) -> None:
 
 def messages(file: Path) -> list[dict[str, Any]]:
     kind, noun = ("video", "video") if file.suffix.lower() in VIDEOS else ("image", "picture")
-    return [{"role": "user", "content": [{"type": kind, kind: file}, {"type": "text", "text": f"Describe the {noun}."}]}]
+    content = [{"type": kind, kind: file}, {"type": "text", "text": f"Describe the {noun}."}]
+    return [{"role": "user", "content": content}]
 
 
 def show(file: Path, out: RequestOutput) -> None:
@@ -42,6 +43,6 @@ def show(file: Path, out: RequestOutput) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="folder or hub id; nothing: the built-in model")
-    parser.add_argument("files", nargs="*", type=Path, default=FILES, help="nothing: shapes.png and clip.webm beside this")
+    parser.add_argument("files", nargs="*", type=Path, default=FILES, help="nothing: shapes.png and clip.webm here")
     args = parser.parse_args()
     main(args.model, args.files)

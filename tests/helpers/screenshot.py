@@ -9,17 +9,16 @@ from playwright.sync_api import Page
 from tests.helpers.browser import open_page, running_browser
 from tests.helpers.serving import running_builtin
 
-QUESTIONS = ("What colour is the square?", "How many circles are there?")
+QUESTIONS = ("Extract the data as JSON.", "What is the total?")
 
 
 def talk(page: Page) -> None:
-    """A sample, two questions about it, and the engine's strip with their steps."""
+    """A receipt, two questions about it, and the engine's strip with their steps."""
     page.locator("#state", has_text="ready").wait_for()
-    page.get_by_role("button", name="Try a sample").click()
+    page.get_by_role("button", name="Receipt").click()
     page.locator("#bill-total").wait_for()
     for number, question in enumerate(QUESTIONS, start=1):
-        page.get_by_label("Your question").fill(question)
-        page.keyboard.press("Enter")
+        page.get_by_role("button", name=question).click()
         page.locator(".cost").nth(number - 1).wait_for()
     page.mouse.move(0, 0)
     page.wait_for_timeout(1500)  # the engine tells its steps twice a second
