@@ -86,7 +86,8 @@ def _self_test(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.
     given = (tables, seq_lens, schedule, block_size, scale, workspace, None, eps)
     found = hopper_decode(new, own_k, own_v, *given)
     assert_agree(found[:-2], expected[:-2], 0.02)  # the last two rows are padding
-    assert_agree((own_k, own_v), (k, v), 0, equal_nan=True)
+    assert_agree(own_k, k, 0.05 if new.k_norm is not None else 0, equal_nan=True)  # squares are summed in another order
+    assert_agree(own_v, v, 0, equal_nan=True)
 
 
 can_use_hopper = KernelChoice(

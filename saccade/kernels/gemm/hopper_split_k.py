@@ -28,6 +28,8 @@ from saccade.kernels.ops.scaled_weight import block_of
 
 MAX_ROWS = 128
 _MAX_RING = 144 << 10  # bytes of a program's ring: an SM has shared memory left for the next kernel's
+_FLOAT8_RING = 72 << 10  # the same of a float8 weight
+_FLOAT8_GATED_RING = 86 << 10  # with a gate: an SM has memory for two
 _OUTPUTS = 64  # weight rows of a program, and as many again of `up`: the least that a WGMMA takes
 _INPUTS = 64  # columns of a stage: 128 bytes, the widest swizzle
 
@@ -45,20 +47,31 @@ def suits(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
 
 
 def choose_split_k(rows: int, outputs: int, inputs: int, itemsize: int = 2) -> PipelineConfig:
-    """Stages for all weights of a program, if they fit: they are loaded before the previous kernel ends."""
-    splits = choose_splits(outputs, inputs, _OUTPUTS, _INPUTS)
-    stage = (2 * power_of_two(rows, minimum=16) + itemsize * _OUTPUTS) * _INPUTS  # bytes
-    max_stages = _MAX_RING // stage if itemsize > 1 else 5  # of float8: conversion takes as long as loading
+    """Stages for all weights of a program, if they fit: they are loaded before the previous kernel ends.
+
+    A program with a float8 weight waits for its conversions, so two share an SM.
+    """
+    is_float8 = itemsize == 1
+    splits = choose_splits(outputs, inputs, _OUTPUTS, _INPUTS, per_sm=2 if is_float8 else 1)
+    max_stages = (_FLOAT8_RING if is_float8 else _MAX_RING) // _stage_bytes(rows, itemsize * _OUTPUTS)
     return PipelineConfig(min(-(-inputs // (_INPUTS * splits)), max_stages), splits)
 
 
 def choose_gated(rows: int, itemsize: int = 2) -> PipelineConfig:
-    """As many stages as let two programs share an SM: then all of them run at once."""
+    """As many stages as let two programs share an SM: then all of them run at once.
+
+    With fewer, a third fits on some SMs while the kernel before still has others, and all wait for those three.
+    """
     if itemsize == 1:
-        return PipelineConfig(5)
+        return PipelineConfig(_FLOAT8_GATED_RING // _stage_bytes(rows, 2 * _OUTPUTS))
     if rows <= 32:
         return PipelineConfig(5)
     return PipelineConfig(4 if rows <= 64 else 3)
+
+
+def _stage_bytes(rows: int, weights: int) -> int:
+    """Of a column: so many bytes of weights, and x."""
+    return (weights + 2 * power_of_two(rows, minimum=16)) * _INPUTS
 
 
 def split_k_linear(

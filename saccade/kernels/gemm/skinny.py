@@ -214,16 +214,16 @@ def _choose_scaled(m: int, n: int, k: int, gated: bool) -> Config | None:
 
 def _choose_scaled_vector(k: int, gated: bool) -> Config:
     if gated:
-        return Config(rows=1, outputs=4, inputs=512, warps=2, stages=3, pdl=False)
+        return Config(rows=1, outputs=4, inputs=512, warps=1, stages=3, pdl=False)
     if k > 8192:
         return Config(rows=1, outputs=8, inputs=1024, warps=4, stages=3)
     return Config(rows=1, outputs=8, inputs=512, warps=1, stages=3)
 
 
-def choose_splits(n: int, k: int, outputs: int, inputs: int) -> int:
+def choose_splits(n: int, k: int, outputs: int, inputs: int, per_sm: int = 1) -> int:
     """As many as run at once, none without columns."""
     tiles, steps = triton.cdiv(n, outputs), triton.cdiv(k, inputs)
-    wanted = max(1, min(_PROGRAMS // tiles, steps))
+    wanted = max(1, min(per_sm * _PROGRAMS // tiles, steps))
     return int(triton.cdiv(steps, triton.cdiv(steps, wanted)))
 
 

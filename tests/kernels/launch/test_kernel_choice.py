@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from saccade.kernels.launch.kernel_choice import KernelChoice
 
@@ -36,3 +37,15 @@ def test_a_kernel_that_fails_is_not_used_and_the_log_says_why(caplog: pytest.Log
     assert not watched.choice("cuda") and not watched.choice("cuda")
     expected = "the fast kernel cannot be used: the slow one runs instead (RuntimeError: no such instruction)"
     assert caplog.messages == [expected]
+
+
+def test_a_self_test_has_the_same_numbers_at_every_start_and_leaves_others_theirs() -> None:
+    drawn: list[float] = []
+    choice = KernelChoice("a kernel", lambda _: True, lambda _: drawn.append(torch.rand(()).item()), "another runs")
+    torch.manual_seed(7)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(7)
+    found = [torch.rand(()).item()]
+    assert choice("first") and choice("second")
+    found.append(torch.rand(()).item())
+    assert drawn[0] == drawn[1] and found == expected
