@@ -1,16 +1,19 @@
 """Triton's interpreter without the work that it repeats: the same results, sooner.
 
-It patches `triton.language` at every call of a function inside a kernel, though the kernel's launch has done so. It
-builds a table of all types each time it looks one up, and for every value a type with its name and shape. It computes
-each sum and product of integers a second time, in 64 bits, to see whether they overflow.
+It patches `triton.language` at every call of a function inside a kernel, though the kernel's launch has done so, and
+looks for what it patches at every launch. It builds a table of all types each time it looks one up, and for every value
+a type with its name and shape. It unwraps, checks and converts values that are as they should be. It computes each sum
+and product of integers a second time, in 64 bits, to see whether they overflow.
 
 One result is not the same: it converts FP8 wrongly in both directions. Here PyTorch does, as a GPU would.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,8 +21,11 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.helpers.interpreter_operators import quick
+
 
 def hasten() -> None:
+    interpreter._patch_builtin = _patching_known()
     interpreter._patch_lang = _patch_once(interpreter._patch_lang)
     interpreter._get_np_dtype = _find_once(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
@@ -28,9 +34,38 @@ def hasten() -> None:
     tl.core.block_type.with_element_ty = _with_element_ty
     tl.core.block_type.to_ir = lambda self, builder: self  # the interpreter has no types of its own
     tl.core.tensor.__init__ = _init_tensor
+    tl.core._unwrap_if_constexpr = _unwrapping_less(tl.core._unwrap_if_constexpr)
+    tl.core._normalize_cache_policy = lru_cache(tl.core._normalize_cache_policy)
+    interpreter.TensorHandle.__init__ = _init_handle
     interpreter._convert_float = _converting_fp8(interpreter._convert_float)
     semantic = type(interpreter.interpreter_semantic)
+    semantic.cast = _casting_others(semantic.cast)
     semantic.broadcast_impl_value = _broadcast_unequal(semantic.broadcast_impl_value)
+
+
+def _patching_known() -> Callable[[Any, Any, Any], None]:
+    """Functions of the language without their `_semantic`, which is the interpreter's."""
+    known: dict[int, dict[str, Any]] = {}  # by what has them, which is never freed
+
+    def patch(target: Any, builder: Any, scope: Any) -> None:
+        if id(target) not in known:
+            found = {name: member for name, member in inspect.getmembers(target) if tl.core.is_builtin(member)}
+            known[id(target)] = {name: _without_semantic(name, member) for name, member in found.items()}
+        for name, function in known[id(target)].items():
+            scope.set_attr(target, name, function)
+
+    return patch
+
+
+def _without_semantic(name: str, member: Any) -> Callable[..., Any]:
+    function = getattr(member, "__wrapped__", member)
+    semantic = interpreter.interpreter_semantic
+
+    def call(*args: Any, **named: Any) -> Any:
+        named["_semantic"] = semantic
+        return function(*args, **named)
+
+    return quick(name, call)
 
 
 def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -118,6 +153,31 @@ def _with_element_ty(self: Any, scalar_ty: Any) -> Any:
     if id(scalar_ty) not in known:
         known[id(scalar_ty)] = tl.core.block_type(scalar_ty, self.shape)  # which keeps the elements' type alive
     return known[id(scalar_ty)]
+
+
+_UNWRAPPED = {tl.core.tensor, tl.core.dtype, type(None), bool, int, float, str}
+
+
+def _unwrapping_less(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def unwrap_others(value: Any) -> Any:
+        if type(value) in _UNWRAPPED:
+            return value
+        return value.value if type(value) is tl.core.constexpr else unwrap(value)
+
+    return unwrap_others
+
+
+def _casting_others(cast: Callable[..., Any]) -> Callable[..., Any]:
+    def cast_unlike(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
+        return value if value.dtype is kind else cast(self, value, kind, rounding)
+
+    return cast_unlike
+
+
+def _init_handle(self: Any, data: Any, dtype: Any) -> None:
+    self.data = data
+    self.dtype = dtype
+    self.attr = {}
 
 
 _NO_SHAPE = tl.core.tuple([])
