@@ -12,7 +12,7 @@ from saccade.scheduler.request import ScheduledRequest
 
 def check_held(requests: Collection[ScheduledRequest], pool: BlockPool, encoder_cache: EncoderCache) -> None:
     users = Counter(block for seq in requests for block in seq.blocks)
-    assert all(pool.users(block) == users[block] for block in range(pool.num_blocks)), "users miscounted"
+    assert pool.users() == users, "users miscounted"
     holders = {seq.holder(index) for seq in requests for index in seq.held}
     assert holders == encoder_cache.holders(), "pins miscounted"
 

@@ -447,8 +447,9 @@ class BlockPool:
 
     # --- reporting ------------------------------------------------------------------------------------------
 
-    def users(self, block: int) -> int:
-        return self._users[block]
+    def users(self) -> dict[int, int]:
+        """By block, of those that have any."""
+        return {block: users for block, users in enumerate(self._users) if users}
 
     def stats(self) -> dict[str, int]:
         return {
@@ -466,7 +467,7 @@ class BlockPool:
         self.host.check()
         free = set(self._free)
         idle = set(self._idle)
-        used = {block for block, users in enumerate(self._users) if users}
+        used = self.users().keys()
         assert len(free) == len(self._free), "a block is free twice"
         assert not (free & idle or free & used or idle & used), "a block is in two states"
         assert len(free) + len(idle) + len(used) == self.num_blocks, "a block is lost"
