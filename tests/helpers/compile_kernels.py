@@ -451,6 +451,7 @@ class Resources(NamedTuple):
     shared: int  # bytes of a program
     registers: int  # of a thread
     stack: int  # bytes of a thread: registers that were spilled
+    has_mma: bool  # tensor cores, whose instructions differ between GPUs
 
     def problems(self, arch: int, warps: int) -> Iterator[str]:
         limit = GPUS[arch][0].shared_memory
@@ -462,13 +463,14 @@ class Resources(NamedTuple):
             yield f"{self.stack} bytes spilled by each thread, {MAX_STACK} are allowed"
 
     def is_small(self, limit: int) -> bool:
-        """Half of what there is, at most: another GPU's compiler would not need twice as much."""
-        return 2 * self.shared <= limit and self.registers <= MAX_REGISTERS // 2 and self.stack == 0
+        """Half of what there is, at most: another GPU's compiler would not need twice as much of what all have."""
+        is_half = 2 * self.shared <= limit and self.registers <= MAX_REGISTERS // 2
+        return is_half and self.stack == 0 and not self.has_mma
 
 
 def resources(made: Any) -> Resources:
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", cuobjdump(made, "-res-usage"))}
-    return Resources(made.metadata.shared, found["REG"], found["STACK"])
+    return Resources(made.metadata.shared, found["REG"], found["STACK"], "mma." in made.asm["ptx"])
 
 
 class Check:
@@ -499,7 +501,8 @@ class Check:
     def _is_known(self, variant: Variant, arch: int, limit: int) -> bool:
         """Whether the same launch, compiled for another GPU, tells that this one has all that it needs."""
         for other, found in self._known.get(launch_of(variant), []):
-            if found.is_small(limit) or (found.shared <= limit and any({other, arch} <= alike for alike in ALIKE)):
+            is_alike = any({other, arch} <= alike for alike in ALIKE)
+            if found.shared <= limit if is_alike else found.is_small(limit):
                 return True
         return False
 
