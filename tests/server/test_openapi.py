@@ -11,7 +11,7 @@ from schemathesis.generation import GenerationMode
 
 from tests.helpers.serving import RunningServer
 
-PER_ROUTE = 20
+PER_ROUTE = 12
 ROUTES = (
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
