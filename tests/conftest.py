@@ -35,11 +35,12 @@ FOLDERS = {
     "test_llm.py": "engine",
 }
 
-LONGEST = "test_compiles"  # minutes in one test
+FIRST = ("test_compiles", "test_accuracy")  # minutes in one test, or in what a module's tests share
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.path.name.startswith(LONGEST))  # last, one would run while others are idle
+    # Last, one would run while others are idle. Workers steal from each other's last tests, and would share a module.
+    items.sort(key=lambda item: not item.path.name.startswith(FIRST))
     for item in items:
         path = item.path.relative_to(Path(__file__).parent).as_posix()
         for folder, mark in FOLDERS.items():
