@@ -88,7 +88,7 @@ def test_a_sample_shows_its_tokens_and_the_grid_over_the_image(page: Page) -> No
 
 
 def test_another_sample_takes_the_place_of_the_last_and_leaves_own_pictures(page: Page) -> None:
-    page.get_by_role("button", name="Two pictures").click()
+    page.get_by_role("button", name="Pair").click()
     expect(page.locator("#bill-total")).to_contain_text("160 picture")
     page.get_by_role("button", name="Clip").click()
     expect(page.locator("#caption")).to_contain_text("8 frames of 192 × 160")
@@ -229,7 +229,7 @@ def test_what_the_built_in_model_can_do_is_told_where_one_looks(page: Page) -> N
     add_sample(page)
     expect(page.locator("#suggestions button")).to_have_count(3)
     drop_photo(page)
-    expect(page.locator("#hint")).to_contain_text("About photographs it answers wrongly")
+    expect(page.locator("#hint")).to_contain_text("About photographs it can only say")
     expect(page.locator("#suggestions")).to_be_hidden()
 
 

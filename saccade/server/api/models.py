@@ -22,11 +22,12 @@ _SHOWN_SIZES = ((336, 336), (640, 480), (1024, 1024), (1280, 720), (1920, 1080),
 _TYPICAL_IMAGE = Size(1280, 720)
 _TEXT_TOKENS = 500
 _ABOUT_BUILTIN = {  # training/MODEL_CARD.md in short
-    "what": "a demonstration model of 18.7 million parameters, trained on drawn pictures alone",
-    "can": "name colours and shapes and say where they are, count to six, read words of up to eight letters, "
-    "numbers of up to six digits, bar charts and small tables",
-    "cannot": "recognise photographs, people or handwriting, understand videos, read sentences, calculate, "
-    "or know anything of the world: about those it answers wrongly, and sounds sure",
+    "what": "a demonstration model of 18.7 million parameters, trained on drawn pictures",
+    "can": "name colours and shapes and say where they are, count to six, read words, numbers, bar charts, "
+    "small tables and receipts, answer in JSON under a schema, call tools, compare pictures, "
+    "and follow drawn videos",
+    "cannot": "recognise photographs, people or handwriting, and says so; nor read paragraphs, calculate "
+    "or know anything of the world, and there it may sound sure",
 }
 
 

@@ -39,6 +39,5 @@ export function questionsFor(picture, card) {
 // A warning where a model of known limits gets what it may not know.
 export function hintFor(pictures, card) {
   if (!card?.about || pictures.every((picture) => picture.questions)) return "";
-  const hasVideo = pictures.some((picture) => picture.kind === "video");
-  return `${card.id} knows drawings like the samples. About ${hasVideo ? "videos and photographs" : "photographs"} it answers wrongly.`;
+  return `${card.id} knows drawings like the samples. About photographs it can only say that it cannot read them.`;
 }

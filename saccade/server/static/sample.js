@@ -30,7 +30,7 @@ const SAMPLES = [
     questions: [["What happens in the clip?"], ["Which way does the circle move?"], ["How many shapes are there?"]],
   },
   {
-    name: "Two pictures",
+    name: "Pair",
     files: [drawn("before.png", drawBefore, 160, 128), drawn("after.png", drawAfter, 160, 128)],
     questions: [["What is different?"], ["Which picture has a yellow square?"], ["How many pictures are there?"]],
   },
