@@ -28,15 +28,15 @@ _SEED = 1365  # of a landscape in colours that could be real
 
 
 def draw_receipt() -> Image.Image:
-    wide, high, margin = 224, 256, 14
+    wide, high, margin = 224, 176, 8
     image = Image.new("RGB", (wide, high), _PAPER)
     pen = ImageDraw.Draw(image)
-    pen.text((wide / 2, 14), "Corner Shop", _INK, _face("DejaVuSans-Bold", 19), anchor="ma")
-    face, y = _face("DejaVuSans", 16), 60
+    pen.text((wide / 2, 10), "Corner Shop", _INK, _face("DejaVuSans-Bold", 20), anchor="ma")
+    face, y = _face("DejaVuSans", 16), 38
     for name, value in LINES:
         pen.text((margin, y), name, _INK, face)
         pen.text((wide - margin, y), value, _INK, face, anchor="ra")
-        y += 36
+        y += 26
     return image
 
 
