@@ -64,7 +64,9 @@ def test_prompt_ids_and_24_greedy_tokens_equal_transformers(pair: Pair) -> None:
     assert [o.prompt_token_ids for o in outs] == [
         pair.reference.inputs(p, [])["input_ids"][0].tolist() for p in PROMPTS
     ]
-    assert [o.outputs[0].token_ids for o in outs] == [pair.reference.greedy(p, []) for p in PROMPTS]
+    answers = [o.outputs[0].token_ids for o in outs]
+    assert {len(answer) for answer in answers} == {GREEDY.max_tokens}
+    assert answers == [pair.reference.chosen(p, [], answer) for p, answer in zip(PROMPTS, answers, strict=True)]
 
 
 def test_logits_equal_transformers_in_one_window_and_in_chunks(pair: Pair) -> None:
