@@ -25,7 +25,7 @@ def assert_agree(found: Any, expected: Any, tolerance: float, *, equal_nan: bool
 @contextmanager
 def _seeded(case: tuple[Hashable, ...]) -> Iterator[None]:
     """A self-test has the same random numbers at every start, and others keep theirs."""
-    gpus = [one for one in case if isinstance(one, torch.device) and one.type == "cuda"]
+    gpus = [one for one in case if isinstance(one, torch.device) and one.type == "cuda" and torch.cuda.is_available()]
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(0)
         yield
