@@ -34,7 +34,8 @@ def main(model: str | None, picture: Path) -> None:
     print(read.text if read.finish_reason == "stop" else f"{read.text} (cut off)")
     print(call.text)
     # Of what the model was free to say. Keys that a schema dictates would count as unlikely.
-    print(f"probability: {math.exp(call.cumulative_logprob or 0):.2f}")
+    assert call.cumulative_logprob is not None  # logprobs were asked for
+    print(f"probability: {math.exp(call.cumulative_logprob):.2f}")
 
 
 def asked(text: str, picture: Path) -> list[dict[str, Any]]:

@@ -36,7 +36,22 @@ BODY = {
     ],
     "mm_processor_kwargs": {"max_pixels": 100},
     "temperature": 0.5,
+    "response_format": {"schema": {"$defs": {}, "properties": {"a`b": {}, "$(id)": True}}},
 }
+
+# In the page: two files given at once where one fits, and all removed while a third is being read.
+ADD_AT_ONCE = """async (m) => {
+  const file = (name) => new File(["x"], name, { type: "image/png" });
+  const taken = (image) => ({ most: { image, video: 0 }, maxBytes: { image: 9, video: 9 } });
+  const pictures = new m.Pictures();
+  const seen = [pictures.isSample];
+  seen.push(await Promise.all(["a", "b"].map((name) => pictures.add([file(name)], taken(1)))));
+  const third = pictures.add([file("c")], taken(2));
+  for (let turn = 0; turn < 20; turn += 1) await null; // until the file is being read
+  pictures.clear();
+  await third;
+  return [...seen, pictures.list.map(({ name }) => name)];
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +113,13 @@ def test_a_request_as_python_sends_the_same_body(page: Page, tmp_path: Path, mon
     assert client.call_args.kwargs == {"base_url": "http://h/v1", "api_key": "k"}
     sent = dict(client.return_value.chat.completions.create.call_args.kwargs)
     assert {**sent.pop("extra_body"), **sent} == BODY
+
+
+def test_pictures_that_are_added_at_once_are_all_counted_and_none_comes_back(page: Page) -> None:
+    is_sample, problems, names = call(page, "pictures.js", f"({ADD_AT_ONCE})(m)")
+    assert not is_sample
+    assert problems == [[], ["At most 1 picture fit into one prompt here; b was left out."]]
+    assert names == ["c"]
 
 
 def test_a_history_that_grows_too_large_loses_its_oldest(page: Page) -> None:

@@ -98,6 +98,19 @@ def test_another_sample_takes_the_place_of_the_last_and_leaves_own_pictures(page
     expect(page.locator(".thumb")).to_have_count(3)
 
 
+def test_of_two_samples_clicked_in_a_row_the_latter_comes(page: Page) -> None:
+    receipts = held_back(page, "**/static/receipt.png")
+    with page.expect_request("**/static/receipt.png"):
+        page.get_by_role("button", name="Receipt").click()
+    page.get_by_role("button", name="Shapes").click()
+    expect(page.locator("#bill-total")).to_contain_text("300 picture")
+    with page.expect_response("**/static/receipt.png"):
+        receipts[0].continue_()
+    drop_photo(page, 160, 160, "own.png")
+    expect(page.locator("#bill-total")).to_contain_text("400 picture")
+    expect(page.locator(".thumb")).to_have_count(2)
+
+
 def test_a_sample_that_cannot_be_loaded_gets_a_sentence(page: Page) -> None:
     page.route("**/static/receipt.png", lambda route: route.abort())
     page.get_by_role("button", name="Receipt").click()
@@ -166,6 +179,12 @@ def test_a_model_without_videos_gets_frames(open_one: OpenPage, page_server: Run
         page.route("**/v1/models", lambda route: route.fulfill(json=models))
         page.evaluate(HAS_KEY)
         page.get_by_label("frames taken from a video").fill("2")
+        page.get_by_role("button", name="Clip").click()
+        expect(page.get_by_role("button", name="Show clip.webm")).to_have_count(2)
+        expect(page.locator("#suggestions button")).to_have_count(3)
+        expect(page.locator("#hint")).to_be_hidden()
+        page.get_by_role("button", name="Shapes", exact=True).click()
+        expect(page.locator(".thumb")).to_have_count(1)
         page.evaluate(DROP_VIDEO)
         expect(page.get_by_role("button", name="Show clip.webm")).to_have_count(2)
 
@@ -253,6 +272,11 @@ def test_settings_are_sent_and_kept_and_a_cut_answer_is_marked(page: Page) -> No
     expect(page.get_by_label("System prompt")).to_have_value("Be brief.")
     page.get_by_label("JSON schema of answers").fill("[1]")
     expect(page.get_by_label("JSON schema of answers")).to_have_attribute("aria-invalid", "true")
+    page.get_by_label("Your question").fill("Hello")
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk-problem")).to_have_text("The JSON schema in the settings is no JSON object.")
+    expect(page.get_by_label("Your question")).to_have_value("Hello")
+    expect(page.locator(".turn")).to_have_count(0)
 
 
 def streamed(*deltas: dict[str, str]) -> str:
@@ -263,9 +287,12 @@ def streamed(*deltas: dict[str, str]) -> str:
 def test_a_receipt_is_asked_for_as_json_under_a_schema_that_is_shown(page: Page) -> None:
     body = streamed({"content": '{"shop": "Corner Shop"}'})
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=damaged()), times=1)
     page.get_by_role("button", name="Receipt").click()
+    page.get_by_role("button", name="Extract the data as JSON.").click()
+    expect(page.locator("#talk-problem")).to_have_text("The picture is damaged.")
     with page.expect_request("**/v1/chat/completions") as sent:
-        page.get_by_role("button", name="Extract the data as JSON.").click()
+        page.keyboard.press("Enter")  # the question that came back, under its schema
     asked = sent.value.post_data_json["response_format"]
     assert asked["type"] == "json_schema" and list(asked["json_schema"]["schema"]["properties"]) == RECEIPT
     expect(page.locator(".said.json")).to_have_text('{"shop": "Corner Shop"}')
@@ -298,6 +325,8 @@ def test_conversations_are_kept_as_texts_and_can_be_cleared(page: Page) -> None:
     page.locator("#history-list .kept").click()
     expect(page.locator(".said")).to_contain_text("blue")
     expect(page.locator(".asked img")).to_have_count(1)
+    add_sample(page)
+    expect(page.locator(".said")).to_contain_text("blue")
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "And now?")
     assert [message["role"] for message in sent.value.post_data_json["messages"]] == ["user", "assistant", "user"]

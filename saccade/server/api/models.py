@@ -26,8 +26,8 @@ _ABOUT_BUILTIN = {  # training/MODEL_CARD.md in short
     "can": "name colours and shapes and say where they are, count to six, read words, numbers, bar charts, "
     "small tables and receipts, answer in JSON under a schema, call tools, compare pictures, "
     "and follow drawn videos",
-    "cannot": "recognise photographs, people or handwriting, and says so; nor read paragraphs, calculate "
-    "or know anything of the world, and there it may sound sure",
+    "cannot": "recognise photographs, people or handwriting (it says so), read paragraphs, calculate "
+    "or know anything of the world (there it may sound sure)",
 }
 
 

@@ -30,13 +30,17 @@ const STATES = {
   lost: "The server does not answer. Nothing is lost here; this page keeps trying.",
 };
 
+const WRONG_SCHEMA = "The JSON schema in the settings is no JSON object.";
+
 class Page {
   #sample = 0; // the next one
+  #samplesAsked = 0;
   #suggested = null;
   #billed = new Map(); // where each picture stands on the bill that is being asked for, in its order
   #priced = []; // ids of the pictures on the latest that came
   #problems = { talk: "", bill: "" }; // what the latest answer and the latest bill ran into
   #left = []; // a sentence for each file that was not added
+  #returned = null; // the latest turn that got no answer
   #state = "connecting";
   card = null; // of the model, once the server has told
 
@@ -165,14 +169,19 @@ class Page {
     return video?.formats.length ? limits.video : 0;
   }
 
-  // In the place of another sample; beside pictures of the user's own.
+  // In the place of another sample; beside pictures of the user's own. The latest asked for is the one that comes.
   async #addSample(index) {
     this.#sample = index + 1;
+    this.#samplesAsked += 1;
+    const place = this.#samplesAsked;
     try {
       const files = await sampleFiles(index, this.api);
+      await this.pictures.settled;
+      if (place !== this.#samplesAsked) return;
       if (this.pictures.isSample && !this.talk.isBusy) this.#clear();
       await this.#addFiles(files);
     } catch (problem) {
+      if (place !== this.#samplesAsked) return;
       this.#left = [problem.message];
       this.#showPictures();
     }
@@ -249,20 +258,26 @@ class Page {
     });
   }
 
-  #ask(schema = this.settings.schema) {
-    const question = byId("question");
-    const text = question.value.trim();
+  // `brought`: the schema of a sample's question. It stays with a question that came back.
+  #ask(brought = null) {
+    const text = byId("question").value.trim();
     if (!text || this.talk.isBusy) return;
+    const own = brought ?? (this.#returned?.question === text ? this.#returned.brought : null);
     this.#tell("bill", "");
-    this.#tell("talk", "");
+    const isWrong = !own && this.settings.isSchemaWrong;
+    this.#tell("talk", isWrong ? WRONG_SCHEMA : "");
+    if (isWrong) return;
+    this.#returned = null;
     this.#write("");
-    const turn = Object.assign(this.conversation.next(text, this.pictures.good), { schema });
+    const schemas = { brought: own, schema: own ?? this.settings.schema };
+    const turn = Object.assign(this.conversation.next(text, this.pictures.good), schemas);
     const shown = this.pictures.good.filter(({ id }) => turn.pictures.includes(id));
     this.talk.ask(Object.assign(turn, { media: mediaWords(shown), previews: shown.map(previewOf).filter(Boolean) }));
   }
 
   // A question without an answer goes back to where it was typed, unless something new stands there.
   #onTalkProblem(problem, turn) {
+    this.#returned = turn;
     if (!byId("question").value) this.#write(turn.question);
     if (problem) this.#placeProblem(problem, "talk", turn.ids);
   }
@@ -311,7 +326,7 @@ class Page {
     if (this.talk.isBusy) return;
     this.#write(text);
     byId("question").focus();
-    this.#ask(schema ?? this.settings.schema);
+    this.#ask(schema);
   }
 
   #write(text) {

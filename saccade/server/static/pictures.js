@@ -9,6 +9,7 @@ const VIDEO_NAME = /\.(mp4|m4v|mov|webm|mkv|avi)$/i;
 
 export class Pictures extends EventTarget {
   #nextId = 0;
+  #adding = Promise.resolve(); // ends with the files that are being read
   list = []; // {id, kind, name, url, bitmap, clip, problem, questions}; clip: a video's address for this browser
   selected = null; // the id of the one that is shown large
 
@@ -17,7 +18,18 @@ export class Pictures extends EventTarget {
   }
 
   // Adds what can be added; returns one sentence for each file that cannot. `taken` is what the server takes.
-  async add(files, taken) {
+  // One call after the other: two at once would count the same free places.
+  add(files, taken) {
+    this.#adding = this.#adding.then(() => this.#addAll(files, taken));
+    return this.#adding;
+  }
+
+  // When all that has been given so far is in the list.
+  get settled() {
+    return this.#adding;
+  }
+
+  async #addAll(files, taken) {
     const problems = [];
     for (const file of files) {
       try {
@@ -41,9 +53,9 @@ export class Pictures extends EventTarget {
     for (const { id } of this.list) this.remove(id);
   }
 
-  // Whether nothing here is the user's own.
+  // Whether there are pictures and none is the user's own.
   get isSample() {
-    return this.list.every(({ questions }) => questions);
+    return this.list.length > 0 && this.list.every(({ questions }) => questions);
   }
 
   select(id) {
@@ -82,7 +94,8 @@ export class Pictures extends EventTarget {
     if (file.size > maxBytes[kind]) {
       throw new Error(`${name} has ${megabytes(file.size)}; this server takes up to ${megabytes(maxBytes[kind])}.`);
     }
-    this.list = [...this.list, { id: this.#nextId++, kind, name, problem: null, ...(await contentOf(file, kind)) }];
+    const content = await contentOf(file, kind); // meanwhile the list may change
+    this.list = [...this.list, { id: this.#nextId++, kind, name, problem: null, ...content }];
     this.selected = this.list.at(-1).id;
   }
 
@@ -110,7 +123,8 @@ async function partsOf(file, { frames, most, formats }) {
   }
   if (most.video > 0) return [file];
   try {
-    return await framesOf(file, frames);
+    const parts = await framesOf(file, frames);
+    return parts.map((part) => Object.assign(part, { questions: file.questions }));
   } catch (error) {
     throw new Error(`No frames could be taken from ${file.name}: ${error.message} in this browser. Try MP4 or WebM.`);
   }

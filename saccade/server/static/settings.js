@@ -46,6 +46,11 @@ export class Settings {
     }
   }
 
+  // Whether what is written as a schema is none.
+  get isSchemaWrong() {
+    return Boolean(this.#field("schema").value.trim()) && !this.schema;
+  }
+
   // The fields of a request; `room` is what the context has left, if that is known. An answer has at least a token.
   fields(room = Infinity) {
     const asked = this.#number("max_tokens") ?? USUAL_LENGTH;
@@ -68,8 +73,7 @@ export class Settings {
 
   // So that nobody wonders about answers under a setting of last week.
   #count() {
-    const isMeant = Boolean(this.#field("schema").value.trim());
-    this.#field("schema").setCustomValidity(isMeant && !this.schema ? "This is no JSON object." : "");
+    this.#field("schema").setCustomValidity(this.isSchemaWrong ? "This is no JSON object." : "");
     const set = NAMES.filter((name) => this.#field(name).value.trim()).length;
     byId("settings-open").textContent = set ? `Settings (${set})` : "Settings";
     for (const name of NAMES) this.#field(name).ariaInvalid = this.#field(name).validity.valid ? null : "true";

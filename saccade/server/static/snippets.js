@@ -59,7 +59,7 @@ function written(value, words, indent = "") {
   const inner = indent + words.step;
   const parts = Array.isArray(value)
     ? value.map((part) => written(part, words, inner))
-    : Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${written(part, words, inner)}`);
+    : Object.entries(value).map(([name, part]) => `${words.text(name)}: ${written(part, words, inner)}`);
   const [open, close] = Array.isArray(value) ? "[]" : "{}";
   return parts.length ? `${open}\n${inner}${parts.join(`,\n${inner}`)}\n${indent}${close}` : open + close;
 }
