@@ -1,7 +1,7 @@
 """Is the GPU right? `python -m benchmarks.gpu_correct`; `benchmarks.gpu` runs it.
 
 Logits and embeddings in float32 and bfloat16 against float32 on the CPU, with the same weights; the built-in model's
-texts on 32 questions; its accuracy on all 1,000 held-out questions, which on a CPU in float32 is 97.7 %.
+texts on 32 questions; its accuracy on the first 1,000 held-out questions, which on a CPU in float32 is 99.4 %.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from saccade.outputs import RequestOutput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {"float32": 2e-3, "bfloat16": 4e-2}  # of the norm of the difference over the norm of the reference
-CPU_ACCURACY = 0.977
+CPU_ACCURACY = 0.994
+QUESTIONS = 1000  # later ones have videos, tools and schemas
 PROMPTS = 32
 CHECKS = ("tiny", "four_layers", *TOLERANCE)  # logits of two shapes; the built-in model in two types
 SMALL = {"max_model_len": 2048, "max_num_seqs": 64, "use_tqdm": False, "kv_cache_gb": 1.0}
@@ -156,7 +157,7 @@ def _text(output: RequestOutput) -> str:
 
 def check(name: str, *, is_quick: bool) -> None:
     if name in TOLERANCE:
-        built_in(Asked(load_questions(limit=100 if is_quick else None)), name)
+        built_in(Asked(load_questions(limit=100 if is_quick else QUESTIONS)), name)
         return
     with tempfile.TemporaryDirectory() as folder:
         metadata(name, str(write_folder(SHAPES[name], Path(folder) / name)))

@@ -171,12 +171,15 @@ def _save_fields(rng: Random, record: Record) -> Action:
     return Action(made, ways, tuple(zip(keys, fields, strict=True)), is_saving=len(keys) > 1)
 
 
-def _any_named(rng: Random, record: Record) -> Action:
+def _any_named(rng: Random, record: Record) -> Action | None:
     """A tool whose name says little, with fields under any of their names."""
     fields = rng.sample(record.fields, rng.randint(1, min(3, len(record.fields))))
     keys: list[str] = []
     for field in fields:
-        keys.append(rng.choice([name for name in field.names if name not in keys] or [f"field_{len(keys)}"]))
+        free = [name for name in field.names if name not in keys]
+        if not free:
+            return None
+        keys.append(rng.choice(free))
     name, description, ways = any_tool(rng)
     made = tool(name, description, {k: f.kind for k, f in zip(keys, fields, strict=True)})
     return Action(made, ways, tuple(zip(keys, fields, strict=True)), is_saving=True)

@@ -22,7 +22,7 @@ _MEANT = {  # what a column's name lets one ask of a row
     "Points": ("How many points does {} have?", "How many points did {} get?"),
     "Sales": ("How many {} were sold?", "How many sales does {} have?"),
 }
-_ALIKE = ({"Price", "Cost"}, {"Score", "Points"}, {"Size", "Weight"})
+_ALIKE = ({"Price", "Cost"}, {"Price", "Total"}, {"Cost", "Total"}, {"Score", "Points"}, {"Size", "Weight"})
 
 
 def ways_to_a_cell(row: str, column: str, columns: list[str]) -> tuple[str, ...]:

@@ -42,8 +42,8 @@ class ChoiceScene:
         asked = self._scene.ask(rng, rng.choice(self._about))
         if asked is None or len(asked.keys) != 1:
             return None
-        if asked.answer.startswith(("Yes", "No")):
-            return _yes_or_no(rng, asked.text, asked.answer.startswith("Yes"))
+        if asked.keys[0] in ("yes", "no"):
+            return _yes_or_no(rng, asked.text, asked.keys[0] == "yes")
         wrong = _wrong(rng, asked)
         if not wrong:
             return None

@@ -9,6 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 from training.keys import Absent, absent, absent_in_rows, field_names, plural, row_field_names, rows_keys
+from training.off_topic import OFF_TOPIC_KEYS
 from training.records import Field, Record, number_field, spoken, text_field, yes_field
 from training.samples import Picture, Question
 from training.schemas import Schema, empty, optional
@@ -80,8 +81,8 @@ _EXTREMES = {  # the most, the least; by what the picture is
         ("Which item is the cheapest?", "What is the cheapest item?", "Which item costs the least?"),
     ),
     "table": (
-        ("Which row has the largest {}?", "Which has the highest {}?", "Who has the most {}?"),
-        ("Which row has the smallest {}?", "Which has the lowest {}?", "Who has the least {}?"),
+        ("Which row has the largest {}?", "Which has the highest {}?", "Which has the most {}?"),
+        ("Which row has the smallest {}?", "Which has the lowest {}?", "Which has the least {}?"),
     ),
 }
 
@@ -215,9 +216,11 @@ class AnswerScene:
 
 def _answered(rng: Random, plain: Question) -> Question | None:
     """The question with its one key as the value of an object."""
-    if len(plain.keys) != 1 or plain.schema or plain.tools:
+    if len(plain.keys) != 1 or plain.schema or plain.tools or plain.keys == OFF_TOPIC_KEYS:
         return None
     (said,) = plain.keys
+    if " is " in said:  # part of a sentence, no answer by itself
+        return None
     names: tuple[str, ...] = ("answer", "answer", "answer", "result", "response")
     if said in ("yes", "no") and rng.random() < 0.7:
         field = yes_field(names, said == "yes")

@@ -6,6 +6,7 @@ from random import Random
 
 from training.samples import Question
 
+OFF_TOPIC_KEYS = ("only",)  # what the answer to such a question is known by
 _PHOTO = (
     "Is this a photo?",
     "Is this a photograph?",
@@ -24,4 +25,4 @@ _WORLD = (
 def off_topic(rng: Random, skill: str) -> Question:
     if rng.random() < 0.5:
         return Question(skill, rng.choice(_PHOTO), "No, it is a drawing.", ("no", "drawing"), ("yes",))
-    return Question(skill, rng.choice(_WORLD), "I can only answer questions about the picture.", ("only",))
+    return Question(skill, rng.choice(_WORLD), "I can only answer questions about the picture.", OFF_TOPIC_KEYS)

@@ -71,10 +71,10 @@ def _cell(rng: Random, table: TableScene) -> Question | None:
 
 
 def _count(rng: Random, table: TableScene) -> Question:
-    """Rows below the headings, or columns beside the labels."""
-    noun, count = rng.choice((("row", len(table.rows)), ("column", len(table.columns))))
-    text = rng.choice((f"How many {noun}s are there?", f"How many {noun}s does the table have?", f"Count the {noun}s."))
-    return Question("table", text, f"{counted(count, noun)}.", (str(count),), (OTHER_NUMBER,))
+    """Rows below the headings. Columns may be counted with the labels or without, so nobody is asked."""
+    count = len(table.rows)
+    text = rng.choice(("How many rows are there?", "How many rows does the table have?", "Count the rows."))
+    return Question("table", text, f"{counted(count, 'row')}.", (str(count),), (OTHER_NUMBER,))
 
 
 def _rows(rng: Random, table: TableScene) -> Question:

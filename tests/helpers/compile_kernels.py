@@ -479,7 +479,7 @@ class Check:
     def __init__(self, *, is_all: bool) -> None:
         self.is_all = is_all
         self.wrong: list[str] = []
-        self._known: dict[object, list[tuple[int, Resources]]] = {}  # by launch: where it was compiled
+        self._known: dict[object, list[tuple[int, bool, Resources]]] = {}  # by launch: where it was compiled, with PDL?
 
     def run(self, arch: int) -> None:
         variants = launched_on(arch, is_all=self.is_all)
@@ -493,18 +493,23 @@ class Check:
             except Exception as error:  # a missing instruction, a wrong layout
                 self.wrong.append(f"sm_{arch} {described(variant)}: {type(error).__name__}: {error}")
                 continue
-            self._known.setdefault(launch_of(variant), []).append((arch, found))
+            self._known.setdefault(launch_of(variant), []).append((arch, has_pdl(variant), found))
             problems = found.problems(arch, variant.options.get("num_warps", DEFAULT_WARPS))
             self.wrong += [f"sm_{arch} {described(variant)}: {problem}" for problem in problems]
         print(f"sm_{arch}: {len(compiled)} of {len(variants)} kernels, {cpu_seconds():.0f} s of CPU time", flush=True)
 
     def _is_known(self, variant: Variant, arch: int, limit: int) -> bool:
         """Whether the same launch, compiled for another GPU, tells that this one has all that it needs."""
-        for other, found in self._known.get(launch_of(variant), []):
+        for other, with_pdl, found in self._known.get(launch_of(variant), []):
             is_alike = any({other, arch} <= alike for alike in ALIKE)
-            if found.shared <= limit if is_alike else found.is_small(limit):
+            is_older = other < arch and with_pdl == has_pdl(variant)  # newer GPUs have its instructions, older may not
+            if found.shared <= limit if is_alike else is_older and found.is_small(limit):
                 return True
         return False
+
+
+def has_pdl(variant: Variant) -> bool:
+    return bool(variant.options.get("launch_pdl"))
 
 
 def launch_of(variant: Variant) -> object:

@@ -23,7 +23,7 @@ from training import chat
 from training.batches import IGNORED, BatchSizes, Encoder, Mix, held_out_batch, train_batch
 from training.calls import tool
 from training.export import export, read_weights, write_weights
-from training.extract import MOST_LETTERS
+from training.extract import MOST_LETTERS, AnswerScene
 from training.held_out import check as check_set
 from training.held_out import write as write_set
 from training.keys import absent, field_names
@@ -212,6 +212,33 @@ def test_answers_in_json_have_what_people_ask_for(extracts: list[Question]) -> N
     assert {type(answer["answer"]) for answer in objects if "answer" in answer} >= {str, int}
     assert 140 < max(len(question.answer) for question in extracts) <= MOST_LETTERS
     assert any(None in answer.values() for answer in objects) and any("" in answer.values() for answer in objects)
+
+
+class _OneQuestion:
+    """A scene that is always asked the same."""
+
+    skills: tuple[str, ...] = ("absent", "extract")
+    pictures = ()
+
+    def __init__(self, answer: str, key: str) -> None:
+        self.question = Question("absent", "What is it?", answer, (key,))
+
+    def ask(self, rng: Random, skill: str) -> Question:
+        return self.question
+
+
+@pytest.mark.parametrize(
+    ("answer", "key", "has_json"),
+    [
+        ("It is red.", "red", True),
+        ("The red circle is above the ring.", "red circle is above", False),
+        ("I can only answer questions about the picture.", "only", False),
+    ],
+)
+def test_only_a_whole_answer_becomes_a_value_in_json(answer: str, key: str, has_json: bool) -> None:
+    scene = AnswerScene(_OneQuestion(answer, key))
+    made = [scene.ask(Random(seed), "extract") for seed in range(100)]
+    assert any(one is not None and one.skill == "extract" for one in made) is has_json
 
 
 def test_a_picture_outside_under_a_schema_gets_an_answer_that_ends_at_once() -> None:

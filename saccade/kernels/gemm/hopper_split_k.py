@@ -28,7 +28,7 @@ from saccade.kernels.ops.scaled_weight import block_of
 
 MAX_ROWS = 128
 _MAX_RING = 144 << 10  # bytes of a program's ring: an SM has shared memory left for the next kernel's
-_FLOAT8_RING = 72 << 10  # the same of a float8 weight
+_FLOAT8_RING = 72 << 10  # of a float8 weight: two programs share an SM
 _FLOAT8_GATED_RING = 86 << 10  # with a gate: an SM has memory for two
 _OUTPUTS = 64  # weight rows of a program, and as many again of `up`: the least that a WGMMA takes
 _INPUTS = 64  # columns of a stage: 128 bytes, the widest swizzle
@@ -63,14 +63,14 @@ def choose_gated(rows: int, itemsize: int = 2) -> PipelineConfig:
     With fewer, a third fits on some SMs while the kernel before still has others, and all wait for those three.
     """
     if itemsize == 1:
-        return PipelineConfig(_FLOAT8_GATED_RING // _stage_bytes(rows, 2 * _OUTPUTS))
+        return PipelineConfig(max(4, _FLOAT8_GATED_RING // _stage_bytes(rows, 2 * _OUTPUTS)))
     if rows <= 32:
         return PipelineConfig(5)
     return PipelineConfig(4 if rows <= 64 else 3)
 
 
 def _stage_bytes(rows: int, weights: int) -> int:
-    """Of a column: so many bytes of weights, and x."""
+    """`weights`: bytes of the weight in one column."""
     return (weights + 2 * power_of_two(rows, minimum=16)) * _INPUTS
 
 

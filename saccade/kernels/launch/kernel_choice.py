@@ -27,7 +27,10 @@ def _seeded(case: tuple[Hashable, ...]) -> Iterator[None]:
     """A self-test has the same random numbers at every start, and others keep theirs."""
     gpus = [one for one in case if isinstance(one, torch.device) and one.type == "cuda" and torch.cuda.is_available()]
     with torch.random.fork_rng(devices=gpus):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(0)
         yield
 
 

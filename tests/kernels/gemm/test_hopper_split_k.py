@@ -32,7 +32,8 @@ pytestmark = pytest.mark.transformers
 SHARED = 227 << 10  # bytes that the programs of a multiprocessor share
 SHAPES = [(2048, 1536), (1536, 1536), (1536, 8960), (4608, 3584), (3584, 3584), (12288, 4096), (4096, 11008)]
 EVERY_SIZE = pytest.mark.parametrize(
-    ("rows", "itemsize"), [(2, 2), (17, 2), (33, 2), (64, 2), (65, 2), (128, 2), (2, 1), (17, 1), (64, 1)]
+    ("rows", "itemsize"),
+    [(2, 2), (17, 2), (33, 2), (64, 2), (65, 2), (128, 2), (2, 1), (17, 1), (33, 1), (64, 1), (128, 1)],
 )
 
 
