@@ -35,9 +35,10 @@ async def check_many_and_stops(llm: AsyncLLM) -> None:
     two = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=4, ignore_eos=True)
     last = (await collect(llm.generate("Say", two)))[-1]
     assert last.finished and [len(output.token_ids) for output in last.outputs] == [4, 4]
-    text = (await collect(llm.generate("How many circles?", SHORT)))[-1].outputs[0].text
+    greeting = [{"role": "user", "content": "Hello"}]  # the model has words for it
+    text = (await collect(llm.chat(greeting, SHORT)))[-1].outputs[0].text
     ended = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop=[text[1]])
-    last = (await collect(llm.generate("How many circles?", ended)))[-1]
+    last = (await collect(llm.chat(greeting, ended)))[-1]
     assert last.finished and last.outputs[0].finish_reason == "stop" and text[1] not in last.outputs[0].text
 
 
