@@ -44,7 +44,8 @@ FP8_FROM = 89
 FP8_SHAPES = ("Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen3.5-27B")  # heads of 128, experts, heads of 256
 FP8_KERNELS = {  # that read or write nothing else
     "gemm.skinny_scaled:scaled_vector_kernel", "moe.experts_gemv_scaled:scaled_down_kernel",
-    "moe.experts_gemv_scaled:scaled_gate_up_kernel", "ops.quantize_rows:_quantize_kernel",
+    "moe.experts_gemv_scaled:scaled_gate_up_kernel", "ops.norm:_silu_fp8_kernel",
+    "ops.quantize_rows:_quantize_kernel",
 }  # fmt: skip
 GPUS: Mapping[int, tuple[Gpu, ...]] = {  # by compute capability; the number of SMs decides configs, too
     80: (Gpu(108, (8, 0), 163 << 10),),  # A100
@@ -151,6 +152,12 @@ def split_k_variants() -> Iterator[Variant]:
         constants = [4096, block, rows, 64, 8, 1 if gated else 4, gated]
         name = f"stream.fp8.{rows}.{block}.{gated}"
         yield hopper_variant(name, "gemm.hopper_split_k:_split_k_kernel", types, constants, 96 if rows < 64 else 128)
+    for rows, block, group, gated in ((16, 128, 128, False), (64, 0, 64, False), (32, 128, 128, True), (64, 0, 128, True)):
+        own = [box(rows, dtype=FP8), F32, NONE] if gated else [F32, NONE, BF16]
+        types = [*(box(count, group, FP8) for count in (64, rows)), F32, F32, *own, "i32", "i32:16", "i32"]
+        constants = [4096, block, rows, 64, group, 3, 1 if gated else 4, gated, 448.0, 1e-10]
+        name, registers = f"fp8_stream.{rows}.{block}.{gated}", 128 if gated and rows == 64 else 96
+        yield hopper_variant(name, "gemm.hopper_fp8_split_k:_fp8_split_k_kernel", types, constants, registers)
 
 
 def triton_variants() -> Iterator[Variant]:
@@ -379,14 +386,19 @@ def small_variants() -> Iterator[Variant]:
     ) -> Variant:
         return Variant(name, f"ops.{kernel}", types, constants, {"num_warps": warps, "launch_pdl": pdl})
 
+    fp8 = [128, 448.0, 1e-10]
     for parts, only in ((1, NONE), (4, I32)):
-        types = [BF16 if parts == 1 else F32, BF16, BF16, only, BF16, BF16, "fp32", "i32:16"]
-        yield of(f"add_rms_norm.{parts}", "norm:_norm_kernel", types, [1536, 2048, parts, True])
-    types = [BF16, NONE, BF16, NONE, BF16, NONE, "fp32", "i32:16"]
-    yield of("rms_norm", "norm:_norm_kernel", types, [2048, 2048, 1, True])
+        types = [BF16 if parts == 1 else F32, BF16, BF16, only, BF16, BF16, NONE, "fp32", "i32:16"]
+        yield of(f"add_rms_norm.{parts}", "norm:_norm_kernel", types, [1536, 2048, parts, *fp8, True])
+    types = [BF16, NONE, BF16, NONE, BF16, NONE, NONE, "fp32", "i32:16"]
+    yield of("rms_norm", "norm:_norm_kernel", types, [2048, 2048, 1, *fp8, True])
+    types = [F32, BF16, BF16, NONE, f"*{FP8}", BF16, F32, "fp32", "i32:16"]
+    yield of("norm_fp8", "norm:_norm_kernel", types, [4096, 4096, 4, *fp8, True], 16)
     types = [BF16, f"*{FP8}", F32, "i32", "i32", "i32:16"]
     yield of("quantize", "quantize_rows:_quantize_kernel", types, [4096, 1024, 128, 1e-10, 448.0], pdl=False)
     yield of("silu_and_mul", "norm:_silu_kernel", [BF16, BF16, "i32:16", "i32:16"], [1024, True])
+    types = [BF16, f"*{FP8}", F32, "i32", "i32:16"]
+    yield of("silu_and_mul_fp8", "norm:_silu_fp8_kernel", types, [1024, *fp8, True])
     types = [BF16, BF16, BF16, "i32", "i32", "i32", "fp32"]
     yield of("head_norm", "qk_norm:_head_norm_kernel", types, [128, 128, 8, True])
     types = [BF16, F32, F32, "i32", "i32", "i32", "fp32"]

@@ -14,31 +14,36 @@ from torch import Tensor
 
 from saccade.kernels.launch.device import gpu_of
 from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
-from saccade.kernels.ops.quantize_rows import quantize_rows
+from saccade.kernels.ops.quantize_rows import Fp8Rows, quantize_rows
 from saccade.kernels.ops.scaled_weight import BLOCK, block_of
 
 _FP8_GPUS = ((8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
+_DTYPE = torch.bfloat16  # of results, and of rows that are not yet quantised
 _BLOCK_GPUS = ((9, 0),)  # whose cuBLAS takes scales of blocks as float32
 
 
-def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """x [M, K], weight float8 [N, K] -> x @ (weight * scales).T + bias: [M, N]."""
+def fp8_linear(
+    x: Tensor | Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """x [M, K], weight float8 [N, K] -> x @ (weight * scales).T + bias: bfloat16 [M, N]."""
     in_blocks = block_of(weight, scales) > 0
-    assert has_fp8_gemm(x, in_blocks=in_blocks), (x.device, x.dtype, x.shape, scales.shape)
+    assert has_fp8_gemm(weight, _DTYPE, in_blocks=in_blocks), (weight.device, weight.shape, scales.shape)
     found = _multiply(x, weight, scales, out, in_blocks)
     found = found if bias is None else found.add_(bias)
     return found if out is None or found.data_ptr() == out.data_ptr() else out.copy_(found)
 
 
-def _multiply(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor | None, in_blocks: bool) -> Tensor:
+def _multiply(x: Tensor | Fp8Rows, weight: Tensor, scales: Tensor, out: Tensor | None, in_blocks: bool) -> Tensor:
     """In `out`, if it can be written there."""
-    values, of_values = quantize_rows(x, BLOCK if in_blocks else x.shape[1])
-    rows = len(x)
+    if isinstance(x, Tensor):
+        assert x.dtype == _DTYPE, x.dtype
+        x = quantize_rows(x, BLOCK if in_blocks else x.shape[1])
+    values, of_values, rows = x
     made = out
     is_padded = len(values) > rows
     if made is None or is_padded or not _writes_to(made, in_blocks):
-        made = torch.empty((len(values), len(weight)), dtype=x.dtype, device=x.device)
-    torch._scaled_mm(values, weight.T, of_values.T, scales.T, out_dtype=x.dtype, use_fast_accum=not in_blocks, out=made)
+        made = torch.empty((len(values), len(weight)), dtype=_DTYPE, device=weight.device)
+    torch._scaled_mm(values, weight.T, of_values.T, scales.T, out_dtype=_DTYPE, use_fast_accum=not in_blocks, out=made)
     return made[:rows]
 
 
@@ -47,10 +52,10 @@ def _writes_to(out: Tensor, in_blocks: bool) -> bool:
     return out.is_contiguous() or (in_blocks and out.stride(0) * out.element_size() % 16 == 0)
 
 
-def has_fp8_gemm(x: Tensor, *, in_blocks: bool) -> bool:
-    """Whether its device has one for its dtype and width. cuBLAS reads scales of blocks four at a time."""
-    is_whole = not in_blocks or x.shape[-1] % (4 * BLOCK) == 0
-    return x.dtype == torch.bfloat16 and is_whole and fp8_gemm(x.device, in_blocks)
+def has_fp8_gemm(weight: Tensor, dtype: torch.dtype, *, in_blocks: bool) -> bool:
+    """Whether its device has one for its width, and rows of a dtype. cuBLAS reads scales of blocks four at a time."""
+    is_whole = not in_blocks or weight.shape[-1] % (4 * BLOCK) == 0
+    return dtype == _DTYPE and is_whole and fp8_gemm(weight.device, in_blocks)
 
 
 def _supports(device: torch.device, in_blocks: bool) -> bool:

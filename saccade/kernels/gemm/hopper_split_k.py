@@ -19,10 +19,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.kernels.gemm.hopper_split_k_parts import (
+    Ring,
+    Sizes,
+    block_scales,
+    new_ring,
+    produce,
+    scale_rows,
+    store_partial,
+)
 from saccade.kernels.gemm.skinny import choose_splits
 from saccade.kernels.launch import gluon_compat as hopper
-from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
-from saccade.kernels.launch.hopper_pipeline import Barriers, next_stage
+from saccade.kernels.launch.gluon_compat import gl, gluon, mbarrier, tma
+from saccade.kernels.launch.hopper_pipeline import next_stage
 from saccade.kernels.launch.varlen_tiles import power_of_two
 from saccade.kernels.ops.scaled_weight import block_of
 
@@ -127,25 +136,6 @@ def _descriptor(rows: Tensor, count: int) -> hopper.TensorDescriptor:
     return hopper.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, _INPUTS], layout)
 
 
-@aggregate
-class _Ring:
-    gates: gl.shared_memory_descriptor  # the weight; with a gate, its rows
-    ups: gl.shared_memory_descriptor  # the rows of `up`
-    x: gl.shared_memory_descriptor
-    bars: Barriers
-
-
-@aggregate
-class _Sizes:
-    OUTPUTS: gl.constexpr
-    ROWS: gl.constexpr
-    STAGES: gl.constexpr
-    GATED: gl.constexpr
-    K: gl.constexpr
-    BLOCK: gl.constexpr
-    ITEMSIZE: gl.constexpr  # of the weight
-
-
 @gluon.jit(do_not_specialize=["M"])
 def _split_k_kernel(
     weight: tma.tensor_descriptor, x: tma.tensor_descriptor, scales: gl.tensor, out: gl.tensor, bias: gl.tensor,
@@ -154,24 +144,14 @@ def _split_k_kernel(
 ) -> None:  # fmt: skip
     STEPS: gl.constexpr = (K + 63) // 64
     SHARE: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    gates = gl.allocate_shared_memory(weight.dtype, [STAGES, OUTPUTS, 64], weight.layout)
-    ups = gates
-    if GATED:
-        ups = gl.allocate_shared_memory(weight.dtype, [STAGES, OUTPUTS, 64], weight.layout)
-    few = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, 64], x.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * STAGES):
-        mbarrier.init(bars.index(i), count=1)
-    hopper.fence_async_shared()
+    sizes = Sizes(OUTPUTS, ROWS, STAGES, GATED, K, BLOCK, 64, 1)
+    ring = new_ring(weight, x, sizes)
     first = gl.program_id(1) * SHARE
     steps = gl.minimum(SHARE, STEPS - first)  # of this program, 64 columns each
-    ring = _Ring(gates, ups, few, Barriers(bars, STAGES))
-    ITEMSIZE: gl.constexpr = weight.dtype.primitive_bitwidth // 8
-    sizes = _Sizes(OUTPUTS, ROWS, STAGES, GATED, K, BLOCK, ITEMSIZE)
     gl.warp_specialize(
         [
             (_consume, (ring, scales, out, bias, first, steps, M, N, sizes)),
-            (_produce, (ring, weight, x, first, steps, N, sizes)),
+            (produce, (ring, weight, x, first, steps, N, sizes)),
         ],
         [1],
         [24],
@@ -179,58 +159,23 @@ def _split_k_kernel(
 
 
 @gluon.jit
-def _produce(
-    ring: _Ring, weight: tma.tensor_descriptor, x: tma.tensor_descriptor, first: gl.tensor, steps: gl.tensor,
-    N: gl.tensor, sizes: _Sizes,
-) -> None:  # fmt: skip
-    STAGES: gl.constexpr = sizes.STAGES
-    bars = ring.bars
-    for i in gl.static_range(STAGES):
-        _load_weights(ring, weight, N, first + i, i, i < steps, sizes)
-    hopper.gdc_launch_dependents()
-    hopper.gdc_wait()
-    for i in gl.static_range(STAGES):
-        hopper.tma_load(x, [0, (first + i) * 64], bars.full(i), ring.x.index(i), pred=i < steps)
-    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    for step in range(STAGES, steps):
-        mbarrier.wait(bars.free(stage), phase)
-        _load_weights(ring, weight, N, first + step, stage, True, sizes)
-        hopper.tma_load(x, [0, (first + step) * 64], bars.full(stage), ring.x.index(stage))
-        stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon.jit
-def _load_weights(
-    ring: _Ring, weight: tma.tensor_descriptor, N: gl.tensor, step: gl.tensor, stage: gl.tensor, pred: gl.tensor,
-    sizes: _Sizes,
-) -> None:  # fmt: skip
-    """Those of a step. The stage is full when the rows of x, which are loaded elsewhere, have come as well."""
-    OUTPUTS: gl.constexpr = sizes.OUTPUTS
-    GATED: gl.constexpr = sizes.GATED
-    full, row = ring.bars.full(stage), gl.program_id(0) * OUTPUTS
-    mbarrier.expect(full, ((2 if GATED else 1) * OUTPUTS * sizes.ITEMSIZE + sizes.ROWS * 2) * 64, pred=pred)
-    hopper.tma_load(weight, [row, step * 64], full, ring.gates.index(stage), pred=pred)
-    if GATED:
-        hopper.tma_load(weight, [N + row, step * 64], full, ring.ups.index(stage), pred=pred)
-
-
-@gluon.jit
 def _consume(
-    ring: _Ring, scales: gl.tensor, out: gl.tensor, bias: gl.tensor, first: gl.tensor, steps: gl.tensor,
-    M: gl.tensor, N: gl.tensor, sizes: _Sizes,
+    ring: Ring, scales: gl.tensor, out: gl.tensor, bias: gl.tensor, first: gl.tensor, steps: gl.tensor,
+    M: gl.tensor, N: gl.tensor, sizes: Sizes,
 ) -> None:  # fmt: skip
     OUTPUTS: gl.constexpr = sizes.OUTPUTS
     GATED: gl.constexpr = sizes.GATED
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.ROWS, 16])
+    IS_CONVERTED: gl.constexpr = ring.gates.dtype.primitive_bitwidth == 8
     few = ring.x
     acc = gl.zeros([OUTPUTS, sizes.ROWS], gl.float32, layout=L)
     up = gl.zeros([OUTPUTS, sizes.ROWS], gl.float32, layout=L)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for step in range(steps):
-        scale, up_scale = _block_scales(scales, first + step, N, sizes)
+        scale, up_scale = block_scales(scales, first + step, N, sizes)
         mbarrier.wait(ring.bars.full(stage), phase)
         here = few.index(stage).permute((1, 0))
-        if sizes.ITEMSIZE == 1:
+        if IS_CONVERTED:
             acc = _multiply_converted(ring.gates.index(stage), here, acc, scale, sizes)
             if GATED:
                 up = _multiply_converted(ring.ups.index(stage), here, up, up_scale, sizes)
@@ -243,33 +188,20 @@ def _consume(
                 acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(ring.bars.free(stage), count=1)
         stage, phase = next_stage(stage, phase, sizes.STAGES)
-    acc, up = _scale_rows(acc, up, scales, N, sizes)
+    acc, up = scale_rows(acc, up, scales, N, sizes)
     if GATED:
         few.index(0).permute((1, 0)).store((acc / (1.0 + gl.exp(-acc)) * up).to(few.dtype))
         hopper.fence_async_shared()
         hopper.tma_store(out, [0, gl.program_id(0) * OUTPUTS], few.index(0))
         tma.store_wait(0)
     else:
-        _store_partial(acc, out, bias, M, N, OUTPUTS)
-
-
-@gluon.jit
-def _block_scales(scales: gl.tensor, step: gl.tensor, N: gl.tensor, sizes: _Sizes) -> gl.tuple:
-    """Of this program's rows and the columns of a step; 1 where weights have none for blocks."""
-    BLOCK: gl.constexpr = sizes.BLOCK
-    scale, up = gl.to_tensor(1.0), gl.to_tensor(1.0)
-    if BLOCK > 0:
-        own = scales + gl.program_id(0) * sizes.OUTPUTS // BLOCK * (sizes.K // BLOCK) + step * 64 // BLOCK
-        scale = gl.load(own)
-        if sizes.GATED:
-            up = gl.load(own + N // BLOCK * (sizes.K // BLOCK))
-    return scale, up
+        store_partial(acc, out, bias, M, N, OUTPUTS)
 
 
 @gluon.jit
 def _multiply_converted(
     weights: gl.shared_memory_descriptor, here: gl.shared_memory_descriptor, acc: gl.tensor, scale: gl.tensor,
-    sizes: _Sizes,
+    sizes: Sizes,
 ) -> gl.tensor:  # fmt: skip
     """acc + float8 weights here, times the scale of their block."""
     L: gl.constexpr = acc.type.layout
@@ -282,29 +214,3 @@ def _multiply_converted(
         acc = hopper.warpgroup_mma(converted, here, acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     return acc
-
-
-@gluon.jit
-def _scale_rows(acc: gl.tensor, up: gl.tensor, scales: gl.tensor, N: gl.tensor, sizes: _Sizes) -> gl.tuple:
-    """Times the scale of each weight row, if there are such."""
-    if scales is not None and sizes.BLOCK == 0:
-        rows = gl.arange(0, sizes.OUTPUTS, layout=gl.SliceLayout(1, acc.type.layout))
-        own = scales + gl.program_id(0) * sizes.OUTPUTS + rows
-        acc *= gl.load(own)[:, None]
-        if sizes.GATED:
-            up *= gl.load(own + N)[:, None]
-    return acc, up
-
-
-@gluon.jit
-def _store_partial(
-    acc: gl.tensor, out: gl.tensor, bias: gl.tensor, M: gl.tensor, N: gl.tensor, OUTPUTS: gl.constexpr
-) -> None:
-    """[OUTPUTS, ROWS] -> out [splits, M, N]. The first split adds the bias."""
-    L: gl.constexpr = acc.type.layout
-    columns = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, L))
-    rows, split = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, L)), gl.program_id(1)
-    if bias is not None:
-        acc += gl.load(bias + columns, mask=(columns < N) & (split == 0), other=0.0).to(gl.float32)[:, None]
-    target = out + (split * M + rows).to(gl.int64)[None, :] * N + columns[:, None]
-    gl.store(target, acc, mask=(columns < N)[:, None] & (rows < M)[None, :])

@@ -93,7 +93,7 @@ class _Rows(NamedTuple):
 
 def _rows(x: Tensor, launch: MoELaunch) -> _Rows:
     """What an expert GEMM reads: x, or x in float8."""
-    return _Rows(*quantize_rows(x, BLOCK)) if launch.quantized else _Rows(x, None)
+    return _Rows(*quantize_rows(x, BLOCK)[:2]) if launch.quantized else _Rows(x, None)
 
 
 def choose(tokens: int, slots: int, experts: int, dtype: torch.dtype, shared: int, *, tma: bool) -> MoELaunch:

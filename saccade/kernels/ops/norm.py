@@ -5,7 +5,8 @@ x        [T, hidden]  row t ─┐             gate_up [T, 2 wide]   | gate ....
 residual [T, hidden]  row t ─┴► sum ──►            program (t, c)      columns c       columns c
 written: sum, and sum / rms(sum) * weight  written [T, wide]     | silu(gate) * up |
 
-Split-K partials [splits, T, hidden] of x are added up here, always in the same order.
+Split-K partials [splits, T, hidden] of x are added up here, always in the same order. Both can write float8 with a
+scale for 128 columns of a row (`Fp8Rows`), which the next GEMM reads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
+from saccade.kernels.ops.quantize_rows import LARGEST, SMALLEST_SCALE, Fp8Rows, new_fp8_rows, quantize_groups
+from saccade.kernels.ops.scaled_weight import BLOCK
 
 _COLUMNS = 1024  # of a program of `silu_and_mul`
 _PARTIAL_COLUMNS = 128  # of a warp that adds up split-K partials
@@ -45,17 +48,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
+def norm_fp8(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+    """As `add_rms_norm`, normed in float8. Without x the residual is normed, and returned as it is."""
+    assert residual.is_contiguous() and (x is None or x.is_contiguous())
+    normed = new_fp8_rows(residual, BLOCK)
+    if x is None:
+        _launch_norm(residual, None, weight, None, normed.values, None, eps, 1, normed.scales)
+        return normed, residual
+    total = torch.empty_like(residual)
+    parts = x.numel() // residual.numel()
+    _launch_norm(x, residual, weight, None, normed.values, total, eps, parts, normed.scales)
+    return normed, total
+
+
 def _launch_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, only: Tensor | None, normed: Tensor, total: Tensor | None,
-    eps: float, parts: int,
+    eps: float, parts: int, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     hidden = x.shape[-1]
     columns = power_of_two(hidden)
     warps = columns // (512 if residual is None or x.dim() == 2 else _PARTIAL_COLUMNS)
     pdl = supports_pdl(x)
     _norm_kernel[(normed.numel() // hidden,)](
-        x, residual, weight, only, normed, total, eps, x.numel() // parts,
-        HIDDEN=hidden, COLUMNS=columns, PARTS=parts, PDL=pdl, num_warps=min(max(warps, 1), 16), **pdl_options(pdl),
+        x, residual, weight, only, normed, total, scales, eps, x.numel() // parts,
+        HIDDEN=hidden, COLUMNS=columns, PARTS=parts, GROUP=BLOCK, LARGEST=LARGEST, SMALLEST=SMALLEST_SCALE, PDL=pdl,
+        num_warps=min(max(warps, 1), 16), **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -75,18 +92,35 @@ def silu_and_mul(gate_up: Tensor, *, over_gate: bool = False) -> Tensor:
     return out
 
 
+def silu_and_mul_fp8(gate_up: Tensor) -> Fp8Rows:
+    """As `silu_and_mul`, in float8."""
+    assert gate_up.is_contiguous()
+    wide = gate_up.shape[1] // 2
+    out = new_fp8_rows(gate_up[:, :wide], BLOCK)
+    pdl = supports_pdl(gate_up)
+    _silu_fp8_kernel[(len(out.values), triton.cdiv(wide, _COLUMNS))](
+        gate_up, *out, wide, COLUMNS=_COLUMNS, GROUP=BLOCK, LARGEST=LARGEST, SMALLEST=SMALLEST_SCALE, PDL=pdl,
+        num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
+    return out
+
+
 @triton.jit(do_not_specialize_on_alignment=["only"])  # a slice of a larger array
 def _norm_kernel(
     x: tl.tensor, residual: tl.tensor, weight: tl.tensor, only: tl.tensor, normed: tl.tensor, total: tl.tensor,
-    eps: tl.tensor, part: tl.tensor,
-    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    scales: tl.tensor, eps: tl.tensor, part: tl.tensor,
+    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
+    """With `scales`, rows after the last are the last one again."""
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
     row = tl.program_id(0).to(tl.int64)
     source = row if only is None else tl.load(only + row).to(tl.int64)
+    if scales is not None:
+        source = tl.minimum(row, part // HIDDEN - 1)
     offsets, target = source * HIDDEN + columns, row * HIDDEN + columns
-    kind = normed.dtype.element_ty
+    kind = normed.dtype.element_ty if total is None else total.dtype.element_ty
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_release_then_wait(PDL)
     here = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -95,10 +129,18 @@ def _norm_kernel(
     if residual is not None:
         before = tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
         added = (here + before).to(kind)  # the norm sees the residual as the next layer will
-        tl.store(total + target, added, mask=inside)
+        tl.store(total + (target if scales is None else offsets), added, mask=inside)
         here = added.to(tl.float32)
     scale = tl.rsqrt(tl.sum(here * here, 0) / HIDDEN + eps)
-    tl.store(normed + target, (here * scale * by).to(kind), mask=inside)
+    found = here * scale * by
+    if scales is None:
+        tl.store(normed + target, found.to(kind), mask=inside)
+    else:
+        groups = tl.arange(0, COLUMNS // GROUP)
+        own = scales + groups * tl.num_programs(0) + row
+        grouped = tl.reshape(found, [COLUMNS // GROUP, GROUP])
+        scaled = quantize_groups(grouped, own, groups * GROUP < HIDDEN, LARGEST, SMALLEST)
+        tl.store(normed + target, tl.reshape(scaled, [COLUMNS]).to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -113,3 +155,22 @@ def _silu_kernel(
     gate = tl.load(gate_up + row * 2 * wide + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * wide + wide + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_row + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _silu_fp8_kernel(
+    gate_up: tl.tensor, values: tl.tensor, scales: tl.tensor, rows: tl.tensor, wide: tl.tensor,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Rows after the last are the last one again."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [groups, GROUP]
+    inside = columns < wide
+    source = gate_up + tl.minimum(row, rows - 1) * 2 * wide + columns
+    pdl_release_then_wait(PDL)
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + wide, mask=inside, other=0.0).to(tl.float32)
+    own = scales + groups * tl.num_programs(0) + row
+    scaled = quantize_groups(gate * tl.sigmoid(gate) * up, own, groups * GROUP < wide, LARGEST, SMALLEST)
+    tl.store(values + row * wide + columns, scaled.to(values.dtype.element_ty), mask=inside)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from saccade.kernels.gemm.hopper_split_k import PipelineConfig
+    from saccade.kernels.ops.quantize_rows import Fp8Rows
 
 
 def rotary_and_store(
@@ -57,6 +58,26 @@ def split_k_gated_linear(
 ) -> Tensor:
     assert config.splits == 1
     return silu_and_mul(F.linear(x.float(), _scaled(gate_up_weight, scales))).to(x.dtype)
+
+
+def fp8_split_k_linear(
+    x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None, config: PipelineConfig
+) -> Tensor:
+    return split_k_linear(dequantized_rows(x), weight, bias, config, scales)
+
+
+def fp8_split_k_gated_linear(x: Fp8Rows, gate_up_weight: Tensor, scales: Tensor, config: PipelineConfig) -> Fp8Rows:
+    """With a scale for 64 columns."""
+    found = split_k_gated_linear(dequantized_rows(x), gate_up_weight, config, scales)
+    groups = found.unflatten(1, (-1, 64))
+    of_groups = (groups.abs().amax(-1) / 448).clamp(min=1e-10)
+    values = (groups / of_groups[..., None]).to(x.values.dtype).flatten(1)
+    return x._replace(values=values, scales=of_groups.T.contiguous())
+
+
+def dequantized_rows(x: Fp8Rows) -> Tensor:
+    """In float32: [M, K]."""
+    return (x.values.float() * x.scales.T.repeat_interleave(x.group, 1))[: x.rows]
 
 
 def _scaled(weight: Tensor, scales: Tensor | None) -> Tensor:

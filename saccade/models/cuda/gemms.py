@@ -9,8 +9,9 @@
                                                               `skinny` or `linear_act` has a kernel
 
 Layers in float8 (`Linear.scales`) take kernels that read it: `skinny` for 1 row, split-K for up to 64 on
-Hopper GPUs, cuBLAS beyond, which reads x in float8 as well. Layers in INT4 (`Linear.groups`) do so up to 64
-rows, and beyond are unpacked into scratch memory for a GEMM like any other.
+Hopper GPUs, cuBLAS beyond. The latter two take x in float8 as well, where norm and gate can write it. Layers
+in INT4 (`Linear.groups`) do so up to 64 rows, and beyond are unpacked into scratch memory for a GEMM like
+any other.
 
 The choice depends on shapes alone, so it is made once for each CUDA graph.
 """
@@ -22,10 +23,9 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.kernels.gemm.fp8_linear import fp8_gemm, has_fp8_gemm
+from saccade.kernels.gemm.fp8_linear import fp8_gemm, fp8_linear, has_fp8_gemm
 from saccade.kernels.gemm.int4_linear import choose_int4
 from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.gemm.skinny import (
@@ -41,10 +41,9 @@ from saccade.kernels.gemm.skinny import (
     norm_linear,
     skinny_linear,
 )
-from saccade.kernels.launch.device import is_hopper
-from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
 from saccade.kernels.moe.experts_gemv import MAX_TOKENS as MAX_VECTOR_TOKENS
-from saccade.kernels.ops.norm import add_rms_norm, rms_norm, silu_and_mul
+from saccade.kernels.ops.norm import add_rms_norm, norm_fp8, rms_norm, silu_and_mul, silu_and_mul_fp8
+from saccade.kernels.ops.quantize_rows import Fp8Rows
 from saccade.kernels.ops.scaled_weight import block_of
 from saccade.models.cuda.int4_gemms import (
     decide_int4,
@@ -57,6 +56,7 @@ from saccade.models.cuda.int4_gemms import (
     unpacked_elements,
 )
 from saccade.models.cuda.moe import run_moe, runs_in_one
+from saccade.models.cuda.split_k import can_split_k, can_split_k_fp8
 from saccade.models.layers.cross_attention import CrossAttention
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
@@ -168,25 +168,6 @@ def _widths(linears: Sequence[Linear]) -> list[int]:
     return [len(linear.weight) for linear in linears]
 
 
-def _self_test(device: torch.device) -> None:
-    from saccade.kernels.gemm.hopper_split_k import (  # Gluon is experimental: only where used
-        PipelineConfig,
-        split_k_gated_linear,
-        split_k_linear,
-    )
-
-    x, weight = (torch.randn(rows, 256, device=device, dtype=torch.bfloat16) / 8 for rows in (20, 128))
-    expected = F.linear(x.float(), weight.float())
-    found = split_k_linear(x, weight, None, PipelineConfig(2, 2)).sum(0)
-    assert_agree(found, expected, 1e-3)
-    gate, up = expected.chunk(2, dim=-1)
-    found = split_k_gated_linear(x, weight, PipelineConfig(3)).float()
-    assert_agree(found, F.silu(gate) * up, 0.02)
-
-
-can_split_k = KernelChoice("the Hopper split-K GEMM", is_hopper, _self_test, "other GEMMs run instead")
-
-
 def new_workspace(decoder: Decoder) -> SplitWorkspace:
     """Enough for all GEMMs of one CUDA stream."""
     workspace = SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
@@ -215,15 +196,22 @@ def _scales(linear: Linear) -> Tensor | None:
     return getattr(linear, "scales", None)
 
 
+def _scaled(linear: Linear) -> tuple[Tensor, Tensor]:
+    """A weight in float8 and its scales."""
+    assert linear.scales is not None
+    return linear.weight, linear.scales
+
+
 def _reads_fp8(rows: Tensor, linear: Linear) -> bool:
     """Whether a kernel multiplies so many rows with its weight in float8."""
     in_blocks = block_of(linear.weight, linear.scales) > 0
-    return len(rows) <= MAX_SCALED_ROWS or has_fp8_gemm(rows, in_blocks=in_blocks)
+    return len(rows) <= MAX_SCALED_ROWS or has_fp8_gemm(linear.weight, rows.dtype, in_blocks=in_blocks)
 
 
 def _decide_fp8_gemms(device: torch.device) -> None:
     for in_blocks in (False, True):
         fp8_gemm(device, in_blocks)
+    can_split_k_fp8(device)
 
 
 def _is_large(rows: Tensor, linear: Linear) -> bool:
@@ -311,20 +299,23 @@ class _LargeGemms:
         *,
         in_parts: bool = False,
     ) -> tuple[Tensor, Residual]:
-        normed, x = self._norm(x, norm)
         linears = _both(linear, beside)
-        out = self._scratch_for(normed, sum(_widths(linears)))
-        return _side_by_side(partial(self._linear, normed), linears, normed, out), x
+        normed, x = self._norm_for(x, norm, linears)
+        return self._projected(normed, linears, x.rows), x
 
     def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
         return Residual(x.rows, self._added(rows, linear))
 
     def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
-        normed, x = self._norm(x, norm)
         if isinstance(mlp, MoE):
             assert scales is None, "layers with a gate have no experts"
+            normed, x = self._norm(x, norm)
             return Residual(x.rows, run_moe(normed, mlp))
-        gated = self._gated(normed, mlp)
+        is_plain = scales is None and mlp.gate_up.bias is None
+        rows, x = self._norm_for(x, norm, [mlp.gate_up, mlp.down]) if is_plain else self._norm(x, norm)
+        if isinstance(rows, Fp8Rows):
+            return Residual(x.rows, self._added(self._gated_fp8(rows, mlp), mlp.down))
+        gated = self._gated(rows, mlp)
         return Residual(x.rows, self._added(gated if scales is None else gated.mul_(scales), mlp.down))
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
@@ -339,7 +330,29 @@ class _LargeGemms:
         normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps, only)
         return normed, Residual(rows)
 
-    def _linear(self, rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+    def _norm_for(
+        self, x: Residual, norm: RMSNorm, linears: Sequence[Linear]
+    ) -> tuple[Tensor | Fp8Rows, Residual]:
+        """In float8, if all of these layers read it."""
+        if not all(self._takes_fp8(x.rows, linear) for linear in linears):
+            return self._norm(x, norm)
+        normed, rows = norm_fp8(x.added, x.rows, norm.weight, norm.eps)
+        return normed, Residual(rows)
+
+    def _takes_fp8(self, x: Tensor, linear: Linear) -> bool:
+        """Whether so many rows are multiplied in float8, with a scale for 128 columns."""
+        scales = _scales(linear)
+        if scales is None or len(x) <= MAX_SCALED_ROWS or block_of(linear.weight, scales) == 0:
+            return False
+        return has_fp8_gemm(linear.weight, x.dtype, in_blocks=True)
+
+    def _projected(self, rows: Tensor | Fp8Rows, linears: Sequence[Linear], like: Tensor) -> Tensor:
+        out = self._scratch_for(len(like), sum(_widths(linears)))
+        return _side_by_side(partial(self._linear, rows), linears, like, out)
+
+    def _linear(self, rows: Tensor | Fp8Rows, linear: Linear, out: Tensor | None = None) -> Tensor:
+        if isinstance(rows, Fp8Rows):
+            return fp8_linear(rows, *_scaled(linear), linear.bias, out)
         if is_packed(linear):
             return packed_linear(rows, linear, workspace=self.workspace, out=out)
         weight, scales = linear.weight, _scales(linear)
@@ -347,12 +360,16 @@ class _LargeGemms:
             weight, scales = linear.dequantized(rows.dtype), None
         return skinny_linear(rows, weight, linear.bias, scales=scales, workspace=self.workspace, out=out)
 
-    def _scratch_for(self, rows: Tensor, outputs: int) -> Tensor | None:
-        return None if self.scratch is None else self.scratch[: len(rows) * outputs].view(len(rows), outputs)
+    def _scratch_for(self, rows: int, outputs: int) -> Tensor | None:
+        return None if self.scratch is None else self.scratch[: rows * outputs].view(rows, outputs)
 
-    def _added(self, rows: Tensor, linear: Linear) -> Tensor:
+    def _added(self, rows: Tensor | Fp8Rows, linear: Linear) -> Tensor:
         """What the next norm adds to the residual."""
         return self._linear(rows, linear)
+
+    def _gated_fp8(self, rows: Fp8Rows, mlp: GatedMLP) -> Fp8Rows:
+        scratch = self._scratch_for(rows.rows, len(mlp.gate_up.weight))
+        return silu_and_mul_fp8(self._linear(rows, mlp.gate_up, scratch))
 
     def _gated(self, rows: Tensor, mlp: GatedMLP) -> Tensor:
         """silu(gate) * up: [T, wide]."""
@@ -363,11 +380,11 @@ class _LargeGemms:
         if config is not None:
             return gated_linear(rows, weight, scales=scales, config=config)
         if scales is None:
-            out = self._scratch_for(rows, len(weight) // 2)
+            out = self._scratch_for(len(rows), len(weight) // 2)
             found = linear_act(rows, weight, mlp.gate_up.bias, "silu_and_mul", out)
             if found is not None:
                 return found
-        scratch = self._scratch_for(rows, len(weight))
+        scratch = self._scratch_for(len(rows), len(weight))
         return silu_and_mul(self._linear(rows, mlp.gate_up, scratch), over_gate=scratch is not None)
 
     def _packed_gated(self, rows: Tensor, gate_up: Linear, config: Config | None) -> Tensor:
@@ -375,11 +392,11 @@ class _LargeGemms:
             return packed_linear(rows, gate_up, gated=True, workspace=self.workspace, config=config)
         if not reads_packed(rows):
             weight = unpacked(gate_up, self.workspace)
-            out = self._scratch_for(rows, len(weight) // 2)
+            out = self._scratch_for(len(rows), len(weight) // 2)
             found = linear_act(in_order(rows, gate_up), weight, gate_up.bias, "silu_and_mul", out)
             if found is not None:
                 return found
-        scratch = self._scratch_for(rows, len(gate_up.weight))
+        scratch = self._scratch_for(len(rows), len(gate_up.weight))
         return silu_and_mul(self._linear(rows, gate_up, scratch), over_gate=scratch is not None)
 
 
@@ -398,20 +415,40 @@ class _SplitKGemms(_LargeGemms):
         in_parts: bool = False,
     ) -> tuple[Tensor, Residual]:
         if not (in_parts and self.in_parts):
-            return super().project(x, norm, linear, beside)
+            normed, x = self._norm(x, norm)
+            return self._projected(normed, _both(linear, beside), normed), x
         assert beside is None, "split-K partials of two GEMMs would be two tensors"
-        normed, x = self._norm(x, norm)
-        return self._added(normed, linear), x
+        rows, x = self._norm_for(x, norm, [linear])
+        return self._added(rows, linear), x
 
-    def _added(self, rows: Tensor, linear: Linear) -> Tensor:
+    def _takes_fp8(self, x: Tensor, linear: Linear) -> bool:
+        from saccade.kernels.gemm.hopper_fp8_split_k import suits
+
+        is_scaled = _scales(linear) is not None and x.dtype == torch.bfloat16
+        return is_scaled and suits(len(x), *linear.weight.shape) and can_split_k_fp8(x.device)
+
+    def _added(self, rows: Tensor | Fp8Rows, linear: Linear) -> Tensor:
         from saccade.kernels.gemm.hopper_split_k import choose_split_k, split_k_linear, suits
 
+        if isinstance(rows, Fp8Rows):
+            return self._added_fp8(rows, linear)
         weight = linear.weight
         outputs, inputs = weight.shape
         if is_packed(linear) or not suits(len(rows), outputs, inputs, rows.dtype) or _is_large(rows, linear):
             return self._linear(rows, linear)
         config = choose_split_k(len(rows), outputs, inputs, weight.itemsize)
         return split_k_linear(rows, weight, linear.bias, config, _scales(linear))
+
+    def _added_fp8(self, rows: Fp8Rows, linear: Linear) -> Tensor:
+        from saccade.kernels.gemm.hopper_fp8_split_k import choose_split_k, fp8_split_k_linear
+
+        config = choose_split_k(rows.rows, *linear.weight.shape)
+        return fp8_split_k_linear(rows, *_scaled(linear), linear.bias, config)
+
+    def _gated_fp8(self, rows: Fp8Rows, mlp: GatedMLP) -> Fp8Rows:
+        from saccade.kernels.gemm.hopper_fp8_split_k import choose_gated, fp8_split_k_gated_linear
+
+        return fp8_split_k_gated_linear(rows, *_scaled(mlp.gate_up), choose_gated(rows.rows))
 
     def _gated(self, rows: Tensor, mlp: GatedMLP) -> Tensor:
         from saccade.kernels.gemm.hopper_split_k import choose_gated, split_k_gated_linear, suits
