@@ -152,7 +152,12 @@ def split_k_variants() -> Iterator[Variant]:
         constants = [4096, block, rows, 64, 8, 1 if gated else 4, gated]
         name = f"stream.fp8.{rows}.{block}.{gated}"
         yield hopper_variant(name, "gemm.hopper_split_k:_split_k_kernel", types, constants, 96 if rows < 64 else 128)
-    for rows, block, group, gated in ((16, 128, 128, False), (64, 0, 64, False), (32, 128, 128, True), (64, 0, 128, True)):
+    for rows, block, group, gated in (
+        (16, 128, 128, False),
+        (64, 0, 64, False),
+        (32, 128, 128, True),
+        (64, 0, 128, True),
+    ):
         own = [box(rows, dtype=FP8), F32, NONE] if gated else [F32, NONE, BF16]
         types = [*(box(count, group, FP8) for count in (64, rows)), F32, F32, *own, "i32", "i32:16", "i32"]
         constants = [4096, block, rows, 64, group, 3, 1 if gated else 4, gated, 448.0, 1e-10]
@@ -275,6 +280,27 @@ def int4_variants() -> Iterator[Variant]:
     yield new_variant("int4_tile.16", tile, types, constants, 2, num_stages=4, **EARLY)
     types = ["*i16", "*fp16", "*u8", BF16, "i32:16"]
     yield new_variant("unpack_int4", "ops.unpack_int4:_unpack_kernel", types, [4096, 32, 4, 8])
+    yield from int4_expert_variants()
+
+
+def int4_expert_variants() -> Iterator[Variant]:
+    """The largest launches of `fused_moe.choose_int4`, for Qwen3-VL-30B-A3B's experts."""
+    first, gemv, tiles = [I32, I32, "*fp16", "*u8", I32], "moe.experts_gemv_int4", "moe.experts_int4"
+    types = [*first, BF16, "i32:16", "i32:16"]
+    constants = [2048, 8, 32, 4, 2048, True, True]
+    yield new_variant("int4_experts.gate_up", f"{gemv}:int4_gate_up_kernel", types, constants, 1, **EARLY)
+    types = [*first, F32, BF16, NONE, BF16, "i32:16"]
+    constants = [768, 8, 32, 4, 1024, True, 12, 16, True]
+    yield new_variant("int4_experts.down", f"{gemv}:int4_down_kernel", types, constants, 1, **EARLY)
+    first = [BF16, "*i16", "*fp16", "*u8", I32, I32]
+    types = [*first, BF16, "i32:16", "i32", "i32:16", "i32"]
+    constants = [2048, 32, 64, 64, 128, 8, True, True]
+    kernel = f"{tiles}:int4_gate_up_tile_kernel"
+    yield new_variant("int4_experts.gate_up_tile", kernel, types, constants, num_stages=4, **EARLY)
+    types = [*first, F32, BF16, "i32:16", "i32"]
+    constants = [768, 32, 64, 128, 128, 8, True, True]
+    kernel = f"{tiles}:int4_down_tile_kernel"
+    yield new_variant("int4_experts.down_tile", kernel, types, constants, 8, num_stages=4, **EARLY)
 
 
 def gdn_variants() -> Iterator[Variant]:

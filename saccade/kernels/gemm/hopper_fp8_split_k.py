@@ -41,8 +41,8 @@ _GATED_RING = 86 << 10  # bytes: an SM has memory for two
 
 
 def suits(rows: int, outputs: int, inputs: int) -> bool:
-    """Whole tiles, and no more sums than a program has registers for."""
-    return rows <= MAX_ROWS and inputs % _INPUTS == 0 and outputs % _OUTPUTS == 0
+    """Whole tiles, also of a gate and `up`, and no more sums than a program has registers for."""
+    return rows <= MAX_ROWS and inputs % _INPUTS == 0 and outputs % (2 * _OUTPUTS) == 0
 
 
 def choose_split_k(rows: int, outputs: int, inputs: int) -> PipelineConfig:

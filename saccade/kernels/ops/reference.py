@@ -69,7 +69,7 @@ def fp8_split_k_linear(
 def fp8_split_k_gated_linear(x: Fp8Rows, gate_up_weight: Tensor, scales: Tensor, config: PipelineConfig) -> Fp8Rows:
     """With a scale for 64 columns."""
     found = split_k_gated_linear(dequantized_rows(x), gate_up_weight, config, scales)
-    groups = found.unflatten(1, (-1, 64))
+    groups = found.view(len(found), -1, 64)
     of_groups = (groups.abs().amax(-1) / 448).clamp(min=1e-10)
     values = (groups / of_groups[..., None]).to(x.values.dtype).flatten(1)
     return x._replace(values=values, scales=of_groups.T.contiguous())

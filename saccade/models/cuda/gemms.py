@@ -8,10 +8,10 @@
     others                                   `_LargeGemms`    the norm adds the residual; gate fused where
                                                               `skinny` or `linear_act` has a kernel
 
-Layers in float8 (`Linear.scales`) take kernels that read it: `skinny` for 1 row, split-K for up to 64 on
-Hopper GPUs, cuBLAS beyond. The latter two take x in float8 as well, where norm and gate can write it. Layers
-in INT4 (`Linear.groups`) do so up to 64 rows, and beyond are unpacked into scratch memory for a GEMM like
-any other.
+Layers in float8 (`Linear.scales`) take kernels that read it: split-K for up to 64 rows on Hopper GPUs,
+`skinny` for as many on others, cuBLAS beyond. Split-K and cuBLAS take x in float8 as well, where norm and
+gate can write it. Layers in INT4 (`Linear.groups`) do so up to 64 rows, and beyond are unpacked into scratch
+memory for a GEMM like any other.
 
 The choice depends on shapes alone, so it is made once for each CUDA graph.
 """
@@ -119,7 +119,7 @@ def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_part
         _decide_fp8_gemms(decoder.table.device)
     decide_int4(decoder)
     largest = 0 if is_scaled and rows <= MAX_SCALED_ROWS else max(elements_of(linear) for linear in wide)
-    if _splits_k(rows, largest, decoder.table.device):
+    if _splits_k(rows, largest, decoder.table.device) or (rows == 1 and _splits_one(decoder)):
         return _SplitKGemms(workspace, in_parts)
     if rows <= MAX_NORMED_ROWS and all(_is_skinny(layer.mlp, rows) for layer in decoder.layers):
         return _SkinnyGemms(workspace)
@@ -144,6 +144,13 @@ def gated(rows: Tensor, mlp: GatedMLP, workspace: SplitWorkspace) -> Tensor:
 def _splits_k(rows: int, largest: int, device: torch.device) -> bool:
     """cuBLAS reuses what it reads better over many rows; that counts where weights are large."""
     return 1 < rows <= (128 if largest <= MAX_ELEMENTS else 32) and can_split_k(device)
+
+
+def _splits_one(decoder: Decoder) -> bool:
+    """One row, too, gains by split-K if MMAs read both sides in float8."""
+    mlps = [layer.mlp for layer in decoder.layers]
+    is_scaled = all(isinstance(mlp, GatedMLP) and _scales(mlp.gate_up) is not None for mlp in mlps)
+    return is_scaled and decoder.table.dtype == torch.bfloat16 and can_split_k_fp8(decoder.table.device)
 
 
 def _wide_linears(decoder: Decoder) -> Iterator[list[Linear]]:
