@@ -8,6 +8,8 @@ from torch import Tensor
 
 from saccade.kernels.launch.device import is_hopper
 from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
+from saccade.kernels.ops.quantize_rows import quantize_rows
+from saccade.kernels.ops.reference import dequantized_rows
 
 
 def _self_test(device: torch.device) -> None:
@@ -28,8 +30,6 @@ def _self_test(device: torch.device) -> None:
 def _self_test_fp8(device: torch.device) -> None:
     from saccade.kernels.gemm.hopper_fp8_split_k import fp8_split_k_gated_linear, fp8_split_k_linear
     from saccade.kernels.gemm.hopper_split_k import PipelineConfig
-    from saccade.kernels.ops.quantize_rows import quantize_rows
-    from saccade.kernels.ops.reference import dequantized_rows
 
     weight = (torch.randn(256, 512, device=device) * 16).to(torch.float8_e4m3fn)
     scales = torch.full((2, 4), 1 / 362, device=device)  # sums near 1
