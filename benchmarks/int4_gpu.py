@@ -2,6 +2,7 @@
 
     python -m benchmarks.int4_gpu            all launches that are tried, then the best of each GEMM
     python -m benchmarks.int4_gpu --quick    only those that are chosen
+    python -m benchmarks.int4_gpu experts    those of experts (`int4_experts`)
 
 Times are of six weights in turn inside a CUDA graph, so that none is in the L2 cache. Every result is compared with the
 dequantised weight's. TB/s count packed numbers, scales and zero points.
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import int4_experts
 from benchmarks.gpu_timing import attempt, graph_us
 from saccade.kernels.gemm.int4_linear import Int4Weight, Norm, choose_int4, int4_linear
 from saccade.kernels.gemm.skinny import Config, SplitWorkspace
@@ -209,8 +211,16 @@ def jobs_of(benches: list[Bench], *, quick: bool) -> Iterator[tuple[Bench, int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", nargs="?", choices=["linears", "experts"], default="linears")
     parser.add_argument("--quick", action="store_true", help="only the launches that are chosen")
-    quick = parser.parse_args().quick
+    given = parser.parse_args()
+    if given.part == "experts":
+        int4_experts.main()
+    else:
+        measure_linears(quick=given.quick)
+
+
+def measure_linears(*, quick: bool) -> None:
     torch.manual_seed(0)
     start = time.perf_counter()
     small = [Bench(gemm, 1) for gemm in SMALL]

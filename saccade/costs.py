@@ -296,17 +296,30 @@ def projector_params(vision: VisionConfig, text: TextConfig) -> int:
     return (1 + len(vision.deepstack_layers)) * sum(inputs * outputs for inputs, outputs in pairwise(widths))
 
 
-def weight_bytes(model: ModelConfig, dtype: str, *, fp8: int = 0, int4_bytes: float = 0) -> int:
-    """`fp8`: parameters that are in FP8. `int4_bytes`: layers are in INT4, a weight takes so much."""
+class Int4Bytes(NamedTuple):
+    """What weights of the decoder's layers take that stay in INT4; 0: none does."""
+
+    weight: float = 0.0
+    experts: bool = True  # those of experts stay so, too
+
+    def __bool__(self) -> bool:
+        return self.weight > 0
+
+
+NO_INT4 = Int4Bytes()
+
+
+def weight_bytes(model: ModelConfig, dtype: str, *, fp8: int = 0, int4: Int4Bytes = NO_INT4) -> int:
+    """`fp8`: parameters that are in FP8."""
     vision = encoder_params(model.vision, model.text) if model.vision else 0
-    saved = saved_bytes(model.text, dtype, fp8=fp8, int4_bytes=int4_bytes)
+    saved = saved_bytes(model.text, dtype, fp8=fp8, int4=int4)
     return (decoder_params(model.text) + vision) * dtype_bytes(dtype) - saved
 
 
-def saved_bytes(text: TextConfig, dtype: str, *, fp8: int, int4_bytes: float) -> int:
+def saved_bytes(text: TextConfig, dtype: str, *, fp8: int, int4: Int4Bytes) -> int:
     """By weights that stay quantised."""
-    if int4_bytes:
-        return int(sum(_int4_matrices(text)) * (dtype_bytes(dtype) - int4_bytes))
+    if int4:
+        return int(sum(_int4_matrices(text, int4.experts)) * (dtype_bytes(dtype) - int4.weight))
     return fp8 * (dtype_bytes(dtype) - 1)
 
 
@@ -375,11 +388,14 @@ def int4_scratch_bytes(text: TextConfig, dtype: str) -> int:
     return text.hidden_size * max(both, 2 * text.intermediate_size) * dtype_bytes(dtype)
 
 
-def _int4_matrices(text: TextConfig) -> Iterator[int]:
-    """Parameters of those that stay in INT4: plain attention and MLPs, of widths that kernels read."""
+def _int4_matrices(text: TextConfig, has_experts: bool) -> Iterator[int]:
+    """Parameters of those that stay in INT4: attention, MLPs and routed experts, of widths that kernels read.
+
+    Shared experts and recurrent layers are often left out by those who quantise, so they do not count.
+    """
     hidden, wide, queries = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
-    experts = len(text.experts.layers) if text.experts else 0
-    mlps = text.num_layers - experts
+    moe = text.experts
+    mlps = text.num_layers - (len(moe.layers) if moe else 0)
     mixers = 0 if text.mla or text.linear else text.num_kv_layers
     keys = text.num_kv_heads * text.head_dim
     shapes = [
@@ -388,6 +404,9 @@ def _int4_matrices(text: TextConfig) -> Iterator[int]:
         (mlps, hidden, 2 * wide),
         (mlps, wide, hidden),
     ]
+    if moe and has_experts:
+        routed = len(moe.layers) * moe.count
+        shapes += [(routed, hidden, 2 * moe.width), (routed, moe.width, hidden)]
     for layers, inputs, outputs in shapes:
         if inputs % _INT4_COLUMNS == 0:
             yield layers * inputs * outputs

@@ -21,6 +21,7 @@ class MoEConfig:
     scale: float = 1.0  # routed_scaling_factor
     shared: int = 0  # intermediate size of the shared expert; 0: there is none
     shared_gate: bool = False  # the shared expert's output has a gate per token
+    stacks_shared: bool = True  # it may be stacked with the routed ones
 
     @property
     def has_bias(self) -> bool:
@@ -30,7 +31,7 @@ class MoEConfig:
     @property
     def stacked_shared(self) -> int:
         """Routed experts that are as wide as the shared one: kernels run it as so many more of them."""
-        return 0 if self.shared % self.width else self.shared // self.width
+        return self.shared // self.width if self.stacks_shared and self.shared % self.width == 0 else 0
 
     @property
     def active_width(self) -> int:

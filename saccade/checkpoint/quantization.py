@@ -53,6 +53,7 @@ class Quantization:
     zero_point_offset: int = 0  # what GPTQ's first format took off its zero points
     group: int = 0  # columns with one scale, of whole numbers in groups; 0: not known
     has_zeros: bool = True  # whether groups have zero points
+    has_order: bool = False  # whether groups are of inputs in another order (desc_act), by the config
 
     @property
     def becomes_fp8(self) -> bool:
@@ -146,7 +147,14 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
     _check_among("checkpoint_format", version, ("gptq", "gptq_v2"))
     offset = int(version == "gptq")
     summary = f"GPTQ in {bits} bits"
-    return Quantization("gptq", summary, bits=bits, zero_point_offset=offset, group=_group(config))
+    return Quantization(
+        "gptq",
+        summary,
+        bits=bits,
+        zero_point_offset=offset,
+        group=_group(config),
+        has_order=config.get("desc_act") is True,
+    )
 
 
 def _compressed(config: Mapping[str, Any]) -> Quantization:
@@ -174,6 +182,7 @@ def _compressed(config: Mapping[str, Any]) -> Quantization:
         bits=first["num_bits"],
         group=_group(first) if layout == "pack-quantized" else 0,
         has_zeros=first.get("symmetric") is False,
+        has_order=first.get("actorder") in (True, "group", "dynamic"),
     )
 
 

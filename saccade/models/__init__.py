@@ -88,7 +88,7 @@ def load_model(
         if any(weight.is_meta for weight in model.encoder_weights().values()):
             model = build()
     else:
-        kept = _kept_weights(tensors, path, config, device, quantize, build)
+        kept = _kept_weights(tensors, path, config, device, dtype, quantize, build)
         model = build(kept=kept)
         _log_apart(kept)
     params: Parameters = model.params
@@ -107,6 +107,10 @@ def _log_apart(kept: object) -> None:
     if isinstance(kept, Int4Weights) and kept.apart:
         which = f"{len(kept.apart)} projections are dequantised, as their parts differ in INT4"
         logger.info("%s (groups, or the order of inputs): %s, ...", which, kept.apart[0])
+    if isinstance(kept, Int4Weights) and kept.ordered:
+        which = f"{len(kept.ordered)} projections of experts are dequantised"
+        why = "as kernels read none with an order of inputs (desc_act)"
+        logger.info("%s, %s: %s, ...", which, why, kept.ordered[0])
 
 
 def load_kv_scales(path: Path, config: ModelConfig, load_format: str) -> tuple[tuple[float, float], ...]:
@@ -139,6 +143,7 @@ def _kept_weights(
     path: Path | None,
     config: ModelConfig,
     device: torch.device,
+    dtype: torch.dtype,
     quantize: str | None,
     build: Callable[..., Any],
 ) -> Fp8Weights | Int4Weights | None:
@@ -151,11 +156,12 @@ def _kept_weights(
     if quantization is None or not (keeps_int4(device) or multiplies_fp8(device)):
         return None
     if not isinstance(tensors, DequantizedTensors):
-        return _kept_at_random(quantization, device)
+        return _kept_at_random(quantization, config, device, dtype)
     probe = build(left_out="decoder")
     int4 = tensors.int4_weights() if keeps_int4(device) else {}
     if int4:
-        return int4_targets(int4, _rules(probe, config))
+        has_experts = reads_int4_experts(config, device, dtype)
+        return int4_targets(int4, _rules(probe, config), probe.params.wholes, has_experts=has_experts)
     if not multiplies_fp8(device):
         return None
     stored = tensors.fp8_weights()
@@ -163,11 +169,21 @@ def _kept_weights(
     return fp8_targets({**stored, **made}, _rules(probe, config), probe.params.wholes)
 
 
-def _kept_at_random(quantization: Quantization, device: torch.device) -> Fp8Weights | Int4Weights | None:
+def reads_int4_experts(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether experts can stay in INT4: kernels pass their self-test. Else they are dequantised."""
+    if config.text.experts is None or not keeps_int4(device):
+        return False
+    return bool(import_module("saccade.models.cuda.moe").can_read_int4(device, dtype))  # needs Triton
+
+
+def _kept_at_random(
+    quantization: Quantization, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> Fp8Weights | Int4Weights | None:
     """By the config alone: random weights of the same kind."""
     if quantization.is_int4 and keeps_int4(device):
         own = Int4Format(quantization.group, quantization.has_zeros, torch.float16)
-        return Int4Weights({}, default=own)
+        has_experts = reads_int4_experts(config, device, dtype) and not quantization.has_order
+        return Int4Weights({}, default=own, has_experts=has_experts)
     is_fp8 = quantization.becomes_fp8 and multiplies_fp8(device)
     return Fp8Weights(quantization.has_blocks) if is_fp8 else None
 

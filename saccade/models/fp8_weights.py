@@ -38,7 +38,11 @@ class Fp8Weights(NamedTuple):
         """Whether one GEMM over parts of these names and rows stays so."""
         if not stays_fp8(parts.values(), inputs, in_blocks=self.in_blocks):
             return False
-        return all(name.startswith(_LAYERS) if self.names is None else name in self.names for name in parts)
+        return self.has(*parts)
+
+    def has(self, *names: str) -> bool:
+        """Whether all of these are so."""
+        return all(name.startswith(_LAYERS) if self.names is None else name in self.names for name in names)
 
     def scales_shape(self, *shape: int) -> tuple[int, ...]:
         *stacked, outputs, inputs = shape

@@ -13,9 +13,10 @@ one group, be it of 32, 64 or 128 columns. Number q of a group stands for (q - z
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,16 +31,16 @@ _LAYERS = "decoder.layers."
 
 
 class GroupScales(NamedTuple):
-    """Beside a packed weight [N, K / 4], for its groups of columns."""
+    """Beside a packed weight [N, K / 4], for its groups of columns; those of experts are stacked."""
 
     scales: Tensor  # float16 or bfloat16 [N, K / group]
     zeros: Tensor | None = None  # uint8 [N, K / group]; None: all are 8
     order: Tensor | None = None  # int64 [K]: inputs in the order of the columns; None: as they are
 
-    def rows(self, start: int, end: int) -> GroupScales:
-        """Those of some rows of the weight."""
-        zeros = None if self.zeros is None else self.zeros[start:end]
-        return self._replace(scales=self.scales[start:end], zeros=zeros)
+    def at(self, where: Any) -> GroupScales:
+        """Those of some experts or rows of the weight, by their index."""
+        zeros = None if self.zeros is None else self.zeros[where]
+        return self._replace(scales=self.scales[where], zeros=zeros)
 
 
 class Int4Format(NamedTuple):
@@ -57,26 +58,36 @@ class Int4Weights:
 
     formats: Mapping[str, Int4Format]  # of targets that a checkpoint has so
     default: Int4Format | None = None  # of all others in the decoder's layers: random weights
+    has_experts: bool = True  # whether kernels read experts
     apart: list[str] = field(default_factory=list)  # projections that do not, since their parts differ
+    ordered: list[str] = field(default_factory=list)  # those of experts that have an order of inputs
 
     def empty(
         self, parts: Mapping[str, int], shape: tuple[int, ...], device: torch.device
     ) -> tuple[Tensor, GroupScales] | None:
-        """For one GEMM over parts of these names and rows; None: it is dequantised. Experts always are."""
-        formats = {self._format_of(name) for name in parts}
-        if len(shape) != 2 or shape[1] % CHUNK or None in formats or sum(parts.values()) != shape[0]:
+        """For one GEMM over parts of these names and rows, or for experts; None: it is dequantised."""
+        *rows, columns = shape
+        formats = {own for name in parts if (own := self._format_of(name)) is not None}
+        if columns % CHUNK or not self.has(*parts) or sum(parts.values()) != math.prod(rows):
             return None
-        if len(formats) > 1:
-            self.apart.append(next(iter(parts)).removesuffix(".weight"))
+        is_stacked = len(shape) == 3
+        is_ordered = is_stacked and any(own.order for own in formats)
+        if is_ordered or len(formats) > 1:
+            which = self.ordered if is_ordered else self.apart
+            which.append(next(iter(parts)).removesuffix(".weight"))
+            return None
+        if is_stacked and not self.has_experts:
             return None
         (own,) = formats
-        assert own is not None
-        rows, columns = shape
-        groups = (rows, columns // own.group)
+        groups = (*rows, columns // own.group)
         zeros = torch.empty(groups, dtype=torch.uint8, device=device) if own.has_zeros else None
         order = torch.empty(columns, dtype=torch.int64, device=device) if own.order else None
         scales = GroupScales(torch.empty(groups, dtype=own.dtype, device=device), zeros, order)
-        return torch.empty((rows, columns // _PLANES), dtype=torch.int16, device=device), scales
+        return torch.empty((*rows, columns // _PLANES), dtype=torch.int16, device=device), scales
+
+    def has(self, *names: str) -> bool:
+        """Whether all of these are so."""
+        return all(self._format_of(name) is not None for name in names)
 
     def _format_of(self, name: str) -> Int4Format | None:
         return self.formats.get(name, self.default if name.startswith(_LAYERS) else None)

@@ -80,6 +80,10 @@ class Parameters:
         """Whether the weight of one GEMM over parts of these names and rows stays in float8."""
         return isinstance(self.kept, Fp8Weights) and self.kept.keep(self._full_names(parts), inputs)
 
+    def is_kept(self, name: str) -> bool:
+        """Whether this weight is quantised, and can stay so by itself."""
+        return self.kept is not None and self.kept.has(self._prefix + name)
+
     def empty_weight(self, parts: Mapping[str, int], *shape: int) -> tuple[Tensor, Scales | None]:
         """Of a GEMM over parts of these names and rows. A weight that stays quantised comes with scales."""
         kept = None if self.kept is None else self.kept.empty(self._full_names(parts), shape, self.device)

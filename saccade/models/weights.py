@@ -209,17 +209,25 @@ def _copy_fp8(tensors: StoredTensors, name: str, target: Tensor, scales: Tensor)
 def _copy_int4(tensors: StoredTensors, name: str, target: Tensor, scales: GroupScales) -> None:
     assert isinstance(tensors, Int4Tensors), name
     packed, found = tensors.read_int4(name)
-    _copy(packed, target, name, tensors.file_of[name])
+    _copy(_as_shaped(packed, target), target, name, tensors.file_of[name])
     for ours, theirs in zip(scales, found, strict=True):
         if ours is not None and theirs is not None:
-            ours.copy_(theirs)
+            ours.copy_(_as_shaped(theirs, ours).view(ours.shape))
 
 
-def int4_targets(tensors: Mapping[str, Int4Format], rules: Sequence[Rule]) -> Int4Weights | None:
-    """What a checkpoint stores in INT4, by our names."""
+def int4_targets(
+    tensors: Mapping[str, Int4Format],
+    rules: Sequence[Rule],
+    wholes: Mapping[str, Whole],
+    *,
+    has_experts: bool,
+) -> Int4Weights | None:
+    """What a checkpoint stores in INT4, by our names. `has_experts`: kernels read experts, too."""
     hits = {name: _translate(name, rules) for name in tensors}
     formats = {hit.target: tensors[name] for name, hit in hits.items() if hit is not None and hit.target}
-    return Int4Weights(formats) if formats else None
+    for name in wholes.keys() & formats.keys():
+        formats |= dict.fromkeys(wholes[name].parts, formats[name])
+    return Int4Weights(formats, has_experts=has_experts) if formats else None
 
 
 def fp8_targets(

@@ -43,7 +43,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Deployment | None, str]]:
     if plan.cost.num_images:
         yield _half_pixels(plan)
     if not given.hardware.is_cpu:
-        if not (given.fp8_params or given.int4_bytes):
+        if not (given.fp8_params or given.int4):
             options = replace(given.options, quantization="fp8")
             yield "--quantization fp8", replace(given, options=options), "check accuracy with saccade eval"
         if given.kv_dtype != costs.FP8:

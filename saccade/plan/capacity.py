@@ -94,7 +94,7 @@ def _fitting(
             host_free_bytes=free,
             is_native=is_known(checkpoint.config),
             fp8_params=precision.fp8_params,
-            int4_bytes=precision.int4_bytes,
+            int4=precision.int4,
         )
         try:
             sizes = size_memory(options, checkpoint.config, largest, machine)

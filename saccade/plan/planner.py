@@ -66,18 +66,20 @@ class Deployment:
         return costs.fp8_params(self.checkpoint.config.text, in_blocks=in_blocks)
 
     @property
-    def int4_bytes(self) -> float:
-        """Of a weight that stays in INT4; 0: none does. All GPUs that are known here read it."""
-        return self.stored.int4_bytes if self.stored and not self.hardware.is_cpu else 0.0
+    def int4(self) -> costs.Int4Bytes:
+        """All GPUs that are known here read it."""
+        if self.stored is None or self.hardware.is_cpu:
+            return costs.NO_INT4
+        return costs.Int4Bytes(self.stored.int4_bytes, experts=not self.stored.has_order)
 
     @property
     def precision(self) -> Precision:
         size = costs.dtype_bytes(self.dtype)
         kv_size = 1 if self.kv_dtype == costs.FP8 else size
         text = self.checkpoint.config.text
-        saved = costs.saved_bytes(text, self.dtype, fp8=self.fp8_params, int4_bytes=self.int4_bytes)
+        saved = costs.saved_bytes(text, self.dtype, fp8=self.fp8_params, int4=self.int4)
         layer_bytes = size - saved / costs.layer_params(text)
-        return Precision(layer_bytes, kv_size, self.fp8_params, self.int4_bytes)
+        return Precision(layer_bytes, kv_size, self.fp8_params, self.int4)
 
 
 @dataclass(frozen=True, slots=True)

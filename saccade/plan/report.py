@@ -33,7 +33,7 @@ def table(plan: Plan, others: Sequence[Alternative]) -> str:
     head = f"{given.checkpoint.path} on {copies} {given.hardware.name}, {given.dtype}"
     if given.fp8_params:
         head += ", FP8 weights"
-    if given.int4_bytes:
+    if given.int4:
         head += ", INT4 weights"
     if given.kv_dtype == costs.FP8:
         head += ", FP8 KV cache"
@@ -145,7 +145,7 @@ def as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
         "gpu": asdict(plan.deployment.hardware),
         "dtype": plan.deployment.dtype,
         "fp8_weights": plan.deployment.fp8_params > 0,
-        "int4_weights": plan.deployment.int4_bytes > 0,
+        "int4_weights": bool(plan.deployment.int4),
         "kv_cache_dtype": plan.deployment.kv_dtype,
         "images": [_image(plan, index) for index in range(len(plan.cost.images))],
         "image_tokens": _whole(plan.cost.image_tokens),

@@ -29,7 +29,7 @@ class Precision(NamedTuple):
     layer_bytes: float  # weights of the decoder's layers
     kv_bytes: float
     fp8_params: int = 0  # weights that are in FP8
-    int4_bytes: float = 0.0  # of a weight in INT4; 0: none is
+    int4: costs.Int4Bytes = costs.NO_INT4
 
     @property
     def speed(self) -> float:
@@ -39,7 +39,7 @@ class Precision(NamedTuple):
     @property
     def read_bytes(self) -> float:
         """For a weight of the decoder's layers, in bytes at the bandwidth of the dtype."""
-        is_kept = self.fp8_params or self.int4_bytes
+        is_kept = self.fp8_params or self.int4
         return self.layer_bytes / _QUANTIZED_BANDWIDTH if is_kept else self.layer_bytes
 
 

@@ -15,7 +15,7 @@ from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.quantization import Quantization
 from saccade.errors import ConfigError
-from saccade.models import is_native
+from saccade.models import is_native, reads_int4_experts
 from saccade.models.fp8_weights import multiplies_fp8
 from saccade.models.int4_weights import keeps_int4
 from saccade.models.layers.packed_linear import multiplies_bfloat16
@@ -64,7 +64,7 @@ def plan_memory(
         is_native=is_native(model),
         packed_bytes=packing.copied_bytes,
         fp8_params=_fp8_params(options, model, stored, device),
-        int4_bytes=stored.int4_bytes if stored and is_native(model) and keeps_int4(device) else 0.0,
+        int4=_int4_bytes(model, stored, device, getattr(torch, dtype)),
     )
     sizes = size_memory(options, model, largest, machine, memory_parts, encoders)
     packed = () if sizes.parts.graphs else (packing.reason,)
@@ -89,6 +89,15 @@ def _fp8_params(
     if not (is_asked and is_native(model) and multiplies_fp8(device)):
         return 0
     return costs.fp8_params(model.text, in_blocks=stored is not None and stored.has_blocks)
+
+
+def _int4_bytes(
+    model: ModelConfig, stored: Quantization | None, device: torch.device, dtype: torch.dtype
+) -> costs.Int4Bytes:
+    if stored is None or not stored.is_int4 or not (is_native(model) and keeps_int4(device)):
+        return costs.NO_INT4
+    has_experts = not stored.has_order and reads_int4_experts(model, device, dtype)
+    return costs.Int4Bytes(stored.int4_bytes, has_experts)
 
 
 class GpuMemory:

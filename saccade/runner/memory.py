@@ -82,7 +82,7 @@ class Machine(NamedTuple):
     is_native: bool = True  # the model runs through code of our own
     packed_bytes: int = 0  # of weights that are packed beside their originals
     fp8_params: int = 0  # weights that are in FP8
-    int4_bytes: float = 0.0  # of a weight of the decoder's layers; 0: they are not in INT4
+    int4: costs.Int4Bytes = costs.NO_INT4
 
 
 class Encoders(NamedTuple):
@@ -151,7 +151,7 @@ def _beside_kv(
 ) -> MemoryParts:
     """All that has to fit beside the KV cache. The largest image counts whole, for any context."""
     dtype = machine.dtype
-    weights = costs.weight_bytes(model, dtype, fp8=machine.fp8_params, int4_bytes=machine.int4_bytes)
+    weights = costs.weight_bytes(model, dtype, fp8=machine.fp8_params, int4=machine.int4)
     weights += machine.packed_bytes
     num_states = options.max_num_seqs + _num_checkpoints(options)
     states = num_states * costs.state_bytes_per_request(model.text, dtype)
@@ -164,7 +164,7 @@ def _beside_kv(
     token_bytes = per_token(model.text, dtype)
     if machine.fp8_params:
         token_bytes += costs.fp8_input_bytes_per_token(model.text)
-    scratch = costs.int4_scratch_bytes(model.text, dtype) if machine.int4_bytes else 0
+    scratch = costs.int4_scratch_bytes(model.text, dtype) if machine.int4 else 0
     graphs = _graph_bytes(options, model, dtype, token_bytes)
     return MemoryParts(
         weights=weights,

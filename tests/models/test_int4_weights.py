@@ -126,7 +126,7 @@ def test_the_memory_that_is_planned_for_packed_weights_is_what_they_take(on_a_gp
     stored = quantization_of(dense, tmp_path)
     assert stored is not None and len(packed) == 8
     whole = sum(linear.inputs * len(linear.weight) for linear in packed)
-    saved = costs.saved_bytes(model_config(dense).text, "float32", fp8=0, int4_bytes=stored.int4_bytes)
+    saved = costs.saved_bytes(model_config(dense).text, "float32", fp8=0, int4=costs.Int4Bytes(stored.int4_bytes))
     assert 4 * whole - taken == saved
 
 

@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.attention": {"kernels.launch", "torch_utils"},
     "kernels.gemm": {"kernels.launch", "kernels.ops"},
     "kernels.gdn": {"kernels.launch"},
-    "kernels.moe": {"kernels.launch", "kernels.ops"},
+    "kernels.moe": {"kernels.launch", "kernels.ops", "kernels.gemm"},
     "models.layers": {"errors", "checkpoint", "models"},
     "models.vision": {"errors", "types", "checkpoint", "models", "models.layers"},
     "models.cuda": {"types", "models.layers", "models.vision", "torch_utils", "vision_graph_sizes"} | KERNELS,

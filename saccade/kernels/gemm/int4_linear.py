@@ -26,7 +26,7 @@ from saccade.kernels.gemm.skinny import (
     choose_splits,
     prefetched_lines,
 )
-from saccade.kernels.launch.device import has_async_mma, shared_memory
+from saccade.kernels.launch.device import has_async_mma, has_tensor_memory, shared_memory
 from saccade.kernels.launch.pdl import pdl_options, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
 from saccade.kernels.ops.norm import rms_norm
@@ -40,17 +40,25 @@ _SCRATCH = 2 << 10  # bytes of shared memory beside the stages of the pipeline
 
 
 class Int4Weight(NamedTuple):
-    weight: Tensor  # int16 [N, K / 4]; with a gate its rows first, then as many of `up`
+    weight: Tensor  # int16 [N, K / 4], or of experts [E, N, K / 4]; with a gate its rows first, then as many of `up`
     scales: Tensor
     zeros: Tensor | None = None
 
     @property
     def inputs(self) -> int:
-        return 4 * self.weight.shape[1]
+        return 4 * self.weight.shape[-1]
 
     @property
     def group(self) -> int:
-        return self.inputs // self.scales.shape[1]
+        return self.inputs // self.scales.shape[-1]
+
+    def check(self, x: Tensor) -> None:
+        """That kernels read it, and these rows."""
+        assert self.weight.dtype == torch.int16 and self.weight.is_contiguous()
+        assert self.scales.is_contiguous() and (self.zeros is None or self.zeros.is_contiguous())
+        assert self.zeros is None or self.zeros.dtype == torch.uint8
+        assert self.group in (32, 64, 128) and self.inputs % _CHUNK == 0, (self.group, self.inputs)
+        assert x.shape[1] == self.inputs and x.stride(1) == 1 and x.element_size() == 2, (x.shape, x.dtype)
 
 
 class Norm(NamedTuple):
@@ -74,7 +82,8 @@ def int4_linear(
     outputs = len(own.weight) // (2 if gated else 1)
     config = config or choose_int4(len(x), outputs, own.inputs, gated=gated)
     assert config is not None and len(x) <= config.rows, (x.shape, config)
-    _check(x, own, config)
+    own.check(x)
+    assert config.inputs % _CHUNK == 0, config
     if out is None:
         out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
     assert out.shape == (len(x), outputs) and out.is_contiguous()
@@ -149,6 +158,8 @@ def _launch_tiles(
     x: Tensor, own: Int4Weight, added: tuple[Tensor | None, Tensor | None], out: Tensor, config: Config,
     workspace: SplitWorkspace | None, gated: bool,
 ) -> None:  # fmt: skip
+    if has_tensor_memory(x.device):
+        config = config._replace(inputs=_CHUNK)
     outputs = out.shape[1]
     tiles = triton.cdiv(outputs, config.outputs)
     scratch = checked_workspace(workspace, config, tiles)[:3] if config.splits > 1 else (None, None, None)
@@ -169,11 +180,3 @@ def _fitting_stages(config: Config, x: Tensor, gated: bool) -> int:
     buffer = weights + config.rows * config.inputs * x.element_size()
     buffers = (shared_memory(x.device) - _SCRATCH) // buffer
     return max(1, min(config.stages, buffers if has_async_mma(x.device) else buffers + 1))
-
-
-def _check(x: Tensor, own: Int4Weight, config: Config) -> None:
-    assert own.weight.dtype == torch.int16 and own.weight.is_contiguous()
-    assert own.scales.is_contiguous() and (own.zeros is None or own.zeros.is_contiguous())
-    assert own.group in (32, 64, 128) and own.inputs % _CHUNK == 0 and config.inputs % _CHUNK == 0
-    assert x.shape[1] == own.inputs and x.stride(1) == 1 and x.element_size() == 2
-    assert own.zeros is None or own.zeros.dtype == torch.uint8

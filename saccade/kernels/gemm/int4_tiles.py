@@ -44,9 +44,9 @@ def int4_tile_kernel(
             x2 = tl.load(few + start + 64, mask=inside, other=0.0)
             x3 = tl.load(few + start + 96, mask=inside, other=0.0)
             here = (x0, x1, x2, x3)
-            acc = _add_chunk(acc, here, weight, scales, zeros, own, start, K, GROUP, INPUTS, PAIRED)
+            acc = add_chunk(acc, here, weight, scales, zeros, own, start, K, GROUP, INPUTS, PAIRED)
             if GATED:
-                acc_up = _add_chunk(acc_up, here, weight, scales, zeros, own + N, start, K, GROUP, INPUTS, PAIRED)
+                acc_up = add_chunk(acc_up, here, weight, scales, zeros, own + N, start, K, GROUP, INPUTS, PAIRED)
     total = tl.zeros([ROWS], tl.float32)
     finish_tile(
         acc, acc_up, total, bias, residual, None, out, partials, squares, counters, 0.0, rows, columns, M, N, N,
@@ -55,7 +55,7 @@ def int4_tile_kernel(
 
 
 @triton.jit
-def _add_chunk(
+def add_chunk(
     acc: tl.tensor, here: tl.tuple, weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, rows: tl.tensor,
     start: tl.tensor, K: tl.constexpr, GROUP: tl.constexpr, INPUTS: tl.constexpr, PAIRED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip

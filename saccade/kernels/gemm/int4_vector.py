@@ -1,4 +1,4 @@
-"""One row by an INT4 weight, on CUDA cores: the kernel of `int4_linear` for it.
+"""One row by an INT4 weight, on CUDA cores: the kernel of `int4_linear` for it, and what experts share with it.
 
 A number q becomes a float32 without a conversion: in the mantissa of a power of two, its four bits are that power plus
 q. Three of a word's eight numbers are at such places, and two shifts bring the others there:
@@ -36,38 +36,59 @@ def int4_vector_kernel(
     A thread has four words of a row, a quad: a quarter of a chunk of 128 columns. It loads those of the next step
     before it multiplies this one's, and the first before it waits for x.
     """
-    QUADS: tl.constexpr = INPUTS // 32
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.minimum(columns, N - 1).to(tl.int64)
-    unknown = N >> 31  # zero, but not to the compiler, which would load constants again and again
     MASKED: tl.constexpr = K % INPUTS != 0
-    STEPS: tl.constexpr = (K + INPUTS - 1) // INPUTS
-    own = _load_tile(weight, scales, zeros, rows, 0, K, GROUP, INPUTS, MASKED)
+    own = load_tile(weight, scales, zeros, None, None, rows, 0, N, K, 1, GROUP, INPUTS, MASKED)
     up = own
     if GATED:
-        up = _load_tile(weight, scales, zeros, rows + N, 0, K, GROUP, INPUTS, MASKED)
+        up = load_tile(weight, scales, zeros, None, None, rows + N, 0, N, K, 1, GROUP, INPUTS, MASKED)
     pdl_wait_then_release(PDL)
-    acc = tl.zeros([OUTPUTS, QUADS], tl.float32)
-    acc_up = tl.zeros([OUTPUTS, QUADS], tl.float32)
+    acc, acc_up, squares = multiply_row(
+        x, weight, scales, zeros, norm, None, None, rows, own, up, N, K, 1, GROUP, INPUTS, GATED, BF16
+    )
+    total = tl.sum(tl.sum(squares, 2), 1)  # [1]
+    found = scale_and_gate(tl.sum(acc, 1)[:, None], tl.sum(acc_up, 1)[:, None], total, norm, eps, K, GATED)
+    store_outputs(found, bias, residual, out, tl.arange(0, 1), columns, 1, N, N)
+
+
+@triton.jit
+def multiply_row(
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, norm: tl.tensor, experts: tl.tensor,
+    shares: tl.tensor, rows: tl.tensor, own: tl.tuple, up: tl.tuple, N: tl.tensor, K: tl.constexpr,
+    SLOTS: tl.constexpr, GROUP: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr, BF16: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """x times weight rows, and times those N rows further on if gated: [OUTPUTS, QUADS] each, not yet summed.
+
+    `own` and `up` are the tiles of the first step. With the norm's weight, also the sum of squares of x.
+    """
+    COLUMNS: tl.constexpr = SLOTS * K
+    QUADS: tl.constexpr = INPUTS // 32
+    MASKED: tl.constexpr = COLUMNS % INPUTS != 0
+    STEPS: tl.constexpr = (COLUMNS + INPUTS - 1) // INPUTS
+    unknown = N >> 31  # zero, but not to the compiler, which would load constants again and again
+    acc = tl.zeros([rows.shape[0], QUADS], tl.float32)
+    acc_up = tl.zeros([rows.shape[0], QUADS], tl.float32)
     squares = tl.zeros([1, QUADS, 4], tl.float32)
     for step in tl.range(0, STEPS, num_stages=1):
         next_own, next_up = own, up
         if STEPS > 1:
-            next_own = _load_tile(weight, scales, zeros, rows, step + 1, K, GROUP, INPUTS, True)
+            more = step + 1
+            next_own = load_tile(weight, scales, zeros, experts, shares, rows, more, N, K, SLOTS, GROUP, INPUTS, True)
             if GATED:
-                next_up = _load_tile(weight, scales, zeros, rows + N, step + 1, K, GROUP, INPUTS, True)
-        even0, odd0, squares = _load_plane(x, norm, squares, step, 0, K, QUADS, MASKED, BF16)
-        even1, odd1, squares = _load_plane(x, norm, squares, step, 1, K, QUADS, MASKED, BF16)
-        even2, odd2, squares = _load_plane(x, norm, squares, step, 2, K, QUADS, MASKED, BF16)
-        even3, odd3, squares = _load_plane(x, norm, squares, step, 3, K, QUADS, MASKED, BF16)
+                next_up = load_tile(
+                    weight, scales, zeros, experts, shares, rows + N, more, N, K, SLOTS, GROUP, INPUTS, True
+                )
+        even0, odd0, squares = _load_plane(x, norm, squares, step, 0, COLUMNS, QUADS, MASKED, BF16)
+        even1, odd1, squares = _load_plane(x, norm, squares, step, 1, COLUMNS, QUADS, MASKED, BF16)
+        even2, odd2, squares = _load_plane(x, norm, squares, step, 2, COLUMNS, QUADS, MASKED, BF16)
+        even3, odd3, squares = _load_plane(x, norm, squares, step, 3, COLUMNS, QUADS, MASKED, BF16)
         here = (even0, even1, even2, even3, odd0, odd1, odd2, odd3)
         acc = _add_tile(acc, here, own, zeros, unknown, GROUP)
         if GATED:
             acc_up = _add_tile(acc_up, here, up, zeros, unknown, GROUP)
         own, up = next_own, next_up
-    total = tl.sum(tl.sum(squares, 2), 1)  # [1]
-    found = scale_and_gate(tl.sum(acc, 1)[:, None], tl.sum(acc_up, 1)[:, None], total, norm, eps, K, GATED)
-    store_outputs(found, bias, residual, out, tl.arange(0, 1), columns, 1, N, N)
+    return acc, acc_up, squares
 
 
 @triton.jit
@@ -104,30 +125,48 @@ def _split_pairs(pairs: tl.tensor, BF16: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _load_tile(
-    weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, rows: tl.tensor, step: tl.tensor, K: tl.constexpr,
-    GROUP: tl.constexpr, INPUTS: tl.constexpr, MASKED: tl.constexpr,
+def load_tile(
+    weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, experts: tl.tensor, shares: tl.tensor, rows: tl.tensor,
+    step: tl.tensor, N: tl.tensor, K: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, INPUTS: tl.constexpr,
+    MASKED: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """Words [OUTPUTS, QUADS, 4] of a step; scales, then zero points of a chunk's groups, [OUTPUTS, QUADS] each.
 
     Threads are along a row, and each has the same columns of all rows: loads in two dimensions are so if the first
     has the columns, or they are dense. Else threads would have to pass on what they load.
+
+    With SLOTS `experts` of N rows each, a row is that of all of them, one after the other, times their `shares`.
     """
     QUADS: tl.constexpr = INPUTS // 32
     PARTS: tl.constexpr = 128 // GROUP  # groups of a chunk
     inside = step * (INPUTS // 8) + tl.arange(0, INPUTS // 8)[None, :]
-    words = load_columns(weight + rows[:, None] * (K // 8), inside, K // 8, MASKED, "evict_first")
+    own = _rows_at(rows[:, None], inside, experts, N, K // 8, SLOTS)
+    words = load_columns(weight + own * (K // 8), inside, SLOTS * K // 8, MASKED, "evict_first")
     tile = (tl.reshape(words, (words.shape[0], QUADS, 4)),)
     group = (step * QUADS + tl.arange(0, QUADS)[:, None]) // 4 * PARTS  # [QUADS, 1]
-    row = rows[None, :] * (K // GROUP)
+    row = _rows_at(rows[None, :], group, experts, N, K // GROUP, SLOTS) * (K // GROUP)
     for part in tl.static_range(PARTS):
-        found = tl.trans(load_columns(scales + row, group + part, K // GROUP, MASKED, ""))
-        tile += (found,)  # type: ignore[assignment]
+        found = load_columns(scales + row, group + part, SLOTS * K // GROUP, MASKED, "")
+        if shares is not None:
+            slot = group // (K // GROUP)
+            found = found.to(tl.float32) * tl.load(shares + slot, mask=slot < SLOTS, other=0.0)
+        tile += (tl.trans(found),)  # type: ignore[assignment]
     if zeros is not None:
         for part in tl.static_range(PARTS):
-            found = tl.trans(load_columns(zeros + row, group + part, K // GROUP, MASKED, ""))
+            found = tl.trans(load_columns(zeros + row, group + part, SLOTS * K // GROUP, MASKED, ""))
             tile += (found,)  # type: ignore[assignment]
     return tile
+
+
+@triton.jit
+def _rows_at(
+    rows: tl.tensor, at: tl.tensor, experts: tl.tensor, N: tl.tensor, LENGTH: tl.constexpr, SLOTS: tl.constexpr
+) -> tl.tensor:
+    """Rows of all experts in which place `at` of a row over SLOTS of them, LENGTH places each, is row * LENGTH + at."""
+    if experts is not None:
+        slot = at // LENGTH
+        rows = rows + tl.load(experts + slot, mask=slot < SLOTS, other=0).to(tl.int64) * N - slot
+    return rows
 
 
 @triton.jit

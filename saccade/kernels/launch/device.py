@@ -54,6 +54,11 @@ def is_hopper(device: torch.device) -> bool:
     return gpu_of(device).capability == (9, 0)
 
 
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether MMAs add up in a memory of their own (B200): it holds few tiles, and with more a kernel is a trap."""
+    return gpu_of(device).capability[0] == 10
+
+
 def precision_of(q: Tensor) -> str:
     """float32 is for comparisons: three tf32 GEMMs keep its precision, one does not."""
     return "tf32x3" if q.dtype == torch.float32 else "tf32"

@@ -66,7 +66,7 @@ def moe_gate_up(
     _check_scales(x, weight, scales, config, x_scales)
     out = torch.empty((len(pairs.order), outputs), dtype=dtype or x.dtype, device=x.device)
     pdl = supports_pdl(x)
-    _gate_up_kernel[_grid(pairs, outputs, config)](
+    _gate_up_kernel[grid_of(pairs, outputs, config)](
         x, _weights(weight, config), scales, x_scales, pairs.order, pairs.blocks, out, outputs,
         pairs.blocks.shape[1], x.stride(0), pairs.slots, _row_of(x_scales), K=inputs, BLOCK=block_of(weight, scales),
         ROWS=pairs.rows, **_sizes(config, x, pdl),
@@ -88,7 +88,7 @@ def moe_down(
     rows = TensorDescriptor.from_tensor(wide, [pairs.rows, config.inputs]) if config.tma else wide
     of_line = _LINE // weight.element_size()
     lines = min(config.prefetch, inputs // of_line) if pdl and not config.tma else 0
-    _down_kernel[_grid(pairs, outputs, config)](
+    _down_kernel[grid_of(pairs, outputs, config)](
         rows, _weights(weight, config), scales, wide_scales, pairs.order, pairs.blocks, shares, out, outputs,
         pairs.blocks.shape[1], _row_of(wide_scales), K=inputs, BLOCK=block_of(weight, scales), ROWS=pairs.rows,
         PREFETCH=1 << (lines.bit_length() - 1) if lines else 0, **_sizes(config, wide, pdl),
@@ -116,7 +116,7 @@ def _check_scales(
     assert BLOCK % config.outputs == 0 and BLOCK % config.inputs == 0, config
 
 
-def _grid(pairs: SortedPairs, outputs: int, config: TileConfig) -> tuple[int]:
+def grid_of(pairs: SortedPairs, outputs: int, config: TileConfig) -> tuple[int]:
     groups = triton.cdiv(pairs.blocks.shape[1], config.group)
     return (groups * config.group * triton.cdiv(outputs, config.outputs),)
 
@@ -143,7 +143,7 @@ def _gate_up_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GROUP: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    block, tile = _block_and_tile(N, OUTPUTS, GROUP)
+    block, tile = block_and_tile(N, OUTPUTS, GROUP)
     pdl_wait_then_release(PDL)
     count = tl.load(blocks + 2 * capacity + block, mask=block < capacity, other=0)
     if count == 0:
@@ -184,7 +184,7 @@ def _down_kernel(
     INPUTS: tl.constexpr, GROUP: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    block, tile = _block_and_tile(N, OUTPUTS, GROUP)
+    block, tile = block_and_tile(N, OUTPUTS, GROUP)
     count = tl.load(blocks + 2 * capacity + block, mask=block < capacity, other=0)
     expert = tl.load(blocks + block, mask=block < capacity, other=0)
     first = tl.load(blocks + capacity + block, mask=block < capacity, other=0)
@@ -219,7 +219,7 @@ def _down_kernel(
 
 
 @triton.jit
-def _block_and_tile(N: tl.tensor, OUTPUTS: tl.constexpr, GROUP: tl.constexpr) -> tl.tuple:
+def block_and_tile(N: tl.tensor, OUTPUTS: tl.constexpr, GROUP: tl.constexpr) -> tl.tuple:
     """Programs of GROUP blocks follow each other, tile by tile."""
     program = tl.program_id(0)
     tiles = tl.cdiv(N, OUTPUTS)

@@ -13,13 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.launch.device import shared_memory
+from saccade.kernels.gemm.int4_linear import Int4Weight
+from saccade.kernels.launch.device import is_hopper, shared_memory
 from saccade.kernels.launch.pdl import supports_pdl
 from saccade.kernels.moe.combine import combine
 from saccade.kernels.moe.experts import TileConfig, moe_down, moe_gate_up
 from saccade.kernels.moe.experts_gemv import MAX_TOKENS, VectorConfig, vector_down, vector_gate_up
+from saccade.kernels.moe.experts_gemv_int4 import int4_vector_down, int4_vector_gate_up
+from saccade.kernels.moe.experts_int4 import int4_moe_down, int4_moe_gate_up
 from saccade.kernels.moe.router_gemm import router_logits
-from saccade.kernels.moe.sorting import sort_by_expert
+from saccade.kernels.moe.sorting import SortedPairs, sort_by_expert
 from saccade.kernels.moe.topk_routing import Routed, RoutingRules, route
 from saccade.kernels.ops.quantize_rows import quantize_rows
 from saccade.kernels.ops.scaled_weight import BLOCK
@@ -31,10 +34,28 @@ _RESERVED = 8 << 10  # bytes of shared memory for what is not in the pipeline
 class MoEWeights(NamedTuple):
     router: Tensor  # float32 [E, H], or its parts in bfloat16 (`split_router`); with a shared gate, one row more
     bias: Tensor | None  # float32 [E]: selects experts, does not enter their weights
-    gate_up: Tensor  # [E + shared, 2 I, H], gates first
+    gate_up: Tensor  # [E + shared, 2 I, H], gates first; packed in INT4 [E + shared, 2 I, H / 4]
     down: Tensor  # [E + shared, H, I]
-    gate_up_scales: Tensor | None = None  # of weights in float8
+    gate_up_scales: Tensor | None = None  # of weights in float8 or INT4
     down_scales: Tensor | None = None
+    gate_up_zeros: Tensor | None = None  # of weights in INT4
+    down_zeros: Tensor | None = None
+
+    @property
+    def int4_gate_up(self) -> Int4Weight | None:
+        """If it is packed."""
+        return _packed(self.gate_up, self.gate_up_scales, self.gate_up_zeros)
+
+    @property
+    def int4_down(self) -> Int4Weight | None:
+        return _packed(self.down, self.down_scales, self.down_zeros)
+
+
+def _packed(weight: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Int4Weight | None:
+    if weight.dtype != torch.int16:
+        return None
+    assert scales is not None
+    return Int4Weight(weight, scales, zeros)
 
 
 class MoELaunch(NamedTuple):
@@ -67,23 +88,46 @@ def run_experts(
     """The weighted sum of each token's experts: [T, H]."""
     count = len(weights.down)
     slots = routed.experts.shape[1]
-    if launch is None:
-        shared = shared_memory(x.device)
-        launch = choose(len(x), slots, count, x.dtype, shared, tma=supports_tma(weights))
-        launch = launch if weights.down_scales is None else _scaled(launch, shared)
+    launch = launch or _choose_for(x, weights, slots)
     if isinstance(launch.gate_up, VectorConfig):
-        assert isinstance(launch.down, VectorConfig)
-        wide = vector_gate_up(x, weights.gate_up, routed, launch.gate_up, weights.gate_up_scales)
-        return vector_down(wide, weights.down, routed, launch.down, added, gate, weights.down_scales)
-    assert isinstance(launch.down, TileConfig)
+        return _run_vector(x, weights, routed, launch, added, gate)
     pairs = sort_by_expert(routed.experts, count, launch.rows)
+    wide = _gate_up(x, weights, pairs, launch)
+    return combine(_down(wide, weights, pairs, routed.weights, launch), slots, added, gate)
+
+
+def _run_vector(
+    x: Tensor, weights: MoEWeights, routed: Routed, launch: MoELaunch, added: Tensor | None, gate: Tensor | None
+) -> Tensor:
+    gate_up, down = weights.int4_gate_up, weights.int4_down
+    assert isinstance(launch.gate_up, VectorConfig) and isinstance(launch.down, VectorConfig)
+    if gate_up is not None:
+        wide = int4_vector_gate_up(x, gate_up, routed, launch.gate_up)
+    else:
+        wide = vector_gate_up(x, weights.gate_up, routed, launch.gate_up, weights.gate_up_scales)
+    if down is not None:
+        return int4_vector_down(wide, down, routed, launch.down, added, gate)
+    return vector_down(wide, weights.down, routed, launch.down, added, gate, weights.down_scales)
+
+
+def _gate_up(x: Tensor, weights: MoEWeights, pairs: SortedPairs, launch: MoELaunch) -> Tensor:
+    own = weights.int4_gate_up
+    assert isinstance(launch.gate_up, TileConfig)
+    if own is not None:
+        return int4_moe_gate_up(x, own, pairs, launch.gate_up)
     rows = _rows(x, launch)
-    scales = weights.gate_up_scales
-    wide = moe_gate_up(rows.values, weights.gate_up, pairs, launch.gate_up, scales, rows.scales, x.dtype)
+    given = (weights.gate_up, pairs, launch.gate_up, weights.gate_up_scales)
+    return moe_gate_up(rows.values, *given, rows.scales, x.dtype)
+
+
+def _down(wide: Tensor, weights: MoEWeights, pairs: SortedPairs, shares: Tensor, launch: MoELaunch) -> Tensor:
+    own = weights.int4_down
+    assert isinstance(launch.down, TileConfig)
+    if own is not None:
+        return int4_moe_down(wide, own, pairs, shares, launch.down)
     rows = _rows(wide, launch)
-    scales = weights.down_scales
-    made = moe_down(rows.values, weights.down, pairs, routed.weights, launch.down, scales, rows.scales, x.dtype)
-    return combine(made, slots, added, gate)
+    given = (weights.down, pairs, shares, launch.down, weights.down_scales)
+    return moe_down(rows.values, *given, rows.scales, wide.dtype)
 
 
 class _Rows(NamedTuple):
@@ -94,6 +138,16 @@ class _Rows(NamedTuple):
 def _rows(x: Tensor, launch: MoELaunch) -> _Rows:
     """What an expert GEMM reads: x, or x in float8."""
     return _Rows(*quantize_rows(x, BLOCK)[:2]) if launch.quantized else _Rows(x, None)
+
+
+def _choose_for(x: Tensor, weights: MoEWeights, slots: int) -> MoELaunch:
+    shared = shared_memory(x.device)
+    launch = choose(len(x), slots, len(weights.down), x.dtype, shared, tma=supports_tma(weights))
+    if weights.int4_gate_up or weights.int4_down:
+        own = choose_int4(launch.rows, shared, hopper=is_hopper(x.device))
+        gate_up = own.gate_up if weights.int4_gate_up else launch.gate_up
+        return MoELaunch(own.rows, gate_up, own.down if weights.int4_down else launch.down)
+    return launch if weights.down_scales is None else _scaled(launch, shared)
 
 
 def choose(tokens: int, slots: int, experts: int, dtype: torch.dtype, shared: int, *, tma: bool) -> MoELaunch:
@@ -133,16 +187,36 @@ def _scaled(launch: MoELaunch, shared: int) -> MoELaunch:
     return launch._replace(down=few)
 
 
-def fit(launch: MoELaunch, itemsize: int, shared: int) -> MoELaunch:
-    """With tiles and stages for which there is shared memory."""
+def choose_int4(rows: int, shared: int, *, hopper: bool) -> MoELaunch:
+    """For packed weights, where others are in blocks of so many rows. With more than 64 sums would not fit.
+
+    Elsewhere than on Hopper GPUs, 64 gates and ups of 64 rows would not fit either.
+    """
+    if rows == 0:
+        return MoELaunch(0, VectorConfig(4, 2048, warps=2), VectorConfig(4, 1024, warps=1, prefetch=True))
+    if rows == 16:
+        few = TileConfig(outputs=32, inputs=256, warps=2, stages=3)
+        launch = MoELaunch(16, few, few)
+    elif rows == 32:
+        tile = TileConfig(outputs=64, inputs=128)
+        launch = MoELaunch(32, tile, tile)
+    else:
+        tile = TileConfig(outputs=64 if hopper else 32, inputs=128, group=8)
+        launch = MoELaunch(64, tile, tile._replace(outputs=128, warps=8))
+    return fit(launch, 2, shared, of_weights=0.25)
+
+
+def fit(launch: MoELaunch, itemsize: int, shared: int, of_weights: float = 1) -> MoELaunch:
+    """With tiles and stages for which there is shared memory. `of_weights`: their bytes are this share of itemsize."""
     assert isinstance(launch.gate_up, TileConfig) and isinstance(launch.down, TileConfig)
-    gate_up = _fit_tiles(launch.gate_up, launch.rows, 2, itemsize, shared)
-    return launch._replace(gate_up=gate_up, down=_fit_tiles(launch.down, launch.rows, 1, itemsize, shared))
+    gate_up = _fit_tiles(launch.gate_up, launch.rows, 2 * of_weights, itemsize, shared)
+    down = _fit_tiles(launch.down, launch.rows, of_weights, itemsize, shared)
+    return launch._replace(gate_up=gate_up, down=down)
 
 
-def _fit_tiles(config: TileConfig, rows: int, weights: int, itemsize: int, shared: int) -> TileConfig:
+def _fit_tiles(config: TileConfig, rows: int, weights: float, itemsize: int, shared: int) -> TileConfig:
     while True:
-        stage = (rows + weights * config.outputs) * config.inputs * itemsize
+        stage = int((rows + weights * config.outputs) * config.inputs * itemsize)
         stages = min(config.stages, (shared - _RESERVED) // stage)
         if stages >= 2:
             return config._replace(stages=stages)

@@ -64,7 +64,7 @@ class Linear:
         """Of each part."""
         if self.groups is not None:
             ends = list(accumulate(sizes))
-            return [self.groups.rows(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+            return [self.groups.at(slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
         if self.scales is None:
             return [None] * len(sizes)
         rows = sum(sizes) // len(self.scales)  # with one scale

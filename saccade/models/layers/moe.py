@@ -7,7 +7,8 @@ by token    a a | b b | c c      weighted sum
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,12 @@ from torch import Tensor
 from saccade.checkpoint.config import TextConfig
 from saccade.checkpoint.moe_config import MoEConfig
 from saccade.errors import ConfigError
+from saccade.models import int4_weights
 from saccade.models.fp8_weights import dequantized
 from saccade.models.int4_weights import GroupScales
 from saccade.models.layers.activation import silu_and_mul
 from saccade.models.layers.mlp import GatedMLP
-from saccade.models.state_dict import Parameters
+from saccade.models.state_dict import Parameters, Scales
 from saccade.models.weights import Rule
 
 _CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -31,6 +33,8 @@ _TINY = 1e-20  # against division by zero
 class MoE:
     def __init__(self, params: Parameters, hidden: int, rules: MoEConfig) -> None:
         _check(rules)
+        if params.is_kept("0.gate.weight") and not params.is_kept(f"shared.{_SHARED_NAMES['gate']}.0.weight"):
+            rules = replace(rules, stacks_shared=False)  # quantised and other experts cannot be one tensor
         self.rules = rules
         self.dtype = params.dtype  # of tokens
         count = rules.count
@@ -43,9 +47,9 @@ class MoE:
         stacked = count + rules.stacked_shared
         width = rules.width
         parts = dict.fromkeys(self._names("gate", "up"), width)  # [E, 2 I, H], gates first
-        self.gate_up, self.gate_up_scales = _empty_weight(params, parts, stacked, 2 * width, hidden)
+        self.gate_up, self.gate_up_scales = params.empty_weight(parts, stacked, 2 * width, hidden)
         parts = dict.fromkeys(self._names("down"), hidden)  # [E, H, I]
-        self.down, self.down_scales = _empty_weight(params, parts, stacked, hidden, width)
+        self.down, self.down_scales = params.empty_weight(parts, stacked, hidden, width)
         self._name_experts(params)
         self.shared = None  # of another width: it runs by itself
         if rules.stacked_shared:
@@ -60,21 +64,17 @@ class MoE:
         count = self.rules.count
         for name, (tensors, scales) in self._parts().items():
             for expert in range(count):
-                params.add(
-                    f"{expert}.{name}.weight", tensors[expert], None if scales is None else scales[expert]
-                )
+                params.add(f"{expert}.{name}.weight", tensors[expert], _at(scales, expert))
         wholes = {"gate_up": (self.gate_up, self.gate_up_scales), "down": (self.down, self.down_scales)}
         for whole, (tensors, scales) in wholes.items():
             names = whole.split("_")
             parts = [f"{expert}.{name}.weight" for name in names for expert in range(count)]
-            params.add_whole(whole, tensors[:count], parts, None if scales is None else scales[:count])
+            params.add_whole(whole, tensors[:count], parts, _at(scales, slice(count)))
 
-    def _parts(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Gates, ups and downs of all experts, with their scales in float8."""
+    def _parts(self) -> dict[str, tuple[Tensor, Scales | None]]:
+        """Gates, ups and downs of all experts, with their scales if they are quantised."""
         gates, ups = self.gate_up.chunk(2, dim=1)
-        of_gates, of_ups = (
-            (None, None) if self.gate_up_scales is None else self.gate_up_scales.chunk(2, dim=1)
-        )
+        of_gates, of_ups = _halves(self.gate_up_scales)
         return {"gate": (gates, of_gates), "up": (ups, of_ups), "down": (self.down, self.down_scales)}
 
     def _names(self, *kinds: str) -> list[str]:
@@ -92,10 +92,10 @@ class MoE:
         for kind, (tensors, scales) in self._parts().items():
             name = _SHARED_NAMES[kind]
             parts = tensors[first:]
-            of_parts = None if scales is None else scales[first:]
+            of_parts = _at(scales, slice(first, None))
             names = [f"{name}.{part}.weight" for part in range(len(parts))]
             for part, part_name in enumerate(names):
-                params.add(part_name, parts[part], None if of_parts is None else of_parts[part])
+                params.add(part_name, parts[part], _at(of_parts, part))
             params.add_whole(f"{name}.weight", parts, names, of_parts)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -150,13 +150,30 @@ class MoE:
         torch.mm(silu_and_mul(wide), _expert(self.down, self.down_scales, expert, rows.dtype).T, out=rows)
 
 
-def _empty_weight(params: Parameters, parts: Mapping[str, int], *shape: int) -> tuple[Tensor, Tensor | None]:
-    weight, scales = params.empty_weight(parts, *shape)
-    assert not isinstance(scales, GroupScales), "kernels of experts read no INT4"
-    return weight, scales
+def _at(scales: Scales | None, where: Any) -> Any:
+    """Those of some experts, by their index."""
+    if isinstance(scales, GroupScales):
+        return scales.at(where)
+    return None if scales is None else scales[where]
 
 
-def _expert(weights: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+def scales_and_zeros(scales: Scales | None) -> tuple[Tensor | None, Tensor | None]:
+    """As kernels take them. Zero points are of INT4."""
+    return (scales.scales, scales.zeros) if isinstance(scales, GroupScales) else (scales, None)
+
+
+def _halves(scales: Scales | None) -> tuple[Scales | None, Scales | None]:
+    """Of gates and ups."""
+    if scales is None:
+        return None, None
+    rows = (scales.scales if isinstance(scales, GroupScales) else scales).shape[1]
+    every = slice(None)
+    return _at(scales, (every, slice(rows // 2))), _at(scales, (every, slice(rows // 2, None)))
+
+
+def _expert(weights: Tensor, scales: Scales | None, expert: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(scales, GroupScales):
+        return int4_weights.dequantized(weights[expert], scales.at(expert), dtype)
     return weights[expert] if scales is None else dequantized(weights[expert], scales[expert], dtype)
 
 
