@@ -391,7 +391,7 @@ def int4_scratch_bytes(text: TextConfig, dtype: str) -> int:
 def _int4_matrices(text: TextConfig, has_experts: bool) -> Iterator[int]:
     """Parameters of those that stay in INT4: attention, MLPs and routed experts, of widths that kernels read.
 
-    Shared experts and recurrent layers are often left out by those who quantise, so they do not count.
+    Shared experts and recurrent layers are often stored as they were, so they do not count.
     """
     hidden, wide, queries = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
     moe = text.experts

@@ -40,7 +40,6 @@ from tests.helpers.variant import BF16, F32, I32, I64, NONE, ONE, Variant, is_al
 
 HOPPER = 90
 TENSOR_MEMORY = 100  # MMAs add up in a memory of their own, which few tiles fit
-TENSOR_MEMORY_VARIANTS = {"int4_tile.64", "int4_experts.gate_up_tile"}  # with sums of their own for each group
 PDL_FROM = 90
 FP8_FROM = 89
 FP8_SHAPES = ("Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen3.5-27B")  # heads of 128, experts, heads of 256
@@ -544,8 +543,6 @@ class Check:
 
     def _is_known(self, variant: Variant, arch: int, limit: int) -> bool:
         """Whether the same launch, compiled for another GPU, tells that this one has all that it needs."""
-        if arch == TENSOR_MEMORY and variant.name in TENSOR_MEMORY_VARIANTS:
-            return False
         for other, with_pdl, found in self._known.get(launch_of(variant), []):
             is_alike = any({other, arch} <= alike for alike in ALIKE)
             is_older = other < arch and with_pdl == has_pdl(variant)  # newer GPUs have its instructions, older may not

@@ -27,7 +27,7 @@ def published_names(model: Any) -> dict[str, torch.Tensor]:
         "out": "self_attn.o_proj", "gate_up.gate": "mlp.gate_proj", "gate_up.up": "mlp.up_proj",
         "down": "mlp.down_proj",
         "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "q_norm": "self_attn.q_norm",
-        "k_norm": "self_attn.k_norm", "experts.router": "mlp.gate",
+        "k_norm": "self_attn.k_norm", "experts.router": "mlp.gate", "experts.shared_gate": "mlp.shared_expert_gate",
     }  # fmt: skip
     named = {}
     for name, tensor in model.params.targets.items():
@@ -36,10 +36,23 @@ def published_names(model: Any) -> dict[str, torch.Tensor]:
             named[f"model.{ {'embed': 'embed_tokens'}.get(levels[0], levels[0]) }.{kind}"] = tensor
             continue
         inner = ".".join(levels[2:])
+        if inner.startswith("experts.shared."):
+            continue
         if inner not in ours:  # experts.3.gate
             _, expert, part = inner.split(".")
             ours[inner] = f"mlp.experts.{expert}.{part}_proj"
         named[f"model.layers.{levels[1]}.{ours[inner]}.{kind}"] = tensor
+    return named | shared_experts(model)
+
+
+def shared_experts(model: Any) -> dict[str, torch.Tensor]:
+    """Where they are stacked with others: their parts are columns of `down`, and rows of gate and up."""
+    named = {}
+    for name, whole in model.params.wholes.items():
+        if ".shared." in name:
+            layer, part = name.split(".")[2], name.split(".")[-2]
+            tensor = whole.tensor.transpose(0, 1).flatten(1) if part == "down" else whole.tensor.flatten(0, 1)
+            named[f"model.layers.{layer}.mlp.shared_expert.{part}_proj.weight"] = tensor
     return named
 
 

@@ -29,19 +29,20 @@ KEPT = ["awq", "awq-32", "gptq", "gptq-order", "gptq-v2", "compressed-w4-32", "c
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay packed here as they would there; PyTorch dequantises them for each GEMM."""
     monkeypatch.setattr(saccade.models, "keeps_int4", lambda device: True)
+    monkeypatch.setattr(saccade.models, "reads_int4_experts", lambda *case: True)
 
 
-def write_checkpoint(folder: Path, name: str) -> dict[str, Any]:
-    """A model of random weights, its linear layers in INT4 but for one. Returns config.json."""
-    plain = load_model(None, model_config(TEXT), dtype=torch.float32, device=CPU, load_format="dummy", seed=4)
+def write_checkpoint(folder: Path, name: str, text: dict[str, Any] = TEXT, left_out: str = LEFT_OUT) -> dict[str, Any]:
+    """A model of random weights, its linear layers and experts in INT4 but for one. Returns config.json."""
+    plain = load_model(None, model_config(text), dtype=torch.float32, device=CPU, load_format="dummy", seed=4)
     stored = {}
     for full, tensor in published_names(plain).items():
-        if tensor.dim() == 2 and ".layers." in full and "mlp.gate." not in full and LEFT_OUT not in full:
+        if tensor.dim() == 2 and ".layers." in full and "gate.weight" not in full and left_out not in full:
             parts, _ = FORMATS[name].pack(tensor)
             stored |= {full.removesuffix("weight") + part: value for part, value in parts.items()}
         else:
             stored[full] = tensor
-    config = {**TEXT, "quantization_config": dict(FORMATS[name].config)}
+    config = {**text, "quantization_config": dict(FORMATS[name].config)}
     (folder / "config.json").write_text(json.dumps(config))
     save_file({full: tensor.contiguous().clone() for full, tensor in stored.items()}, folder / "model.safetensors")
     return config
@@ -57,21 +58,52 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_model_keeps_what_is_stored_in_int4_and_computes_the_same(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="saccade")
     config = write_checkpoint(tmp_path, name)
     expected = load(tmp_path, config)  # a CPU dequantises
     assert "22 are dequantised as they load" in caplog.text
-    monkeypatch.setattr(saccade.models, "keeps_int4", lambda device: True)
+    request.getfixturevalue("on_a_gpu")
     found = load(tmp_path, config)
-    assert "10 stay in INT4, 12 are dequantised as they load" in caplog.text  # experts are
-    layers = found.decoder.layers
+    layers, is_ordered = found.decoder.layers, "order" in name
+    kept = "10 stay in INT4, 12 are dequantised as they load" if is_ordered else ": 22 stay in INT4"
+    why = "2 projections of experts are dequantised, as kernels read none with an order of inputs (desc_act)"
+    assert kept in caplog.text and (why in caplog.text) == is_ordered
+    experts = layers[1].mlp
+    assert experts.gate_up.dtype == experts.down.dtype == (torch.float32 if is_ordered else torch.int16)
     for linear in (layers[0].attention.qkv, layers[0].attention.out, layers[0].mlp.gate_up, layers[1].attention.qkv):
         assert linear.weight.dtype == torch.int16 and inputs_of(linear.weight) == linear.inputs
-        assert (linear.groups.order is not None) == ("order" in name)
+        assert (linear.groups.order is not None) == is_ordered
         assert (linear.groups.zeros is None) == (name.startswith("compressed") and "zeros" not in name)
-    assert layers[1].attention.out.weight.dtype == layers[1].mlp.gate_up.dtype == torch.float32
+    assert layers[1].attention.out.weight.dtype == torch.float32
+    assert_same(found, expected)
+
+
+def test_experts_are_dequantised_where_their_kernels_fail(
+    tmp_path: Path, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="saccade")
+    monkeypatch.setattr(saccade.models, "reads_int4_experts", lambda *case: False)
+    layers = load(tmp_path, write_checkpoint(tmp_path, "awq")).decoder.layers
+    assert "10 stay in INT4, 12 are dequantised as they load" in caplog.text
+    assert layers[0].mlp.down.weight.dtype == torch.int16 and layers[1].mlp.down.dtype == torch.float32
+
+
+@pytest.mark.parametrize("width", [384, 768])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_shared_expert_is_stacked_only_if_it_is_packed_too(
+    width: int, is_packed: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    text = {**TEXT, "shared_expert_intermediate_size": width}
+    config = write_checkpoint(tmp_path, "gptq-v2", text, LEFT_OUT if is_packed else "shared_expert")
+    expected = load(tmp_path, config)
+    request.getfixturevalue("on_a_gpu")
+    found = load(tmp_path, config)
+    experts = found.decoder.layers[1].mlp
+    assert experts.gate_up.dtype == experts.down.dtype == torch.int16
+    assert len(experts.down) == 4 + (width // 384 if is_packed else 0)
+    assert experts.shared is None if is_packed else experts.shared.down.weight.dtype == torch.float32
     assert_same(found, expected)
 
 
@@ -114,20 +146,31 @@ def test_random_weights_are_of_the_kind_that_the_config_says(name: str, on_a_gpu
     assert (gate_up.groups.zeros is None) == (name != "awq")
     weight = dequantized(gate_up.weight, gate_up.groups, torch.float32)
     assert abs(weight.std().item() * 256**0.5 - 1) < 0.1
-    assert model.decoder.layers[1].mlp.gate_up.dtype == model.decoder.table.dtype == torch.float32
+    experts = model.decoder.layers[1].mlp
+    assert experts.gate_up.shape == (4, 768, 64) and experts.down.dtype == torch.int16
+    down = dequantized(experts.down[0], experts.down_scales.at(0), torch.float32)
+    assert abs(down.std().item() * 384**0.5 - 1) < 0.1
+    assert model.decoder.table.dtype == torch.float32
 
 
-def test_the_memory_that_is_planned_for_packed_weights_is_what_they_take(on_a_gpu: None, tmp_path: Path) -> None:
-    dense = {name: value for name, value in TEXT.items() if "expert" not in name and name != "mlp_only_layers"}
-    dense |= {"model_type": "qwen3", "quantization_config": dict(FORMATS["awq"].config)}
-    model = load(tmp_path, dense, load_format="dummy")
-    packed = [linear for linear in model.params.linears if linear.groups is not None]
-    taken = sum(part.nbytes for linear in packed for part in (linear.weight, *linear.groups) if part is not None)
-    stored = quantization_of(dense, tmp_path)
-    assert stored is not None and len(packed) == 8
-    whole = sum(linear.inputs * len(linear.weight) for linear in packed)
-    saved = costs.saved_bytes(model_config(dense).text, "float32", fp8=0, int4=costs.Int4Bytes(stored.int4_bytes))
-    assert 4 * whole - taken == saved
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_the_memory_that_is_planned_for_packed_weights_is_what_they_take(
+    has_experts: bool, on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saccade.models, "reads_int4_experts", lambda *case: has_experts)
+    config = {**TEXT, "quantization_config": dict(FORMATS["awq"].config)}
+    model = load(tmp_path, config, load_format="dummy")
+    packed = [(linear.weight, linear.groups) for linear in model.params.linears if linear.groups is not None]
+    experts = model.decoder.layers[1].mlp
+    if has_experts:
+        packed += [(experts.gate_up, experts.gate_up_scales), (experts.down, experts.down_scales)]
+    assert len(packed) == (8 if has_experts else 6)
+    taken = sum(part.nbytes for weight, beside in packed for part in (weight, *beside) if part is not None)
+    stored = quantization_of(config, tmp_path)
+    assert stored is not None
+    whole = sum(4 * weight.numel() for weight, _ in packed)
+    int4 = costs.Int4Bytes(stored.int4_bytes, has_experts)
+    assert 4 * whole - taken == costs.saved_bytes(model_config(config).text, "float32", fp8=0, int4=int4)
 
 
 def test_columns_come_back_in_the_order_of_the_inputs() -> None:

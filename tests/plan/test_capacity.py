@@ -109,6 +109,27 @@ def test_int4_weights_are_those_that_an_engine_plans(monkeypatch: pytest.MonkeyP
     assert as_json(made, [])["int4_weights"] and not as_json(plain, [])["int4_weights"]
 
 
+@pytest.mark.parametrize("has_order", [True, False])
+def test_int4_experts_are_planned_unless_they_have_an_order(has_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr("saccade.runner.device_memory.reads_int4_experts", lambda *case: True)
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": has_order}
+    plain = deployment("Qwen/Qwen3-VL-30B-A3B", images=0)
+    given = quantised(plain, gptq)
+    config, text = given.checkpoint.config, given.checkpoint.config.text
+    made = make_plan(given)
+    largest, free = largest_image(given.checkpoint, Options()), find_hardware("h200").free_bytes(0.9)
+    assert made.capacity.parts == plan_memory(
+        Options(device="cuda"), config, largest, free, stored=given.stored
+    ).parts  # fmt: skip
+    saved = make_plan(plain).capacity.parts.weights - made.capacity.parts.weights
+    experts = 48 * 128 * 3 * 768 * 2048
+    attention = costs.dense_params(text) - 48 * 128 * 2048  # routers are not quantised
+    packed = attention if has_order else attention + experts
+    assert saved == pytest.approx(packed * (2 - 0.5 - 3 / 128), rel=1e-6)
+
+
 @pytest.mark.parametrize("in_blocks", [True, False])
 @pytest.mark.parametrize(
     "name", ["Qwen/Qwen3-VL-2B", "Qwen/Qwen3.5-9B", "meta-llama/Llama-3.2-11B-Vision", "deepseek-ai/deepseek-vl2-tiny"]
