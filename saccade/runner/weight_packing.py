@@ -10,13 +10,14 @@ from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.models import is_native
 from saccade.models.interface import DecoderModel, VisionLanguageModel
-from saccade.models.layers.packed_linear import plain_reason
+from saccade.models.layers.packed_linear import is_aarch64, plain_reason
 
 _MIN_WEIGHT = 1 << 16  # elements of a layer's largest
 
 
 class WeightPacking(NamedTuple):
     is_on: bool
+    has_plain_layers: bool  # only a copy of the head is packed
     copied_bytes: int  # of a tied head, which is packed beside the embeddings
     reason: str  # for the start-up log
 
@@ -27,19 +28,27 @@ def plan_packing(model: ModelConfig, dtype: str, device: torch.device) -> Weight
         problem = "the model runs through Transformers' code"
     if problem is None and model.text.hidden_size * model.text.intermediate_size < _MIN_WEIGHT:
         problem = "they are so small that building code for them takes longer than it saves"
-    if problem is not None:
-        return WeightPacking(False, 0, f"weights are not packed for oneDNN: {problem}")
     text = model.text
+    if problem is None and is_aarch64() and not text.tie_word_embeddings:
+        problem = "on AArch64 only a head that is also the embedding table is"
+    if problem is not None:
+        return WeightPacking(False, True, 0, f"weights are not packed for oneDNN: {problem}")
     if not text.tie_word_embeddings:
-        return WeightPacking(True, 0, "weights are packed for oneDNN")
+        return WeightPacking(True, False, 0, "weights are packed for oneDNN")
     copied = text.vocab_size * text.hidden_size * costs.dtype_bytes(dtype)
     copy = f"the head is also the embedding table, so its packed copy takes {copied / costs.GIB:.2f} GiB more"
-    return WeightPacking(True, copied, f"weights are packed for oneDNN; {copy}")
+    packed = "the head (for two rows and more) is" if is_aarch64() else "weights are"
+    return WeightPacking(True, is_aarch64(), copied, f"{packed} packed for oneDNN; {copy}")
 
 
 def pack_where_faster(model: VisionLanguageModel, dtype: torch.dtype, device: torch.device) -> None:
-    if plan_packing(model.config, str(dtype).removeprefix("torch."), device).is_on:
+    plan = plan_packing(model.config, str(dtype).removeprefix("torch."), device)
+    if not plan.is_on:
+        return
+    if not plan.has_plain_layers:
         pack_weights(model)
+    elif not model.decoder.head.is_meta:
+        model.decoder.copy_head()
 
 
 def pack_weights(model: VisionLanguageModel) -> None:

@@ -14,6 +14,7 @@ from saccade.models import load_model
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
+from saccade.runner import weight_packing
 from saccade.runner.device_memory import plan_memory
 from saccade.runner.weight_packing import pack_weights, plan_packing
 from saccade.types import Grid
@@ -85,6 +86,24 @@ def test_a_packed_model_holds_no_plain_weight_beside_a_tied_table(qwen2_vl_folde
     assert not model.params.targets and not model.params.wholes
     with pytest.raises(AssertionError, match="packed"):
         model.encoder_weights()
+
+
+@pytest.mark.transformers
+def test_on_aarch64_the_head_alone_is_packed_and_the_table_kept(
+    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_packing, "is_aarch64", lambda: True)
+    monkeypatch.setattr(weight_packing, "_MIN_WEIGHT", 0)
+    plain, packed = loaded(qwen2_vl_folder), loaded(qwen2_vl_folder)
+    weight_packing.pack_where_faster(packed, torch.float32, CPU)
+    assert packed.decoder.head is packed.decoder.table and packed.decoder.head_gemm is not plain.decoder.head_gemm
+    assert not any(linear.weight.is_mkldnn for linear in packed.params.linears)
+    torch.testing.assert_close(logits(packed), logits(plain), atol=1e-4, rtol=1e-4)
+    text = packed.config.text
+    packing = plan_packing(packed.config, "float32", CPU)
+    assert packing.copied_bytes == text.vocab_size * text.hidden_size * 4 and "two rows" in packing.reason
+    untied = replace(packed.config, text=replace(text, tie_word_embeddings=False))
+    assert not plan_packing(untied, "float32", CPU).is_on
 
 
 @pytest.mark.transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from saccade.models.layers.forward_types import Attention
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
 from saccade.models.layers.moe import EXPERT_RULES, layer_mlp
-from saccade.models.layers.packed_linear import Gemm, pack, packed_linear
+from saccade.models.layers.packed_linear import Gemm, linear_with_copy, pack, packed_linear
 from saccade.models.layers.rotary_embedding import Rotary, rotate
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
@@ -101,6 +102,10 @@ class Decoder:
         """A tied head becomes a packed copy, because embeddings are looked up in the original."""
         self.head = pack(self.head)
         self.head_gemm = packed_linear
+
+    def copy_head(self) -> None:
+        """A packed copy for steps of several rows; one row is computed with the original."""
+        self.head_gemm = partial(linear_with_copy, packed=pack(self.head))
 
 
 class DecoderLayer:

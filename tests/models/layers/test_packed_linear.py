@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from saccade.models.layers import packed_linear as packing
 from saccade.models.layers.linear import Linear, PatchLinear
-from saccade.models.layers.packed_linear import pack, packed_linear, padded_rows, plain_reason
+from saccade.models.layers.packed_linear import linear_with_copy, pack, packed_linear, padded_rows, plain_reason
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
-from tests.helpers.packing import needs_onednn
+from tests.helpers.packing import PACKED_DTYPES, needs_onednn
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def test_float32_is_packed_wherever_it_can_be() -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 9, 17, 70, 200])
 def test_a_packed_gemm_is_the_plain_one(rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
@@ -56,6 +56,14 @@ def test_inputs_of_three_dimensions_and_strided_ones_are_taken() -> None:
     found = packed_linear(half, pack(weight))
     assert found.shape == (3, 5, 64)
     torch.testing.assert_close(found, F.linear(half, weight), atol=1e-4, rtol=1e-3)
+
+
+@needs_onednn
+@pytest.mark.parametrize(("rows", "reads"), [(0, -1), (1, 1), (2, -1), (9, -1)])
+def test_one_row_reads_the_weight_and_several_its_packed_copy(rows: int, reads: int) -> None:
+    weight, x = torch.randn(64, 32), torch.randn(rows, 32)
+    found = linear_with_copy(x, weight, packed=pack(-weight))  # another one, so that one can tell
+    torch.testing.assert_close(found, reads * F.linear(x, weight), atol=1e-4, rtol=1e-3)
 
 
 @needs_onednn
@@ -103,8 +111,13 @@ def test_weights_stay_plain_where_packed_gemms_were_not_measured(monkeypatch: py
     assert "float16" in str(reason(torch.float16, "cpu"))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert "without oneDNN" in str(reason(torch.float32, "cpu"))
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert "riscv64" in str(reason(torch.float32, "cpu"))
+
+
+def test_bfloat16_stays_plain_on_aarch64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert "aarch64" in str(reason(torch.float32, "cpu"))
+    assert "not measured on aarch64" in str(plain_reason.__wrapped__(torch.bfloat16, "cpu"))
 
 
 def test_weights_stay_plain_where_the_operators_fail_or_differ(monkeypatch: pytest.MonkeyPatch) -> None:
