@@ -160,7 +160,7 @@ def split_k_variants() -> Iterator[Variant]:
         (64, 0, 128, True),
     ):
         own = [box(rows, dtype=FP8), F32, NONE] if gated else [F32, NONE, BF16]
-        types = [*(box(count, group, FP8) for count in (64, rows)), F32, F32, *own, "i32", "i32:16", "i32"]
+        types = [*(box(count, group, FP8) for count in (64, rows)), F32, F32, *own, "i32", "i32:16", "i32", "i32"]
         constants = [4096, block, rows, 64, group, 3, 1 if gated else 4, gated, 448.0, 1e-10]
         name, registers = f"fp8_stream.{rows}.{block}.{gated}", 128 if gated and rows == 64 else 96
         yield hopper_variant(name, "gemm.hopper_fp8_split_k:_fp8_split_k_kernel", types, constants, registers)

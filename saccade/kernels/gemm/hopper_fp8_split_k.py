@@ -45,6 +45,11 @@ def suits(rows: int, outputs: int, inputs: int) -> bool:
     return rows <= MAX_ROWS and inputs % _INPUTS == 0 and outputs % (2 * _OUTPUTS) == 0
 
 
+def fills_device(outputs: int) -> bool:
+    """Whether there are programs for most SMs without splits."""
+    return outputs // _OUTPUTS >= 64
+
+
 def choose_split_k(rows: int, outputs: int, inputs: int) -> PipelineConfig:
     """Two programs share an SM: one multiplies while the other waits."""
     splits = choose_splits(outputs, inputs, _OUTPUTS, _INPUTS, per_sm=2)
@@ -63,6 +68,13 @@ def fp8_split_k_linear(
     partials = torch.empty((config.splits, x.rows, len(weight)), dtype=torch.float32, device=weight.device)
     _launch(x, weight, scales, partials, None, bias, config)
     return partials
+
+
+def fp8_linear_into(x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """The same without splits, in `out` [M, N], which may be columns of a wider tensor."""
+    assert out.shape == (x.rows, len(weight)) and out.stride(1) == 1, (out.shape, out.stride())
+    _launch(x, weight, scales, out, None, bias, PipelineConfig(_MAX_STAGES))
+    return out
 
 
 def fp8_split_k_gated_linear(x: Fp8Rows, gate_up_weight: Tensor, scales: Tensor, config: PipelineConfig) -> Fp8Rows:
@@ -86,7 +98,7 @@ def _launch(
     sums = rows if gated else rows // 2
     _fp8_split_k_kernel[(outputs // _OUTPUTS, config.splits)](
         _descriptor(weight, _OUTPUTS, x.group), _descriptor(x.values, rows, x.group), scales, x.scales, target, of_out,
-        bias, x.rows, outputs, x.scales.shape[1],
+        bias, x.rows, outputs, x.scales.shape[1], out.stride(-2),
         K=weight.shape[1], BLOCK=block_of(weight, scales), ROWS=rows, OUTPUTS=_OUTPUTS, GROUP=x.group,
         STAGES=config.stages, SPLITS=config.splits, GATED=gated, LARGEST=LARGEST, SMALLEST=SMALLEST_SCALE,
         num_warps=4, maxnreg=96 if sums <= 32 else 128, launch_pdl=True,
@@ -98,10 +110,10 @@ def _descriptor(rows: Tensor, count: int, columns: int) -> hopper.TensorDescript
     return hopper.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, columns], layout)
 
 
-@gluon.jit(do_not_specialize=["M", "padded"])
+@gluon.jit(do_not_specialize=["M", "padded", "out_row"])
 def _fp8_split_k_kernel(
     weight: tma.tensor_descriptor, x: tma.tensor_descriptor, scales: gl.tensor, x_scales: gl.tensor, out: gl.tensor,
-    of_out: gl.tensor, bias: gl.tensor, M: gl.tensor, N: gl.tensor, padded: gl.tensor,
+    of_out: gl.tensor, bias: gl.tensor, M: gl.tensor, N: gl.tensor, padded: gl.tensor, out_row: gl.tensor,
     K: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr, LARGEST: gl.constexpr, SMALLEST: gl.constexpr,
 ) -> None:  # fmt: skip
@@ -116,8 +128,8 @@ def _fp8_split_k_kernel(
     steps = gl.minimum(SHARE, STEPS - first)  # of this program, 128 columns each
     gl.warp_specialize(
         [
-            (_consume, (ring, staged, scales, x_scales, out, of_out, bias, first, steps, M, N, padded, sizes,
-                        LARGEST, SMALLEST)),
+            (_consume, (ring, staged, scales, x_scales, out, of_out, bias, first, steps, M, N, padded, out_row,
+                        sizes, LARGEST, SMALLEST)),
             (produce, (ring, weight, x, first, steps, N, sizes)),
         ],
         [1],
@@ -129,7 +141,7 @@ def _fp8_split_k_kernel(
 def _consume(
     ring: Ring, staged: gl.shared_memory_descriptor, scales: gl.tensor, x_scales: gl.tensor, out: gl.tensor,
     of_out: gl.tensor, bias: gl.tensor, first: gl.tensor, steps: gl.tensor, M: gl.tensor, N: gl.tensor,
-    padded: gl.tensor, sizes: Sizes, LARGEST: gl.constexpr, SMALLEST: gl.constexpr,
+    padded: gl.tensor, out_row: gl.tensor, sizes: Sizes, LARGEST: gl.constexpr, SMALLEST: gl.constexpr,
 ) -> None:  # fmt: skip
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.ROWS, 32])
     acc = gl.zeros([sizes.OUTPUTS, sizes.ROWS], gl.float32, layout=L)
@@ -151,7 +163,7 @@ def _consume(
         found = acc / (1.0 + gl.exp(-acc)) * up
         _store_gated(found, staged, out, of_out, M, LARGEST, SMALLEST)
     else:
-        store_partial(acc, out, bias, M, N, sizes.OUTPUTS)
+        store_partial(acc, out, bias, M, N, out_row, sizes.OUTPUTS)
 
 
 @gluon.jit

@@ -195,7 +195,7 @@ def _consume(
         hopper.tma_store(out, [0, gl.program_id(0) * OUTPUTS], few.index(0))
         tma.store_wait(0)
     else:
-        store_partial(acc, out, bias, M, N, OUTPUTS)
+        store_partial(acc, out, bias, M, N, N, OUTPUTS)
 
 
 @gluon.jit

@@ -121,13 +121,14 @@ def scale_rows(acc: gl.tensor, up: gl.tensor, scales: gl.tensor, N: gl.tensor, s
 
 @gluon.jit
 def store_partial(
-    acc: gl.tensor, out: gl.tensor, bias: gl.tensor, M: gl.tensor, N: gl.tensor, OUTPUTS: gl.constexpr
-) -> None:
-    """[OUTPUTS, ROWS] -> out [splits, M, N]. The first split adds the bias."""
+    acc: gl.tensor, out: gl.tensor, bias: gl.tensor, M: gl.tensor, N: gl.tensor, row: gl.tensor,
+    OUTPUTS: gl.constexpr,
+) -> None:  # fmt: skip
+    """[OUTPUTS, ROWS] -> out [splits, M, N], whose rows are `row` elements apart. The first split adds the bias."""
     L: gl.constexpr = acc.type.layout
     columns = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, L))
     rows, split = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, L)), gl.program_id(1)
     if bias is not None:
         acc += gl.load(bias + columns, mask=(columns < N) & (split == 0), other=0.0).to(gl.float32)[:, None]
-    target = out + (split * M + rows).to(gl.int64)[None, :] * N + columns[:, None]
-    gl.store(target, acc, mask=(columns < N)[:, None] & (rows < M)[None, :])
+    target = out + (split * M + rows).to(gl.int64)[None, :] * row + columns[:, None]
+    gl.store(target, acc.to(out.dtype.element_ty), mask=(columns < N)[:, None] & (rows < M)[None, :])

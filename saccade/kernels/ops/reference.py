@@ -66,6 +66,11 @@ def fp8_split_k_linear(
     return split_k_linear(dequantized_rows(x), weight, bias, config, scales)
 
 
+def fp8_linear_into(x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    found = F.linear(dequantized_rows(x), _scaled(weight, scales))
+    return out.copy_(found if bias is None else found + bias.float())
+
+
 def fp8_split_k_gated_linear(x: Fp8Rows, gate_up_weight: Tensor, scales: Tensor, config: PipelineConfig) -> Fp8Rows:
     """With a scale for 64 columns."""
     found = split_k_gated_linear(dequantized_rows(x), gate_up_weight, config, scales)

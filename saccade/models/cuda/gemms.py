@@ -43,8 +43,8 @@ from saccade.kernels.gemm.skinny import (
 )
 from saccade.kernels.moe.experts_gemv import MAX_TOKENS as MAX_VECTOR_TOKENS
 from saccade.kernels.ops.norm import add_rms_norm, norm_fp8, rms_norm, silu_and_mul, silu_and_mul_fp8
-from saccade.kernels.ops.quantize_rows import Fp8Rows
-from saccade.kernels.ops.scaled_weight import block_of
+from saccade.kernels.ops.quantize_rows import Fp8Rows, quantize_rows
+from saccade.kernels.ops.scaled_weight import BLOCK, block_of
 from saccade.models.cuda.int4_gemms import (
     decide_int4,
     elements_of,
@@ -433,6 +433,16 @@ class _SplitKGemms(_LargeGemms):
 
         is_scaled = _scales(linear) is not None and x.dtype == torch.bfloat16
         return is_scaled and suits(len(x), *linear.weight.shape) and can_split_k_fp8(x.device)
+
+    def _linear(self, rows: Tensor | Fp8Rows, linear: Linear, out: Tensor | None = None) -> Tensor:
+        from saccade.kernels.gemm.hopper_fp8_split_k import fills_device, fp8_linear_into
+
+        if isinstance(rows, Fp8Rows) or len(rows) == 1 or not fills_device(len(linear.weight)):
+            return super()._linear(rows, linear, out)
+        if not self._takes_fp8(rows, linear):
+            return super()._linear(rows, linear, out)
+        out = rows.new_empty(len(rows), len(linear.weight)) if out is None else out
+        return fp8_linear_into(quantize_rows(rows, BLOCK), *_scaled(linear), linear.bias, out)
 
     def _added(self, rows: Tensor | Fp8Rows, linear: Linear) -> Tensor:
         from saccade.kernels.gemm.hopper_split_k import choose_split_k, split_k_linear, suits

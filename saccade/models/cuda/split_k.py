@@ -28,7 +28,11 @@ def _self_test(device: torch.device) -> None:
 
 
 def _self_test_fp8(device: torch.device) -> None:
-    from saccade.kernels.gemm.hopper_fp8_split_k import fp8_split_k_gated_linear, fp8_split_k_linear
+    from saccade.kernels.gemm.hopper_fp8_split_k import (
+        fp8_linear_into,
+        fp8_split_k_gated_linear,
+        fp8_split_k_linear,
+    )
     from saccade.kernels.gemm.hopper_split_k import PipelineConfig
 
     weight = (torch.randn(256, 512, device=device) * 16).to(torch.float8_e4m3fn)
@@ -38,6 +42,8 @@ def _self_test_fp8(device: torch.device) -> None:
         expected = F.linear(dequantized_rows(x), weight.float() / 362)
         found = fp8_split_k_linear(x, weight, scales, None, PipelineConfig(2, 2)).sum(0)
         assert_agree(found, expected, 2e-3)
+        into = torch.zeros(20, 384, device=device, dtype=torch.bfloat16)[:, :256]
+        assert_agree(fp8_linear_into(x, weight, scales, None, into).float(), expected, 0.02)
         if group == 128:
             found = dequantized_rows(fp8_split_k_gated_linear(x, weight, scales, PipelineConfig(3)))
             assert_agree(found, _gated(expected), 0.1)

@@ -5,12 +5,15 @@ The split-K kernels need the device, where `split_k` tries them at start; here r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from saccade.checkpoint.config import LinearConfig
 from saccade.kernels.gemm import hopper_fp8_split_k, skinny
 from saccade.kernels.gemm.hopper_fp8_split_k import MAX_ROWS, choose_gated, choose_split_k, suits
 from saccade.kernels.gemm.hopper_split_k import PipelineConfig
@@ -18,8 +21,10 @@ from saccade.kernels.ops import reference
 from saccade.kernels.ops.norm import norm_fp8, silu_and_mul_fp8
 from saccade.models.cuda import gemms
 from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
+from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.fp8_weights import FP8, Fp8Weights
 from saccade.models.layers.decoder import Biases, Decoder
+from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
 from tests.helpers.decoder_layers import DEVICE, TEXT, plain_mlp, rows_of
@@ -98,6 +103,14 @@ def fp8_decoder(*, in_blocks: bool = True, biases: Biases | None = None) -> Deco
     return made
 
 
+def _plain_if_not_fp8(ours: Callable[..., Tensor], rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+    """The interpreter has no products of bfloat16."""
+    if linear.scales is not None:
+        return ours(rows, linear, out)
+    assert out is not None
+    return out.copy_(linear(rows))
+
+
 @pytest.fixture
 def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the FP8 GEMMs that ran, which are references."""
@@ -124,6 +137,12 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gemms, "can_split_k_fp8", lambda device: True)
     monkeypatch.setattr(gemms, "has_fp8_gemm", lambda *given, **kind: True)
     monkeypatch.setattr(gemms, "fp8_linear", prompt)
+
+    def into(*given: object) -> Tensor:
+        return noted("into rows", reference.fp8_linear_into(*given))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hopper_fp8_split_k, "fills_device", lambda outputs: True)
+    monkeypatch.setattr(hopper_fp8_split_k, "fp8_linear_into", into)
     monkeypatch.setattr(hopper_fp8_split_k, "fp8_split_k_linear", linear)
     monkeypatch.setattr(hopper_fp8_split_k, "fp8_split_k_gated_linear", reference.fp8_split_k_gated_linear)
     return names
@@ -154,6 +173,21 @@ def test_a_prompt_stays_in_bfloat16_where_norm_or_gate_cannot_write_float8(kind:
     found = ours.mlp(Residual(x), layer.mlp_norm, layer.mlp)
     assert multiplied == ["quantised by the GEMM"] * 2 and found.added is not None
     assert_near(found.rows + found.added, plain_mlp(x, layer))
+
+
+def test_who_cannot_add_up_gets_whole_rows_that_were_multiplied_in_float8(multiplied: list[str]) -> None:
+    """A delta net's inputs, beside which its gates are in bfloat16."""
+    linear = LinearConfig((0, 1), 1, 4, 64, 128, 4)
+    params = Parameters(BF16, DEVICE, kept=Fp8Weights(in_blocks=True))
+    made = HybridDecoder(params.within("decoder"), replace(TEXT, hidden_size=512), linear)
+    fill_random(params.targets, 3, DEVICE, params.scales)
+    layer, ours = made.layers[0], gemms_for(made, 20, new_workspace(made), in_parts=True)
+    net, x = layer.attention, rows_of(20, 512, 1, BF16)
+    ours._linear = partial(_plain_if_not_fp8, ours._linear)  # type: ignore[attr-defined]
+    found, _ = ours.project(Residual(x), layer.attention_norm, net.inputs, net.gates)
+    normed = layer.attention_norm(x)
+    assert_near(found, torch.cat((net.inputs(normed), net.gates(normed)), dim=-1))
+    assert multiplied == ["into rows"]
 
 
 def test_one_row_goes_to_split_k_only_where_all_layers_are_in_float8(multiplied: list[str]) -> None:
