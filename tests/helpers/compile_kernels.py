@@ -289,9 +289,9 @@ def int4_expert_variants() -> Iterator[Variant]:
     first, gemv, tiles = [I32, I32, "*fp16", "*u8", I32], "moe.experts_gemv_int4", "moe.experts_int4"
     types = [*first, BF16, "i32:16", "i32:16"]
     constants = [2048, 8, 32, 4, 2048, True, True]
-    yield new_variant("int4_experts.gate_up", f"{gemv}:int4_gate_up_kernel", types, constants, 2, **EARLY)
+    yield new_variant("int4_experts.gate_up", f"{gemv}:int4_gate_up_kernel", types, constants, 1, **EARLY)
     types = [*first, F32, BF16, NONE, BF16, "i32:16"]
-    constants = [768, 8, 32, 4, 1024, True, 12, 16, True]
+    constants = [768, 8, 32, 4, 2048, True, 12, 16, True]
     yield new_variant("int4_experts.down", f"{gemv}:int4_down_kernel", types, constants, 1, **EARLY)
     first = [BF16, "*i16", "*fp16", "*u8", I32, I32]
     types = [*first, BF16, "i32:16", "i32", "i32:16", "i32"]

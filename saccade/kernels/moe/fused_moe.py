@@ -193,10 +193,9 @@ def choose_int4(rows: int, shared: int, *, hopper: bool) -> MoELaunch:
     Elsewhere than on Hopper GPUs, 64 gates and ups of 64 rows would not fit either.
     """
     if rows == 0:
-        return MoELaunch(0, VectorConfig(4, 2048, warps=2), VectorConfig(4, 1024, warps=1, prefetch=True))
+        return MoELaunch(0, VectorConfig(4, 2048, warps=1), VectorConfig(4, 2048, warps=1, prefetch=True))
     if rows == 16:
-        few = TileConfig(outputs=32, inputs=256, warps=2, stages=3)
-        launch = MoELaunch(16, few, few)
+        launch = MoELaunch(16, TileConfig(64, 256, warps=4, stages=2), TileConfig(128, 128, warps=4, stages=4))
     elif rows == 32:
         tile = TileConfig(outputs=64, inputs=128)
         launch = MoELaunch(32, tile, tile)
