@@ -88,7 +88,8 @@ def pairs(*size: int) -> str:
 
 
 HOPPER_VARIANTS = {
-    "decode.bf16.2.6.8.16.3.4", "linear.fp16.2.True", "prefill.16", "qkv.16", "stream.128", "stream.128.gated",
+    "decode.bf16.2.6.8.16.3.4", "fp8_stream.32.128.True", "fp8_stream.64.0.False", "linear.fp16.2.True",
+    "prefill.16", "qkv.16", "stream.128", "stream.128.gated",
     "stream.fp8.32.128.True", "vit.80",
 }  # fmt: skip
 
@@ -572,7 +573,12 @@ def launched_on(arch: int, *, is_all: bool) -> list[Variant]:
     if arch >= FP8_FROM:
         found += fp8_launches(arch, FP8_SHAPES if is_all else FP8_SHAPES[:2])
     known = {variant.kernel for variant in found} | (set() if arch >= FP8_FROM else FP8_KERNELS)
-    found += [for_arch(variant, arch) for variant in triton_variants() if variant.kernel not in known]
+    always = {"norm_fp8"} if arch >= FP8_FROM else set()  # launched with layers in float8 alone
+    found += [
+        for_arch(variant, arch)
+        for variant in triton_variants()
+        if variant.name in always or variant.kernel not in known
+    ]
     if arch == HOPPER:
         found += [variant for variant in hopper_variants() if is_all or variant.name in HOPPER_VARIANTS]
     return found

@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -41,7 +41,7 @@ class _Ahead:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.launches: set[object] = set()
-        self.self_tests: list[Callable[[], object]] = []
+        self.self_tests: dict[Hashable, Callable[[], object]] = {}
         self.pool: Any = None  # of the graphs that `record` makes
         self.graphs: list[Any] = []  # until the end: a pool without graphs cannot be captured into again
 
@@ -55,10 +55,10 @@ def is_compiling() -> bool:
     return _now is not None and _now.thread == threading.get_ident()
 
 
-def add_self_test(test: Callable[[], object]) -> None:
-    """Its kernels are compiled, too."""
+def add_self_test(key: Hashable, test: Callable[[], object]) -> None:
+    """Its kernels are compiled, too, once for each key."""
     assert _now is not None
-    _now.self_tests.append(test)
+    _now.self_tests[key] = test
 
 
 def record(run: Callable[[], object]) -> None:
@@ -102,7 +102,7 @@ def compiling(processes: int) -> Iterator[None]:
             JITFunction.run = _noting(launch, now, compilers)
             try:
                 yield
-                for test in now.self_tests:
+                for test in now.self_tests.values():
                     _attempt(test)
             finally:
                 JITFunction.run = launch

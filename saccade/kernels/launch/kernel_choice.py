@@ -61,7 +61,7 @@ class KernelChoice:
         except Exception:  # `_decide` reports it
             return False
         if is_supported:
-            add_self_test(partial(self.self_test, *case))
+            add_self_test((self.name, case), partial(self.self_test, *case))
         return is_supported
 
     def _decide(self, *case: Hashable) -> bool:

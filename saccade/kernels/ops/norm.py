@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
+from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, pdl_wait_then_release, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
 from saccade.kernels.ops.quantize_rows import LARGEST, SMALLEST_SCALE, Fp8Rows, new_fp8_rows, quantize_groups
 from saccade.kernels.ops.scaled_weight import BLOCK
@@ -122,7 +122,10 @@ def _norm_kernel(
     offsets, target = source * HIDDEN + columns, row * HIDDEN + columns
     kind = normed.dtype.element_ty if total is None else total.dtype.element_ty
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    pdl_release_then_wait(PDL)
+    if scales is not None and residual is None:  # may be the first of a pass: dependents read its inputs early
+        pdl_wait_then_release(PDL)
+    else:
+        pdl_release_then_wait(PDL)
     here = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         here += tl.load(x + i * part + offsets, mask=inside, other=0.0).to(tl.float32)

@@ -46,7 +46,7 @@ def split_k_linear(
 ) -> Tensor:
     """One partial for each split, some of which may have no columns."""
     xs = x.float().tensor_split(config.splits, dim=1)
-    weights = _scaled(weight, scales).tensor_split(config.splits, dim=1)
+    weights = scaled_weight(weight, scales).tensor_split(config.splits, dim=1)
     partials = torch.stack([F.linear(*columns) for columns in zip(xs, weights, strict=True)])
     if bias is not None:
         partials[0] += bias.float()
@@ -57,7 +57,7 @@ def split_k_gated_linear(
     x: Tensor, gate_up_weight: Tensor, config: PipelineConfig, scales: Tensor | None = None
 ) -> Tensor:
     assert config.splits == 1
-    return silu_and_mul(F.linear(x.float(), _scaled(gate_up_weight, scales))).to(x.dtype)
+    return silu_and_mul(F.linear(x.float(), scaled_weight(gate_up_weight, scales))).to(x.dtype)
 
 
 def fp8_split_k_linear(
@@ -67,7 +67,7 @@ def fp8_split_k_linear(
 
 
 def fp8_linear_into(x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    found = F.linear(dequantized_rows(x), _scaled(weight, scales))
+    found = F.linear(dequantized_rows(x), scaled_weight(weight, scales))
     return out.copy_(found if bias is None else found + bias.float())
 
 
@@ -85,7 +85,7 @@ def dequantized_rows(x: Fp8Rows) -> Tensor:
     return (x.values.float() * x.scales.T.repeat_interleave(x.group, 1))[: x.rows]
 
 
-def _scaled(weight: Tensor, scales: Tensor | None) -> Tensor:
+def scaled_weight(weight: Tensor, scales: Tensor | None) -> Tensor:
     """In float32. Scales are for blocks, or for rows."""
     if scales is None:
         return weight.float()

@@ -2,16 +2,17 @@
 
     rows                                     GEMMs            norm, gate, residual
     2 to 128 on Hopper GPUs (32 if weights   `_SplitKGemms`   gate fused; the norm adds residual and partials
-    have more than 32 Mi elements)
+    have more than 32 Mi elements); 1 if
+    all MLPs are in float8
     1, or 2 to 16 with such small weights    `_SkinnyGemms`   all fused: four launches per layer; experts take
     (2 to 4 with experts)                                     normed rows and add the residual
     others                                   `_LargeGemms`    the norm adds the residual; gate fused where
                                                               `skinny` or `linear_act` has a kernel
 
 Layers in float8 (`Linear.scales`) take kernels that read it: split-K for up to 64 rows on Hopper GPUs,
-`skinny` for as many on others, cuBLAS beyond. Split-K and cuBLAS take x in float8 as well, where norm and
-gate can write it. Layers in INT4 (`Linear.groups`) do so up to 64 rows, and beyond are unpacked into scratch
-memory for a GEMM like any other.
+`skinny` for as many on others, cuBLAS beyond. Split-K and cuBLAS take x in float8 as well; norm and gate
+write it where they can. Layers in INT4 (`Linear.groups`) do so up to 64 rows, and beyond are unpacked into
+scratch memory for a GEMM like any other.
 
 The choice depends on shapes alone, so it is made once for each CUDA graph.
 """
@@ -149,8 +150,14 @@ def _splits_k(rows: int, largest: int, device: torch.device) -> bool:
 def _splits_one(decoder: Decoder) -> bool:
     """One row, too, gains by split-K if MMAs read both sides in float8."""
     mlps = [layer.mlp for layer in decoder.layers]
-    is_scaled = all(isinstance(mlp, GatedMLP) and _scales(mlp.gate_up) is not None for mlp in mlps)
-    return is_scaled and decoder.table.dtype == torch.bfloat16 and can_split_k_fp8(decoder.table.device)
+    is_scaled = all(isinstance(mlp, GatedMLP) and _is_scaled(mlp.gate_up, mlp.down) for mlp in mlps)
+    device = decoder.table.device
+    is_bf16 = decoder.table.dtype == torch.bfloat16
+    return is_scaled and is_bf16 and can_split_k(device) and can_split_k_fp8(device)
+
+
+def _is_scaled(*linears: Linear) -> bool:
+    return all(_scales(linear) is not None for linear in linears)
 
 
 def _wide_linears(decoder: Decoder) -> Iterator[list[Linear]]:
@@ -459,7 +466,7 @@ class _SplitKGemms(_LargeGemms):
     def _added_fp8(self, rows: Fp8Rows, linear: Linear) -> Tensor:
         from saccade.kernels.gemm.hopper_fp8_split_k import choose_split_k, fp8_split_k_linear
 
-        config = choose_split_k(rows.rows, *linear.weight.shape)
+        config = choose_split_k(*linear.weight.shape)
         return fp8_split_k_linear(rows, *_scaled(linear), linear.bias, config)
 
     def _gated_fp8(self, rows: Fp8Rows, mlp: GatedMLP) -> Fp8Rows:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from saccade.kernels.launch.device import is_hopper
 from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
+from saccade.kernels.ops import reference
 from saccade.kernels.ops.quantize_rows import quantize_rows
-from saccade.kernels.ops.reference import dequantized_rows
 
 
 def _self_test(device: torch.device) -> None:
@@ -35,18 +35,21 @@ def _self_test_fp8(device: torch.device) -> None:
     )
     from saccade.kernels.gemm.hopper_split_k import PipelineConfig
 
-    weight = (torch.randn(256, 512, device=device) * 16).to(torch.float8_e4m3fn)
-    scales = torch.full((2, 4), 1 / 362, device=device)  # sums near 1
-    for group in (128, 64):
-        x = quantize_rows(torch.randn(20, 512, device=device, dtype=torch.bfloat16), group)
-        expected = F.linear(dequantized_rows(x), weight.float() / 362)
-        found = fp8_split_k_linear(x, weight, scales, None, PipelineConfig(2, 2)).sum(0)
-        assert_agree(found, expected, 2e-3)
-        into = torch.zeros(20, 384, device=device, dtype=torch.bfloat16)[:, :256]
-        assert_agree(fp8_linear_into(x, weight, scales, None, into).float(), expected, 0.02)
+    weight = (torch.randn(256, 1024, device=device) * 16).to(torch.float8_e4m3fn)
+    sizes = ((2, 8), (256, 1))
+    blocks, of_rows = ((torch.rand(size, device=device) + 0.5) / 512 for size in sizes)  # sums near 1
+    bias = torch.randn(256, device=device, dtype=torch.bfloat16)
+    for rows, group, scales in ((20, 128, blocks), (64, 64, blocks), (5, 128, of_rows)):
+        x = quantize_rows(torch.randn(rows, 1024, device=device, dtype=torch.bfloat16), group)
+        config = PipelineConfig(2, 2)
+        expected = reference.fp8_split_k_linear(x, weight, scales, bias, config).sum(0)
+        assert_agree(fp8_split_k_linear(x, weight, scales, bias, config).sum(0), expected, 2e-3)
+        into = torch.zeros(rows, 384, device=device, dtype=torch.bfloat16)[:, :256]
+        assert_agree(fp8_linear_into(x, weight, scales, bias, into).float(), expected, 0.02)
         if group == 128:
-            found = dequantized_rows(fp8_split_k_gated_linear(x, weight, scales, PipelineConfig(3)))
-            assert_agree(found, _gated(expected), 0.1)
+            expected = F.linear(reference.dequantized_rows(x), reference.scaled_weight(weight, scales))
+            found = fp8_split_k_gated_linear(x, weight, scales, PipelineConfig(3))
+            assert_agree(reference.dequantized_rows(found), _gated(expected), 0.1)
 
 
 def _gated(gate_up: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from saccade.kernels.gemm.hopper_fp8_split_k import MAX_ROWS, choose_gated, choo
 from saccade.kernels.gemm.hopper_split_k import PipelineConfig
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.norm import norm_fp8, silu_and_mul_fp8
+from saccade.kernels.ops.quantize_rows import Fp8Rows
 from saccade.models.cuda import gemms
 from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
 from saccade.models.families.qwen3_5 import HybridDecoder
@@ -64,7 +65,8 @@ def test_rows_of_padding_are_the_last_row_again() -> None:
     gated = silu_and_mul_fp8(x)
     for found in (normed, gated):
         values = found.values.view(torch.uint8)
-        assert torch.equal(values[5:], values[4:5].expand(3, -1)) and bool((found.scales[:, 5:] > 0).all())
+        assert torch.equal(values[5:], values[4:5].expand(3, -1))
+        assert torch.equal(found.scales[:, 5:], found.scales[:, 4:5].expand(-1, 3))
 
 
 @pytest.mark.parametrize("rows", [1, 6])
@@ -79,7 +81,7 @@ def test_a_gate_writes_float8(rows: int) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (24576, 4096), (128, 128)])
 def test_two_programs_share_an_sm_and_every_split_has_columns(rows: int, outputs: int, inputs: int) -> None:
     tile = max(16, 1 << (rows - 1).bit_length())
-    stages, splits = choose_split_k(rows, outputs, inputs)
+    stages, splits = choose_split_k(outputs, inputs)
     steps = inputs // 128
     share = -(-steps // splits)
     assert (splits - 1) * share < steps <= splits * share and 1 <= stages <= share
@@ -144,7 +146,12 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(hopper_fp8_split_k, "fills_device", lambda outputs: True)
     monkeypatch.setattr(hopper_fp8_split_k, "fp8_linear_into", into)
     monkeypatch.setattr(hopper_fp8_split_k, "fp8_split_k_linear", linear)
-    monkeypatch.setattr(hopper_fp8_split_k, "fp8_split_k_gated_linear", reference.fp8_split_k_gated_linear)
+
+    def gate(x: Fp8Rows, weight: Tensor, scales: Tensor, config: PipelineConfig) -> Fp8Rows:
+        names.append("gate")
+        return reference.fp8_split_k_gated_linear(x, weight, scales, config)
+
+    monkeypatch.setattr(hopper_fp8_split_k, "fp8_split_k_gated_linear", gate)
     return names
 
 
@@ -161,7 +168,7 @@ def test_a_layer_that_multiplies_in_float8_is_near_the_plain_one(
     found = ours.mlp(stream, layer.mlp_norm, layer.mlp)
     added = found.added if found.added.dim() == 2 else found.added.sum(0)  # type: ignore[union-attr]
     assert_near(found.rows + added, plain_mlp(x, layer))
-    assert multiplied == (["split-K"] * 2 if rows <= MAX_ROWS else ["cuBLAS"] * 3)
+    assert multiplied == (["split-K", "gate", "split-K"] if rows <= MAX_ROWS else ["cuBLAS"] * 3)
 
 
 @pytest.mark.parametrize("kind", ["scales of rows", "a gate with a bias"])
@@ -193,5 +200,24 @@ def test_who_cannot_add_up_gets_whole_rows_that_were_multiplied_in_float8(multip
 def test_one_row_goes_to_split_k_only_where_all_layers_are_in_float8(multiplied: list[str]) -> None:
     made = fp8_decoder()
     assert type(gemms_for(made, 1, new_workspace(made))).__name__ == "_SplitKGemms"
-    made.layers[1].mlp.gate_up.scales = None
+    made.layers[1].mlp.down.scales = None
     assert type(gemms_for(made, 1, new_workspace(made))).__name__ != "_SplitKGemms"
+
+
+@pytest.mark.parametrize("kernel", ["can_split_k", "can_split_k_fp8"])
+def test_a_kernel_that_failed_its_self_test_is_not_used(
+    kernel: str, multiplied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemms, kernel, lambda device: False)
+    made = fp8_decoder()
+    assert type(gemms_for(made, 1, new_workspace(made))).__name__ == "_SkinnyGemms"
+    few = gemms_for(made, 20, new_workspace(made))
+    x, qkv = rows_of(20, 128, 1, BF16), made.layers[0].attention.qkv
+    assert not few._takes_fp8(x, qkv)  # type: ignore[attr-defined]
+
+
+def test_rows_in_float16_are_not_rounded(multiplied: list[str]) -> None:
+    made = fp8_decoder()
+    few, qkv = gemms_for(made, 20, new_workspace(made)), made.layers[0].attention.qkv
+    assert few._takes_fp8(rows_of(20, 128, 1, BF16), qkv)  # type: ignore[attr-defined]
+    assert not few._takes_fp8(rows_of(20, 128, 1), qkv)  # type: ignore[attr-defined]
