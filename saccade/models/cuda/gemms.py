@@ -3,7 +3,7 @@
     rows                                     GEMMs            norm, gate, residual
     2 to 128 on Hopper GPUs (32 if weights   `_SplitKGemms`   gate fused; the norm adds residual and partials
     have more than 32 Mi elements); 1 if
-    all MLPs are in float8
+    layers are in float8
     1, or 2 to 16 with such small weights    `_SkinnyGemms`   all fused: four launches per layer; experts take
     (2 to 4 with experts)                                     normed rows and add the residual
     others                                   `_LargeGemms`    the norm adds the residual; gate fused where
@@ -149,8 +149,9 @@ def _splits_k(rows: int, largest: int, device: torch.device) -> bool:
 
 def _splits_one(decoder: Decoder) -> bool:
     """One row, too, gains by split-K if MMAs read both sides in float8."""
-    mlps = [layer.mlp for layer in decoder.layers]
-    is_scaled = all(isinstance(mlp, GatedMLP) and _is_scaled(mlp.gate_up, mlp.down) for mlp in mlps)
+    dense = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, GatedMLP)]
+    is_scaled = all(_is_scaled(mlp.gate_up, mlp.down) for mlp in dense)
+    is_scaled = is_scaled and all(_is_scaled(group[0]) for group in _wide_linears(decoder))
     device = decoder.table.device
     is_bf16 = decoder.table.dtype == torch.bfloat16
     return is_scaled and is_bf16 and can_split_k(device) and can_split_k_fp8(device)

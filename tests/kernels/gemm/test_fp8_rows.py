@@ -202,6 +202,9 @@ def test_one_row_goes_to_split_k_only_where_all_layers_are_in_float8(multiplied:
     assert type(gemms_for(made, 1, new_workspace(made))).__name__ == "_SplitKGemms"
     made.layers[1].mlp.down.scales = None
     assert type(gemms_for(made, 1, new_workspace(made))).__name__ != "_SplitKGemms"
+    made = fp8_decoder()
+    made.layers[1].attention.qkv.scales = None
+    assert type(gemms_for(made, 1, new_workspace(made))).__name__ != "_SplitKGemms"
 
 
 @pytest.mark.parametrize("kernel", ["can_split_k", "can_split_k_fp8"])
