@@ -34,6 +34,7 @@ from benchmarks.server import ask, body, image_part, user
 START = 300  # seconds a server may take
 TRIES = 4  # until a time is undisturbed
 DISTURBED = 0.05  # of the cores, by other processes
+NEW = ("new", "new_8", "shared_8")  # rows that ask about images not seen before
 TICKS = os.sysconf("SC_CLK_TCK")
 Counts = dict[str, tuple[int, int]]
 """Prompt and answer tokens of each row."""
@@ -112,7 +113,7 @@ class Round:
             elapsed, disturbed = await self._ask_once(row, images, tokens)
             if disturbed < DISTURBED or self.counts_processor_time:
                 return elapsed
-            images = [(number + 100, question) for number, question in images] if row.startswith("new") else images
+            images = [(number + 100, question) for number, question in images] if row in NEW else images
             await asyncio.sleep(1)
         self.disturbed += 1
         return elapsed
