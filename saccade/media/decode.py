@@ -19,7 +19,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from saccade.errors import RequestError
 from saccade.media.pdf import PDFS
-from saccade.media.rgb import to_rgb, upright
+from saccade.media.rgb import BAND, MIRRORED, as_image, to_rgb, upright
 from saccade.media.video_reader import VideoReaders
 from saccade.types import MediaItem, Size
 
@@ -122,18 +122,37 @@ def draft(image: ImageFile, reduction: int) -> None:
 
 
 def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
-    """As Pillow, without its copies and the GIL; None unless upright, intact, and colour or grey."""
-    if simplejpeg is None or item.header.format != "jpeg" or item.header.orientation != 1:
+    """As Pillow, without its copies and the GIL; None unless intact, of the header's size, colour or grey."""
+    if simplejpeg is None or item.header.format != "jpeg":
         return None
+    orientation = item.header.orientation
+    stored = item.header.size if orientation < 5 else Size(*reversed(item.header.size))
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(item.data)
-        if colours not in ("YCbCr", "Gray") or Size(width, height) != item.header.size:
+        if colours not in ("YCbCr", "Gray") or Size(width, height) != stored:
             return None
-        width, height = reduce_size(item.header.size, item.reduction)
+        width, height = reduce_size(stored, item.reduction)
         smallest = {"min_height": height, "min_width": width}
-        pixels: Pixels = simplejpeg.decode_jpeg(item.data, "RGB", buffer=new((height, width, 3)), **smallest)
+        if orientation == 1:
+            into = {"buffer": new((height, width, 3)), **smallest}
+            pixels: Pixels = simplejpeg.decode_jpeg(item.data, "RGB", **into)
+        else:
+            pixels = _rotated(simplejpeg.decode_jpeg(item.data, "RGBX", **smallest), orientation, new)
     except ValueError:
         return None
+    return pixels
+
+
+def _rotated(stored: Pixels, orientation: int, new: NewPixels) -> Pixels:
+    """[height, width, 4] as stored, upright in `new` memory. Bands fit a cache, which the whole does not."""
+    height, width = stored.shape[:2] if orientation < 5 else stored.shape[1::-1]
+    pixels = new((height, width, 3))
+    for start in range(0, height, BAND):
+        end = min(start + BAND, height)
+        part = stored[start:end] if orientation < 5 else stored[:, start:end]
+        band = upright(as_image(np.ascontiguousarray(part)), orientation).tobytes("raw", "RGB")
+        top = height - end if orientation in MIRRORED else start
+        pixels[top : top + end - start] = np.frombuffer(band, np.uint8).reshape(-1, width, 3)
     return pixels
 
 

@@ -24,14 +24,11 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from saccade.media.decode import Pixels, check_stored_size, decode, draft, reduce_size, refuse_faults
-from saccade.media.rgb import upright
+from saccade.media.rgb import BAND, MIRRORED, MODE, as_image, upright
 from saccade.types import MediaItem, Size
 
 _MIN_PIXELS = 1 << 20  # a smaller image takes one thread a few milliseconds
-_BAND = 128  # rows: two megabytes of a phone's photo, which fits the L2 cache
 _BLOCK = 256  # columns
-_MODE = "RGBX"  # Pillow's layout of RGB; as an array it needs no copy
-_MIRRORED = (3, 4, 7, 8)  # orientations whose first row is stored last
 
 Task = Callable[[], None]
 Submit = Callable[[Task], Future[None]]
@@ -70,11 +67,11 @@ class StreamedJpeg:
         if width == size.width or height - size.height > 2 * (width - size.width):
             self._decode(lambda start, end: None)  # Pillow may resize the height first
             return np.asarray(self._upright(0, None).resize(size, resampling).convert("RGB"))
-        narrow = Image.new(_MODE, (size.width, height))
-        small = Image.new(_MODE, size)
+        narrow = Image.new(MODE, (size.width, height))
+        small = Image.new(MODE, size)
 
         def resize_width(start: int, end: int) -> None:
-            top = height - end if self._item.header.orientation in _MIRRORED else start
+            top = height - end if self._item.header.orientation in MIRRORED else start
             band = self._upright(start, end)
             narrow.paste(band.resize((size.width, end - start), resampling), (0, top))
 
@@ -98,9 +95,9 @@ class StreamedJpeg:
 
         def progress(rows: int) -> None:
             nonlocal done
-            while rows - done >= _BAND:
-                on_band(done, done + _BAND)
-                done += _BAND
+            while rows - done >= BAND:
+                on_band(done, done + BAND)
+                done += BAND
 
         if self._stored is None:
             self._stored = _StoredJpeg(self._item)
@@ -115,7 +112,7 @@ class StreamedJpeg:
         orientation = self._item.header.orientation
         pixels = self._stored.pixels
         part = pixels[start:end] if orientation < 5 else pixels[:, start:end]
-        return upright(_as_image(np.ascontiguousarray(part)), orientation)
+        return upright(as_image(np.ascontiguousarray(part)), orientation)
 
 
 class _NotStreamed(Exception):
@@ -138,7 +135,7 @@ class _StoredJpeg(JpegImageFile):
             raise OSError(f"{self.mode} of {self.size} is not what its header was read as")
         draft(self, item.reduction)
         self.pixels = np.zeros((self.height, self.width, 4), np.uint8)
-        self.im = _as_image(self.pixels).im
+        self.im = as_image(self.pixels).im
         self._rows = 0
         self._progress: Callable[[int], None] = lambda rows: None
 
@@ -158,14 +155,8 @@ class _StoredJpeg(JpegImageFile):
         return super().load_read(read_bytes)
 
     def _count_rows(self) -> None:
-        while found := int(np.count_nonzero(self.pixels[self._rows : self._rows + _BAND, -1, 3])):
+        while found := int(np.count_nonzero(self.pixels[self._rows : self._rows + BAND, -1, 3])):
             self._rows += found
-
-
-def _as_image(pixels: Pixels) -> Image.Image:
-    """[height, width, 4], not copied."""
-    height, width, _ = pixels.shape
-    return Image.frombuffer(_MODE, (width, height), pixels, "raw", _MODE, 0, 1)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, ImageOps
 
 from saccade.errors import RequestError
 from saccade.media import decode as decode_module
@@ -101,6 +101,23 @@ def test_the_image_is_turned_as_a_viewer_turns_it(name: str, orientation: int) -
     }[orientation]  # fmt: skip
     tolerance = 40 if name == "JPEG" else 0
     assert np.abs(pixels.astype(np.int16) - turned).max() <= tolerance
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+@pytest.mark.parametrize("how", [{}, {"subsampling": "4:4:4"}, {"progressive": True}, {"mode": "L"}], ids=str)
+def test_a_jpeg_that_is_rotated_has_pillows_pixels(orientation: int, how: dict[str, Any]) -> None:
+    """Of several bands of both axes, in the memory it is given, whole and at a lower scale."""
+    mode, options = how.get("mode", "RGB"), {key: value for key, value in how.items() if key != "mode"}
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    made = item(saved(make_photo(301, 277).convert(mode), "JPEG", exif=exif, **options))
+    for reduction in (1, 2):
+        with Image.open(io.BytesIO(made.data)) as image:
+            image.draft(image.mode, (301 // reduction, 277 // reduction))
+            expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        memory = np.empty_like(expected)
+        pixels = decode(replace(made, reduction=reduction), lambda shape, memory=memory: memory.reshape(shape))
+        assert np.shares_memory(pixels, memory) and np.array_equal(pixels, expected)
 
 
 def test_the_first_frame_of_an_animation_is_the_image() -> None:
