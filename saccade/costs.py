@@ -17,6 +17,8 @@ from saccade.types import Size
 
 GIB = 1 << 30
 FP8 = "float8_e4m3fn"
+MIN_GPU_JPEG_PIXELS = 2_000_000  # smaller ones take one core about as long as nvJPEG takes for a photo
+MAX_GPU_JPEG_PIXELS = 50_000_000  # of one JPEG, and of all that nvJPEG has decoded and are not resized yet
 _INT4_COLUMNS = 128  # that kernels read at once
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -99,6 +101,11 @@ def prepare_bytes(source: Size, resized: Size) -> int:
     """Preprocessing of an image on a device: the original, with one axis resized, with both."""
     between = max(resized.width * source.height, source.width * resized.height)
     return 3 * (source.width * source.height + between + resized.width * resized.height)
+
+
+def gpu_jpeg_bytes() -> int:
+    """Pixels that nvJPEG has decoded, as stored and turned upright."""
+    return 2 * 3 * MAX_GPU_JPEG_PIXELS
 
 
 def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -> int:

@@ -109,6 +109,14 @@ class Options:
         "decode a JPEG at 1/2, 1/4 or 1/8 of its size where the model sees no more than that: faster for "
         "large photos, but the pixels differ a little from those that models are trained on",
     )
+    gpu_jpeg: bool = _option(
+        False,
+        "only for images you trust, where all clients may see all images: decode JPEGs of 2 to 50 megapixels "
+        "with nvJPEG on the JPEG engines of an NVIDIA data-centre GPU (pip install nvidia-nvjpeg for CUDA "
+        "13, nvidia-nvjpeg-cu12 for CUDA 12); faster for large photos, but a damaged JPEG may show parts of "
+        "an image decoded before it, a C library parses clients' bytes inside the engine's process, and "
+        "pixels may differ by 1 of 255; JPEGs that it takes are not scaled by --scaled-jpeg",
+    )
     video_fps: float = _option(2.0, "frames sampled per second of video; requests may ask for fewer")
     max_video_frames: int | None = _option(None, "frames sampled from one video; automatic: the checkpoint's")
     max_video_pixels: int | None = _option(
@@ -331,6 +339,7 @@ class MediaPolicy:
     max_image_pixels: int
     max_request_pixels: int
     scaled_jpeg: bool  # see `Options`
+    gpu_jpeg: bool
     video: VideoPolicy
     document: DocumentPolicy
     template_seconds: float  # of CPU time, for one chat
@@ -347,6 +356,7 @@ class MediaPolicy:
             max_image_pixels=options.max_image_pixels,
             max_request_pixels=options.max_request_pixels,
             scaled_jpeg=options.scaled_jpeg,
+            gpu_jpeg=options.gpu_jpeg,
             video=VideoPolicy.of(options),
             document=DocumentPolicy(*(getattr(options, name) for name in _DOCUMENT_LIMITS)),
             template_seconds=options.chat_template_timeout,

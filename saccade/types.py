@@ -35,8 +35,7 @@ class Size(NamedTuple):
 
     def inside(self, box: Size) -> Size:
         """The largest that fits the box, aspect ratio kept; rounded as Pillow rounds."""
-        ratio = self.width / self.height
-        limit = box.width / box.height
+        ratio, limit = self.width / self.height, box.width / box.height
         if ratio > limit:
             return Size(box.width, max(1, round(self.height / self.width * box.width)))
         return Size(max(1, round(ratio * box.height)) if ratio < limit else box.width, box.height)
@@ -109,6 +108,7 @@ class MediaItem:
     stamps: tuple[int, ...] = ()  # its frames' times, in the unit of the file's own stream
     stills: tuple[Still, ...] = ()  # its frames, one after the other in `data`
     reduction: int = 1  # a JPEG is decoded at 1/2, 1/4 or 1/8 of its size
+    gpu_jpeg: bool = False  # nvJPEG may decode it, to pixels that differ by one
     page: int | None = None  # of a PDF, from 0; it is rendered at the header's size
     owner: str = ""  # the client's request that brought it: owners take turns in the decode threads
 

@@ -35,7 +35,7 @@ _NOT_A_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # in the range of frame headers, b
 def parse_jpeg(data: bytes) -> Outline:
     """Segments up to the frame header, which has the size and follows EXIF."""
     exif = None
-    for marker, body in _jpeg_segments(data):
+    for marker, body, _ in jpeg_segments(data):
         if marker == 0xE1 and exif is None and body[:6] == _EXIF_MARK:
             exif = bytes(body)
         if 0xC0 <= marker <= 0xCF and marker not in _NOT_A_FRAME:
@@ -46,7 +46,14 @@ def parse_jpeg(data: bytes) -> Outline:
     raise ValueError("no frame header")
 
 
-def _jpeg_segments(data: bytes) -> Iterator[tuple[int, memoryview]]:
+class JpegSegment(NamedTuple):
+    marker: int
+    body: memoryview
+    end: int  # in the file
+
+
+def jpeg_segments(data: bytes) -> Iterator[JpegSegment]:
+    """Those with a length, up to the header of the first scan."""
     view = memoryview(data)
     at = 2
     for _ in range(MAX_STEPS):
@@ -54,14 +61,16 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, memoryview]]:
         if run is None or run.end() + 3 > len(data):
             return
         at = run.end() - 1
-        if data[at + 1] in (0xD9, 0xDA):  # end of image, start of pixels
-            return
         marker = data[at + 1]
+        if marker == 0xD9:  # end of image
+            return
         if marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD8:  # markers without a length
             at += 2
             continue
         length = struct.unpack_from(">H", data, at + 2)[0]
-        yield marker, view[at + 4 : at + 2 + length]
+        yield JpegSegment(marker, view[at + 4 : at + 2 + length], at + 2 + length)
+        if marker == 0xDA:  # pixels follow
+            return
         at += 2 + length
 
 

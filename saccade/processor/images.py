@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from saccade.costs import blocks_for
+from saccade.costs import MAX_GPU_JPEG_PIXELS, MIN_GPU_JPEG_PIXELS, blocks_for
 from saccade.errors import RequestError, quoted
 from saccade.media.documents import PdfPage
 from saccade.media.hashing import RecentKeys
+from saccade.media.jpeg_layout import is_plain_jpeg
 from saccade.media.load import load_image
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint_files import Checkpoint
@@ -122,12 +123,15 @@ class Images:
             return self._page(image.source, image.param, limits, salt)
         loaded = load_image(image.source, self.policy, param=image.param, allow_paths=image.allow_path)
         geometry = self._geometry(loaded.header.size, limits, image.param)
-        reduction = jpeg_reduction(loaded.header, geometry.resized) if self.policy.scaled_jpeg else 1
         tag = self._tag(limits.min_pixels, limits.max_pixels)
-        if reduction > 1:
+        reduction, gpu_jpeg = 1, self.policy.gpu_jpeg and is_for_gpu(loaded.data, loaded.header)
+        if gpu_jpeg:
+            tag += b" gpu_jpeg"
+        elif self.policy.scaled_jpeg and (reduction := jpeg_reduction(loaded.header, geometry.resized)) > 1:
             tag += b" scaled_jpeg %d" % reduction
         key = self._keys.of(loaded, tag, salt)
-        return MediaItem(key, "image", loaded.data, loaded.header, geometry, reduction=reduction)
+        header = loaded.header
+        return MediaItem(key, "image", loaded.data, header, geometry, reduction=reduction, gpu_jpeg=gpu_jpeg)
 
     def _page(self, page: PdfPage, param: str, limits: Limits, salt: bytes) -> MediaItem:
         """A page of a PDF is rendered no larger than the model can see."""
@@ -175,6 +179,13 @@ def jpeg_reduction(header: Header, resized: Size) -> int:
     scales = (8, 4, 2) if header.format == "jpeg" else ()
     fits = [scale for scale in scales if resized.width * scale <= width and resized.height * scale <= height]
     return max(fits, default=1)
+
+
+def is_for_gpu(data: bytes, header: Header) -> bool:
+    """Whether nvJPEG may decode it. Its header tells: the content key says so before a pixel is decoded."""
+    pixels = header.size.width * header.size.height
+    is_in_range = MIN_GPU_JPEG_PIXELS <= pixels <= MAX_GPU_JPEG_PIXELS
+    return header.format == "jpeg" and is_in_range and is_plain_jpeg(data, header)
 
 
 def reads_text_only(images: int, param: str | None = None) -> RequestError:

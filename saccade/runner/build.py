@@ -26,6 +26,7 @@ from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.embedding_tiers.entry import Namespace
 from saccade.runner.encoder.encoder_channel import Connect
 from saccade.runner.encoder.encoder_runner import LocalEncoder
+from saccade.runner.encoder.gpu_jpeg import build_gpu_jpegs
 from saccade.runner.encoder.graph_capture import capture_tower, run_tower
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.forward import Forward
@@ -171,12 +172,13 @@ def _encoder(
     threads = options.image_decode_threads or decode_threads()
     tiers = build_tiers(model, options, plan, largest)
     how = (model, patches, threads, plan.device, plan.parts.images, tiers)
+    jpegs = build_gpu_jpegs(plan.device) if options.gpu_jpeg else None
     if links is None or largest is None:
-        return LocalEncoder(*how)
+        return LocalEncoder(*how, jpegs=jpegs)
     # On a GPU embeddings that arrive take device memory, which is planned for two passes.
     ahead = 2 * costs.patches_of(budget, vision, model.config.text)
     ahead *= 1 if plan.device.type == "cuda" else len(links.addresses)
-    return LocalEncoder(*how, _remote(model.config.text, plan, largest, links), ahead)
+    return LocalEncoder(*how, _remote(model.config.text, plan, largest, links), ahead, jpegs)
 
 
 def _remote(text: TextConfig, plan: MemoryPlan, largest: Geometry, links: EncoderLinks) -> RemoteEncoders:

@@ -15,11 +15,19 @@ from saccade.errors import ConfigError
 from saccade.models import is_native, load_model
 from saccade.options import Options
 from saccade.runner.cuda.compile_kernels import compile_kernels
-from saccade.runner.device_memory import device_of, dtype_of
+from saccade.runner.device_memory import check_gpu_jpeg, device_of, dtype_of
 from saccade.runner.encoder.encoder_runner import LocalEncoder
+from saccade.runner.encoder.gpu_jpeg import build_gpu_jpegs
 from saccade.runner.encoder.graph_capture import capture_tower, run_tower
 from saccade.runner.latency_profile import encode_seconds, largest_within
-from saccade.runner.memory import SPARE_BYTES, budget_of, image_bytes, pass_patches, tower_graph_bytes
+from saccade.runner.memory import (
+    SPARE_BYTES,
+    budget_of,
+    image_bytes,
+    jpeg_bytes,
+    pass_patches,
+    tower_graph_bytes,
+)
 from saccade.runner.replica_placement import decode_threads
 from saccade.runner.weight_packing import pack_where_faster
 from saccade.types import Geometry
@@ -41,6 +49,7 @@ def plan_encoder(options: Options, model: ModelConfig, largest: Geometry | None)
     if model.vision is None or largest is None:
         raise ConfigError("encoders > 0, but the model or its limits allow no pictures; leave out --encoders")
     device = device_of(options.device)
+    check_gpu_jpeg(options, device)
     dtype, _ = dtype_of(options.dtype, model.dtype, device)
     is_whole = not is_native(model) or bool(model.text.num_cross_layers)
     weights = costs.encoder_params(model.vision, model.text) * costs.dtype_bytes(dtype)
@@ -48,7 +57,7 @@ def plan_encoder(options: Options, model: ModelConfig, largest: Geometry | None)
     images = image_bytes(options, model, dtype, largest, restores=False)
     work = patches * costs.encode_bytes_per_patch(model.vision, model.text, dtype)
     total = costs.weight_bytes(model, dtype) if is_whole else weights
-    total += images + work + tower_graph_bytes(model, dtype) + SPARE_BYTES
+    total += images + jpeg_bytes(options, model) + work + tower_graph_bytes(model, dtype) + SPARE_BYTES
     budget = budget_of(options, largest.slots)
     return EncoderPlan(
         device,
@@ -97,7 +106,8 @@ def build_encoder(
     capture_tower(model)
     pack_where_faster(model, plan.dtype, plan.device)
     threads = options.image_decode_threads or decode_threads()
-    encoder = LocalEncoder(model, plan.max_patches, threads, plan.device, plan.upload_bytes)
+    jpegs = build_gpu_jpegs(plan.device) if options.gpu_jpeg else None
+    encoder = LocalEncoder(model, plan.max_patches, threads, plan.device, plan.upload_bytes, jpegs=jpegs)
     assert config.vision is not None
     encoder.warm_up(largest, config.vision.temporal_patch_size)
     grid = largest_within(config, largest.grid, min(plan.max_patches, _MEASURED_PATCHES))

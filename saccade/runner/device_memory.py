@@ -20,6 +20,7 @@ from saccade.models.fp8_weights import multiplies_fp8
 from saccade.models.int4_weights import keeps_int4
 from saccade.models.layers.packed_linear import multiplies_bfloat16
 from saccade.options import Options, SchedulerConfig
+from saccade.runner.encoder.nvjpeg import load_library
 from saccade.runner.memory import Encoders, Machine, MemoryParts, size_memory
 from saccade.runner.weight_packing import plan_packing
 from saccade.types import Geometry
@@ -51,6 +52,7 @@ def plan_memory(
     `stored`: how the checkpoint is quantised.
     """
     device = device_of(options.device)
+    check_gpu_jpeg(options, device)
     dtype, why_dtype = dtype_of(options.dtype, model.dtype, device)
     kv_dtype = costs.kv_dtype(options.kv_cache_dtype, dtype)
     if kv_dtype == costs.FP8 and device.type == "cuda":
@@ -80,6 +82,16 @@ def _check_fp8(asked: str, capability: tuple[int, int]) -> None:
             f"kv_cache_dtype={asked} needs a GPU that converts FP8 (compute capability 8.9: Ada, Hopper or "
             f"newer), and this one has {major}.{minor}; leave out --kv-cache-dtype"
         )
+
+
+def check_gpu_jpeg(options: Options, device: torch.device) -> None:
+    if not options.gpu_jpeg:
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"gpu_jpeg needs an NVIDIA GPU, and the engine runs on {device}; leave out --gpu-jpeg"
+        )
+    load_library()
 
 
 def _fp8_params(

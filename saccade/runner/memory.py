@@ -59,6 +59,7 @@ class MemoryParts:
     spare: int = 0
     states: int = 0  # of recurrent layers, for requests and checkpoints
     staging: int = 0  # of KV blocks on their way to host memory and back
+    jpegs: int = 0  # pixels that nvJPEG has decoded
 
     @property
     def total(self) -> int:
@@ -176,6 +177,7 @@ def _beside_kv(
         spare=SPARE_BYTES,
         states=states,
         staging=_staging_bytes(options, model, costs.kv_dtype(options.kv_cache_dtype, dtype)),
+        jpegs=jpeg_bytes(options, model),
     )
 
 
@@ -223,6 +225,10 @@ def image_bytes(
     restored = -(-largest.slots * slot_bytes // largest.grid.patches) if restores else 0
     held = patches * (prepared + 2 * max(prepared, restored))
     return held + costs.prepare_bytes(Size(source, source), Size(resized, resized))
+
+
+def jpeg_bytes(options: Options, model: ModelConfig) -> int:
+    return costs.gpu_jpeg_bytes() if options.gpu_jpeg and model.vision is not None else 0
 
 
 def _graph_bytes(options: Options, model: ModelConfig, dtype: str, token_bytes: int) -> int:

@@ -121,6 +121,11 @@ def _counters(stats: Mapping[str, Any]) -> Values:
         "encoder_cache_hits": ("Pictures found", cache["hits"]),
         "pictures_decoded": ("Pictures decoded", encoder.get("decoded", 0)),
         "pictures_encoded": ("Pictures encoded", encoder.get("encoded", 0)),
+        "pictures_decoded_on_gpu": ("Pictures decoded by nvJPEG (--gpu-jpeg)", encoder.get("gpu_jpegs", 0)),
+        "gpu_jpeg_fallbacks": (
+            "Pictures meant for nvJPEG that were decoded on the CPU",
+            encoder.get("gpu_jpeg_fallbacks", 0),
+        ),
         "pictures_failed": ("Pictures that could not be decoded or encoded", encoder.get("failed", 0)),
     }
 

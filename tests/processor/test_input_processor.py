@@ -194,6 +194,31 @@ def test_images_of_two_jpeg_policies_share_no_key_unless_their_pixels_are_equal(
         assert kept.items[0].geometry == given.items[0].geometry
 
 
+def test_jpegs_that_nvjpeg_may_decode_have_keys_of_their_own(qwen2_vl_folder: Path) -> None:
+    def jpeg(size: tuple[int, int], **how: Any) -> bytes:
+        stream = io.BytesIO()
+        make_photo(*size).save(stream, "JPEG", **how)
+        return stream.getvalue()
+
+    whole = make(qwen2_vl_folder)
+    scaled = make(qwen2_vl_folder, scaled_jpeg=True)
+    on_gpu = make(qwen2_vl_folder, scaled_jpeg=True, gpu_jpeg=True)
+    photo = jpeg((1680, 1200))
+    for source, is_for_gpu in (
+        (photo, True),
+        (photo[: len(photo) // 2], False),
+        (jpeg((1680, 1200), progressive=True), False),
+        (jpeg((1660, 1200)), False),  # below two megapixels
+        (png(make_photo(1680, 1200)), False),
+    ):
+        how = {**with_image(source), "mm_processor_kwargs": {"max_pixels": 280 * 224}}
+        kept, plain, given = (processor.from_prompt(how).items[0] for processor in (whole, scaled, on_gpu))
+        assert (plain.gpu_jpeg, given.gpu_jpeg) == (False, is_for_gpu)
+        assert (plain.key == given.key) != is_for_gpu and (given.key != kept.key or plain.reduction == 1)
+        assert given.reduction == (1 if is_for_gpu else plain.reduction)
+        assert kept.geometry == given.geometry
+
+
 def test_a_request_may_lower_the_limit(qwen: Processor) -> None:
     assert tokens_of(qwen) == 1280
     assert tokens_of(qwen, mm_processor_kwargs={"max_pixels": 200_704}) <= 256

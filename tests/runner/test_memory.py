@@ -132,10 +132,23 @@ def test_the_parts_of_a_device_fill_what_it_may_take_and_no_more() -> None:
 def test_every_part_of_a_device_is_planned_and_said() -> None:
     made = plan(device="cuda", free=24 * GIB)
     assert [field.name for field in fields(made.parts) if not getattr(made.parts, field.name)] in (
-        ["states", "staging"],
-        ["staging"],
+        ["states", "staging", "jpegs"],
+        ["staging", "jpegs"],
     )
     assert any("GiB of the device in all: weights" in reason for reason in made.reasons)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_jpegs_decoded_on_a_gpu_have_memory_planned_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[None] = []
+    monkeypatch.setattr(device_memory, "load_library", lambda: loaded.append(None))
+    without, made = (plan(device="cuda", free=24 * GIB, gpu_jpeg=asked) for asked in (False, True))
+    assert len(loaded) == 1 and without.parts.jpegs == 0
+    assert made.parts.jpegs == costs.gpu_jpeg_bytes() == 6 * 50_000_000
+    assert 24 * GIB - costs.kv_bytes_per_block(small().text, "float32") < made.parts.total <= 24 * GIB
+    assert made.parts.images == without.parts.images
+    with pytest.raises(ConfigError, match=r"gpu_jpeg needs an NVIDIA GPU, and the engine runs on cpu"):
+        plan(gpu_jpeg=True)
 
 
 @pytest.mark.usefixtures("on_cuda")

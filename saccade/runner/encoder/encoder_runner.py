@@ -35,6 +35,8 @@ from saccade.runner.cuda.staging import to_device
 from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
 from saccade.runner.encoder.decode_order import embeddings_of, in_turn, source_pixels
+from saccade.runner.encoder.gpu_jpeg import GpuJpegs
+from saccade.runner.encoder.image_errors import is_of_the_device, unusable
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.encoder.upload import Prepare, Upload, joined, pinned, use_on_current_stream
@@ -65,6 +67,8 @@ class EncoderCounters:
     passes: int = 0
     failed: int = 0
     restored: int = 0  # found in a tier, neither decoded nor encoded
+    gpu_jpegs: int = 0  # decoded by nvJPEG
+    gpu_jpeg_fallbacks: int = 0  # meant for it, and decoded on the host
     peak_patches: int = 0  # maximum of patches held at once: decoded ahead plus current pass
 
 
@@ -104,6 +108,7 @@ class Prepared(NamedTuple):
     patches: Tensor  # [patches, patch_dim]
     kept: Kept | None  # tokens that stay after pruning; None: all
     decode_ms: float
+    on_gpu: bool = False  # decoded there
 
 
 @dataclass(eq=False)
@@ -133,8 +138,10 @@ class LocalEncoder:
         tiers: EmbeddingTiers | None = None,
         remote: RemoteEncoders | None = None,
         max_ahead: int | None = None,  # patches decoded ahead or in workers; None: two passes
+        jpegs: GpuJpegs | None = None,
     ) -> None:
         self.model = model
+        self.jpegs = jpegs
         self.tiers = tiers
         self.remote = remote
         self.place: Place = joined
@@ -261,6 +268,8 @@ class LocalEncoder:
             self.remote.close()  # or threads would wait for it
         self._pool.close(wait=True)
         self._readers.close()
+        if self.jpegs:
+            self.jpegs.close()
         if self.tiers:
             self.tiers.close()
 
@@ -297,8 +306,17 @@ class LocalEncoder:
                 return encoded
             with self._decoders:
                 start = time.perf_counter()
-                patches, kept = self._decode(item)
-        return Prepared(patches, kept, (time.perf_counter() - start) * 1e3)
+                patches = self._decode_on_gpu(item)
+                on_gpu, kept = patches is not None, None
+                if patches is None:
+                    patches, kept = self._decode(item)
+        return Prepared(patches, kept, (time.perf_counter() - start) * 1e3, on_gpu)
+
+    def _decode_on_gpu(self, item: MediaItem) -> Tensor | None:
+        if self.jpegs is None or not item.gpu_jpeg:
+            return None
+        with self.jpegs.pixels(item) as pixels:
+            return None if pixels is None else self._to_patches(pixels, item.geometry)
 
     def _decode(self, item: MediaItem) -> tuple[Tensor, Kept | None]:
         if not self._on_cuda and is_streamed(item):
@@ -324,14 +342,16 @@ class LocalEncoder:
             self._fail(item, error)
             return None
         except Exception as error:  # such as a resize out of memory: only this image fails
-            if _is_of_the_device(error):
+            if is_of_the_device(error):
                 raise
-            self._fail(item, _unusable(item, type(error)))
+            self._fail(item, unusable(item, type(error)))
             return None
         if isinstance(prepared, Restored):
             self._finish_restored(item, prepared)
             return None
         self.counters.decoded += 1
+        self.counters.gpu_jpegs += prepared.on_gpu
+        self.counters.gpu_jpeg_fallbacks += item.gpu_jpeg and not prepared.on_gpu
         return prepared
 
     def _take_restored(self) -> None:
@@ -424,7 +444,7 @@ class LocalEncoder:
                     last, embeddings = _next_layers(current.layers)
                     taken += last
         except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError on CUDA
-            if _is_of_the_device(error):
+            if is_of_the_device(error):
                 raise
             failure = type(error)  # not the error itself, whose traceback holds the pass's tensors
         if failure is not None:
@@ -465,7 +485,7 @@ class LocalEncoder:
             return
         item = failed.items[0]
         self._alone.discard(item.key)
-        self._fail(item, _unusable(item, kind))
+        self._fail(item, unusable(item, kind))
 
     def _fail(self, item: MediaItem, error: RequestError) -> None:
         self.counters.failed += 1
@@ -478,22 +498,3 @@ def _next_layers(layers: Encoding) -> tuple[int, list[Tensor] | None]:
         return next(layers), None
     except StopIteration as stop:
         return 1, list(stop.value)
-
-
-def _is_of_the_device(error: Exception) -> bool:
-    """Whether the CUDA context has died: then no image is to blame and the step must fail.
-
-    Out of memory is not of this kind: the allocator refuses before anything is launched.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
-        return False
-    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
-
-
-def _unusable(item: MediaItem, kind: type[Exception]) -> RequestError:
-    width, height = item.header.size
-    return RequestError(
-        f"the picture of {width}x{height} pixels ({item.geometry.tokens} tokens) could not be encoded "
-        f"({kind.__name__}); a smaller max_pixels may help",
-        code="invalid_image",
-    )

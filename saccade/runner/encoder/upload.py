@@ -17,7 +17,7 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.models.vision.preprocess import Pixels, as_tensor
 from saccade.types import Geometry
 
-Prepare = Callable[[Pixels, Geometry], Tensor]
+Prepare = Callable[[Pixels | Tensor, Geometry], Tensor]
 """(decoded image, geometry) -> patches on the model's device, complete. Runs in the decoding threads."""
 
 
@@ -30,11 +30,9 @@ class Upload:
         with torch.cuda.stream(self._stream):  # freed at once; the allocator keeps it for this stream
             torch.empty(reserve_bytes, dtype=torch.uint8, device=device)
 
-    def __call__(self, image: Pixels, geometry: Geometry) -> Tensor:
-        staged = as_tensor(image) if image.flags.writeable else None
-        if staged is None or not staged.is_pinned():  # not decoded into `pinned`
-            staged = torch.from_numpy(pinned(image.shape))
-            np.copyto(staged.numpy(), image)
+    def __call__(self, image: Pixels | Tensor, geometry: Geometry) -> Tensor:
+        """A tensor is on the device already, and complete."""
+        staged = image if isinstance(image, Tensor) else _staged(image)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with self._lock, torch.cuda.stream(self._stream):
             patches = self.model.prepare(staged.to(self._device, non_blocking=True), geometry)
@@ -54,6 +52,15 @@ class Upload:
             done.record()
         done.synchronize()  # blocks only this thread
         return whole
+
+
+def _staged(image: Pixels) -> Tensor:
+    """In pinned memory, where it is unless it was not decoded into `pinned`."""
+    staged = as_tensor(image) if image.flags.writeable else None
+    if staged is None or not staged.is_pinned():
+        staged = torch.from_numpy(pinned(image.shape))
+        np.copyto(staged.numpy(), image)
+    return staged
 
 
 def joined(parts: Sequence[Tensor], size: int) -> Tensor:

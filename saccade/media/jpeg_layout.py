@@ -1,0 +1,45 @@
+"""Which JPEGs a GPU's decoder may get: the plain ones that cameras write. Reads segments, decodes nothing."""
+
+from __future__ import annotations
+
+from saccade.media.image_headers import jpeg_segments
+from saccade.types import Header
+
+END = b"\xff\xd9"
+_FRAME, _SCAN, _ADOBE = 0xC0, 0xDA, 0xEE
+_HARMLESS = frozenset({0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})  # tables, restart interval, notes
+_ORIENTATIONS = (1, 3, 6, 8)  # those that a camera writes; the others mirror
+_COMPONENTS = b"\x03"
+_SAMPLINGS = (  # sampling of Y, Cb and Cr
+    b"\x22\x11\x11",  # 4:2:0
+    b"\x21\x11\x11",  # 4:2:2
+    b"\x11\x11\x11",  # 4:4:4
+)
+
+
+def is_plain_jpeg(data: bytes, header: Header) -> bool:
+    """Baseline, 8 bits, YCbCr of a usual subsampling, in one scan, not cut short, not mirrored."""
+    if header.orientation not in _ORIENTATIONS:
+        return False
+    has_frame = False
+    for marker, body, end in jpeg_segments(data):
+        if marker == _SCAN:
+            has_all = bytes(body[:1]) == _COMPONENTS
+            return has_frame and has_all and data.rfind(END, end) > 0
+        if marker == _FRAME and not has_frame and _is_usual(body):
+            has_frame = True
+        elif marker not in _HARMLESS or (marker == _ADOBE and not _is_ycbcr(bytes(body))):
+            return False
+    return False
+
+
+def _is_usual(frame: memoryview) -> bool:
+    """8 bits of three components, sampled as cameras do."""
+    components = bytes(frame[6:])  # three bytes each: its name, its sampling, its table
+    is_colour = bytes(frame[5:6]) == _COMPONENTS and components[::3] == b"\x01\x02\x03"
+    return bytes(frame[:1]) == b"\x08" and is_colour and components[1::3] in _SAMPLINGS
+
+
+def _is_ycbcr(adobe: bytes) -> bool:
+    """Where Adobe's segment names the colours, it names these; other programs' segments do not count."""
+    return adobe[:5] != b"Adobe" or adobe[11:12] == b"\x01"
