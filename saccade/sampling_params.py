@@ -56,7 +56,8 @@ class Pooling(NamedTuple):
 class SamplingParams:
     """How the next token is chosen and when to stop.
 
-    `temperature=0` is greedy. A `seed` makes the text repeatable whatever it is batched with.
+    `temperature=0` is greedy. A `seed` makes the text repeatable whatever it is batched with, but for near
+    ties: GEMMs of other sizes round the last bits differently.
     """
 
     n: int = 1  # completions of one prompt that are returned

@@ -5,8 +5,9 @@ It is `quantization_config` in config.json or, from ModelOpt, the file hf_quant_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ _COMPRESSED = (
     "pack-quantized",
 )
 _MODELOPT = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP4", "NVFP4", "NVFP4_AWQ")
-
-
+_EXPERTS = re.compile(r"(?<!shared_)experts|layers\.\d+(\.mlp)?\.?$")
 _FP8_SUMMARIES = ("FP8", "compressed-tensors (float-quantized)")
 
 
@@ -99,7 +99,17 @@ def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None
         known = ", ".join(sorted(_READERS))
         problem = f"is not known; take the checkpoint in bfloat16, or one in a known one ({known})"
         raise ConfigError(f"quant_method {method!r} in quantization_config {problem}")
-    return _READERS[method](config)
+    found = _READERS[method](config)
+    if found is not None and found.is_int4 and _leaves_out_experts(config):
+        return replace(found, group=0)  # memory is planned as if all were dequantised
+    return found
+
+
+def _leaves_out_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the file's own lists name routed experts, or a layer as a whole."""
+    lists = [config.get(name) for name in ("ignore", "modules_to_not_convert", "dynamic")]
+    named = [name for names in lists if isinstance(names, Mapping | Sequence) for name in names]
+    return any(_EXPERTS.search(str(name)) for name in named)
 
 
 def _of_modelopt_file(folder: Path) -> Mapping[str, Any] | None:
@@ -174,13 +184,15 @@ def _compressed(config: Mapping[str, Any]) -> Quantization:
         )
     summary = f"compressed-tensors ({layout})"
     first = next(iter(groups.values()))["weights"]
+    sizes = {(group["weights"]["num_bits"], group["weights"].get("group_size")) for group in groups.values()}
+    is_packed = layout == "pack-quantized" and len(sizes) == 1
     return Quantization(
         "compressed-tensors",
         summary,
         next(iter(blocks), BLOCK),
         bool(blocks),
         bits=first["num_bits"],
-        group=_group(first) if layout == "pack-quantized" else 0,
+        group=_group(first) if is_packed else 0,
         has_zeros=first.get("symmetric") is False,
         has_order=first.get("actorder") in (True, "group", "dynamic"),
     )

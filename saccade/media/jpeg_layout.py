@@ -6,7 +6,7 @@ from saccade.media.image_headers import jpeg_segments
 from saccade.types import Header
 
 END = b"\xff\xd9"
-_FRAME, _SCAN, _ADOBE = 0xC0, 0xDA, 0xEE
+_FRAME, _SCAN, _ADOBE, _SEVERAL = 0xC0, 0xDA, 0xEE, 0xE2
 _HARMLESS = frozenset({0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})  # tables, restart interval, notes
 _ORIENTATIONS = (1, 3, 6, 8)  # those that a camera writes; the others mirror
 _COMPONENTS = b"\x03"
@@ -43,3 +43,13 @@ def _is_usual(frame: memoryview) -> bool:
 def _is_ycbcr(adobe: bytes) -> bool:
     """Where Adobe's segment names the colours, it names these; other programs' segments do not count."""
     return adobe[:5] != b"Adobe" or adobe[11:12] == b"\x01"
+
+
+def plain_length(data: bytes) -> int:
+    """Of a plain JPEG, without what follows its end. Phones put further images there, and name them (MPF)."""
+    has_several, end = False, 0
+    for marker, body, after in jpeg_segments(data):
+        has_several = has_several or (marker == _SEVERAL and bytes(body[:4]) == b"MPF\0")
+        end = after
+    found = data.find(END, end) if has_several else data.rfind(END, end)  # the latter takes no time
+    return found + len(END)

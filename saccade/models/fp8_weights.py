@@ -44,6 +44,10 @@ class Fp8Weights(NamedTuple):
         """Whether all of these are so."""
         return all(name.startswith(_LAYERS) if self.names is None else name in self.names for name in names)
 
+    def are_alike(self, *names: str) -> bool:
+        """Whether all of these are so, and can be one tensor."""
+        return self.has(*names)
+
     def scales_shape(self, *shape: int) -> tuple[int, ...]:
         *stacked, outputs, inputs = shape
         own = (outputs // BLOCK, inputs // BLOCK) if self.in_blocks else (outputs, 1)

@@ -89,6 +89,10 @@ class Int4Weights:
         """Whether all of these are so."""
         return all(self._format_of(name) is not None for name in names)
 
+    def are_alike(self, *names: str) -> bool:
+        """Whether all of these are so, and can be one tensor."""
+        return self.has(*names) and len({self._format_of(name) for name in names}) == 1
+
     def _format_of(self, name: str) -> Int4Format | None:
         return self.formats.get(name, self.default if name.startswith(_LAYERS) else None)
 

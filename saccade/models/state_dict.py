@@ -84,6 +84,10 @@ class Parameters:
         """Whether this weight is quantised, and can stay so by itself."""
         return self.kept is not None and self.kept.has(self._prefix + name)
 
+    def are_kept_alike(self, *names: str) -> bool:
+        """Whether these weights stay quantised, in the same way."""
+        return self.kept is not None and self.kept.are_alike(*(self._prefix + name for name in names))
+
     def empty_weight(self, parts: Mapping[str, int], *shape: int) -> tuple[Tensor, Scales | None]:
         """Of a GEMM over parts of these names and rows. A weight that stays quantised comes with scales."""
         kept = None if self.kept is None else self.kept.empty(self._full_names(parts), shape, self.device)

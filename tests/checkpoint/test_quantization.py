@@ -36,6 +36,38 @@ def test_blocks_bits_and_zero_points_are_read() -> None:
     assert read({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}) is None
 
 
+def packed(bits: int, **fields: Any) -> dict[str, Any]:
+    return {"weights": {"num_bits": bits, "group_size": 128, "symmetric": True, **fields}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, True),
+        ({"ignore": ["lm_head", "re:.*visual.*", "re:.*mlp.gate$", "re:.*shared_expert.*"]}, True),
+        ({"ignore": ["re:.*layers.3.mlp.experts.*"]}, False),
+        ({"ignore": ["model.language_model.layers.0.mlp"]}, False),
+        ({"config_groups": {"a": packed(4), "b": packed(8)}}, False),
+        ({"config_groups": {"a": packed(4), "b": packed(4, group_size=32)}}, False),
+    ],
+    ids=str,
+)
+def test_memory_is_planned_in_int4_only_where_all_experts_are(fields: dict[str, Any], expected: bool) -> None:
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": packed(4)}}
+    found = read({**config, **fields})
+    assert found is not None and found.is_int4 is expected
+
+
+def test_gptq_and_awq_have_lists_of_their_own() -> None:
+    gptq, awq = ({"quant_method": method, "bits": 4, "group_size": 128} for method in ("gptq", "awq"))
+    for config in (gptq, awq):
+        plain, skipping = (read({**config, "modules_to_not_convert": names}) for names in (["visual"], ["experts"]))
+        assert plain is not None and skipping is not None
+        assert plain.is_int4 and not skipping.is_int4
+    found = read({**gptq, "dynamic": {"-:.*mlp.experts.*": {}}})
+    assert found is not None and not found.is_int4
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -12,7 +12,7 @@ from PIL import Image
 
 from saccade.runner.encoder.nvjpeg import NvJpeg
 
-BAD_JPEG, NO_HARDWARE = 3, 7
+BAD_JPEG, NO_MEMORY, NO_HARDWARE = 3, 5, 7
 HARDWARE = 3
 
 
@@ -26,6 +26,7 @@ class FakeNvJpeg:
         self.refused: set[bytes] = set()
         self.live: set[str] = set()  # handles and states
         self.initialized = 0
+        self.fails_to_create = 0  # states, so many times
 
     def nvjpegCreateEx(self, backend: Any, allocator: Any, pinned: Any, flags: Any, handle: Any) -> int:
         assert backend.value == HARDWARE
@@ -40,6 +41,9 @@ class FakeNvJpeg:
         return 0
 
     def nvjpegJpegStateCreate(self, handle: Any, state: Any) -> int:
+        if self.fails_to_create:
+            self.fails_to_create -= 1
+            return NO_MEMORY
         state._obj.value = 2
         self.live.add("state")
         return 0

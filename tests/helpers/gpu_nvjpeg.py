@@ -117,6 +117,7 @@ def show_pixels(nvjpeg: NvJpeg) -> None:
     files["1999x1501 optimised tables"] = jpeg(drawing(Size(1999, 1501)), optimize=True)
     files["1999x1501 quality 100"] = jpeg(drawing(Size(1999, 1501)), quality=100)
     files["1999x1501 bytes after its end"] = jpeg(drawing(Size(1999, 1501))) + b"more" * 1000
+    files["1999x1501 a film after its end"] = jpeg(drawing(Size(1999, 1501))) + b"film\xff\xd9" * 1000
     files["1999x1501 progressive"] = jpeg(drawing(Size(1999, 1501)), progressive=True)
     files["1999x1501 CMYK"] = jpeg(drawing(Size(1999, 1501)).convert("CMYK"))
     for name, data in files.items():
@@ -124,7 +125,7 @@ def show_pixels(nvjpeg: NvJpeg) -> None:
             say(f"{name:48} no     decoded on the CPU")
             continue
         try:
-            [out] = nvjpeg.decode([Jpeg(data, stored(data))])
+            [out] = nvjpeg.decode([Jpeg.of(data, stored(data))])
         except NvJpegError as error:
             say(f"{name:48} yes    {error}: decoded on the CPU")
             continue
@@ -138,7 +139,7 @@ def show_batch(nvjpeg: NvJpeg) -> None:
     sources = [
         jpeg(drawing(size, seed)) for seed, size in enumerate((PHOTO, Size(1999, 1501), TURNED, Size(1601, 1203)))
     ]
-    outs = nvjpeg.decode([Jpeg(data, stored(data)) for data in sources])
+    outs = nvjpeg.decode([Jpeg.of(data, stored(data)) for data in sources])
     worst = max(int(np.abs(out.cpu().numpy() - pixels_of(data)).max()) for out, data in zip(outs, sources, strict=True))
     say(f"a batch of four sizes: max {worst}")
     expect(worst <= TOLERANCE, f"a batch differs by {worst}")
@@ -146,9 +147,9 @@ def show_batch(nvjpeg: NvJpeg) -> None:
 
 def show_cut(nvjpeg: NvJpeg) -> None:
     """White, then a dark one that is cut: how bright is what it shows of the part that it lacks?"""
-    white = Jpeg(jpeg(Image.new("RGB", PHOTO, "white")), PHOTO)
+    white = Jpeg.of(jpeg(Image.new("RGB", PHOTO, "white")), PHOTO)
     dark = jpeg(drawing(PHOTO).point(lambda value: value // 8))
-    cut = Jpeg(dark[: len(dark) // 2] + END, PHOTO)
+    cut = Jpeg.of(dark[: len(dark) // 2] + END, PHOTO)
     nvjpeg.decode([white])
     found = [int(nvjpeg.decode([*before, cut])[-1][PHOTO.height // 2 + 200 :].max()) for before in ([], [white] * 7)]
     say("a dark JPEG that is cut, after a white one of its size: brightest value of its missing half")
@@ -157,7 +158,7 @@ def show_cut(nvjpeg: NvJpeg) -> None:
 
 def show_times(nvjpeg: NvJpeg, photo: bytes) -> None:
     say("\nms, medians of", ROUNDS)
-    one = Jpeg(photo, PHOTO)
+    one = Jpeg.of(photo, PHOTO)
     row = f"one {ms(lambda: nvjpeg.decode([one])):.2f}"
     for count in (2, 4, 8):
         row += f", batch of {count} {ms(lambda: nvjpeg.decode([one] * count), 3):.2f}"  # noqa: B023 (called here)

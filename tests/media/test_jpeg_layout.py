@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from saccade.media.jpeg_layout import is_plain_jpeg
+from saccade.media.jpeg_layout import is_plain_jpeg, plain_length
 from saccade.media.probe import probe
 from saccade.options import MediaPolicy, Options
 from tests.helpers.images import make_photo
@@ -32,6 +32,13 @@ def is_plain(data: bytes) -> bool:
 def test_cameras_write_plain_jpegs(subsampling: str) -> None:
     assert is_plain(jpeg(subsampling=subsampling))
     assert is_plain(jpeg(subsampling=subsampling, orientation=6) + b"what a phone adds: a film")
+
+
+def test_further_images_of_a_phone_are_left_out() -> None:
+    plain = jpeg()
+    assert plain_length(plain + b"a film") == len(plain)
+    named = plain[:2] + b"\xff\xe2\x00\x08MPF\0\0\0" + plain[2:]
+    assert is_plain(named + jpeg(orientation=6)) and plain_length(named + jpeg(orientation=6)) == len(named)
 
 
 def test_grey_cmyk_progressive_or_mirrored_is_not_plain() -> None:

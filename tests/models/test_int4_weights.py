@@ -16,7 +16,18 @@ from saccade.checkpoint.config import model_config
 from saccade.checkpoint.quantization import quantization_of
 from saccade.errors import ConfigError
 from saccade.models import load_model
-from saccade.models.int4_weights import GroupScales, dequantized, inputs_of, order_of, pack
+from saccade.models.int4_weights import (
+    GroupScales,
+    Int4Format,
+    Int4Weights,
+    dequantized,
+    inputs_of,
+    order_of,
+    pack,
+)
+from saccade.models.layers.moe import MoE
+from saccade.models.state_dict import Parameters
+from tests.helpers.moe import config as moe_config
 from tests.helpers.quantize import FORMATS, gptq, packed_ints
 from tests.helpers.quantized_text import LEFT_OUT, TEXT, load, published_names
 
@@ -105,6 +116,21 @@ def test_a_shared_expert_is_stacked_only_if_it_is_packed_too(
     assert len(experts.down) == 4 + (width // 384 if is_packed else 0)
     assert experts.shared is None if is_packed else experts.shared.down.weight.dtype == torch.float32
     assert_same(found, expected)
+
+
+def test_a_shared_expert_of_other_groups_runs_apart() -> None:
+    layer = "decoder.layers.0.mlp"
+    own, other = (Int4Format(group, has_zeros=False, dtype=torch.float16) for group in (32, 128))
+    routed = [f"{layer}.{expert}.{name}.weight" for expert in range(8) for name in ("gate", "up", "down")]
+    shared = [f"{layer}.shared.{name}.0.weight" for name in ("gate_up.gate", "gate_up.up", "down")]
+    for formats, is_stacked in ((dict.fromkeys(shared, own), True), (dict.fromkeys(shared, other), False)):
+        kept = Int4Weights({**dict.fromkeys(routed, own), **formats})
+        params = Parameters(torch.float16, CPU, kept=kept)
+        for level in layer.split("."):
+            params = params.within(level)
+        made = MoE(params, 128, moe_config(width=128, shared=128))
+        assert made.gate_up.dtype == made.down.dtype == torch.int16
+        assert (made.shared is None) is is_stacked and len(made.down) == 8 + is_stacked
 
 
 def test_parts_in_different_orders_are_dequantised_together(

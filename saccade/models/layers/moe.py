@@ -30,11 +30,21 @@ _SHARED_NAMES = {"gate": "gate_up.gate", "up": "gate_up.up", "down": "down"}
 _TINY = 1e-20  # against division by zero
 
 
+def _are_alike(params: Parameters) -> bool:
+    """Whether the shared expert can be one tensor with others that stay quantised, or these do not."""
+    for names in (("gate", "up"), ("down",)):
+        own = [f"0.{name}.weight" for name in names]
+        shared = [f"shared.{_SHARED_NAMES[name]}.0.weight" for name in names]
+        if any(params.is_kept(name) for name in own) and not params.are_kept_alike(*own, *shared):
+            return False
+    return True
+
+
 class MoE:
     def __init__(self, params: Parameters, hidden: int, rules: MoEConfig) -> None:
         _check(rules)
-        if params.is_kept("0.gate.weight") and not params.is_kept(f"shared.{_SHARED_NAMES['gate']}.0.weight"):
-            rules = replace(rules, stacks_shared=False)  # quantised and other experts cannot be one tensor
+        if not _are_alike(params):
+            rules = replace(rules, stacks_shared=False)
         self.rules = rules
         self.dtype = params.dtype  # of tokens
         count = rules.count

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from saccade import costs
 from saccade.errors import ConfigError
+from saccade.runner.encoder.image_errors import is_of_the_device
 from saccade.runner.encoder.nvjpeg import Jpeg, NvJpeg, NvJpegError, load_library
 from saccade.types import MediaItem, Size
 
@@ -63,7 +64,7 @@ class GpuJpegs:
         orientation = item.header.orientation
         stored = Size(width, height) if orientation < 5 else Size(height, width)
         with self._space(width * height):
-            job = _Job(Jpeg(item.data, stored), orientation)
+            job = _Job(Jpeg.of(item.data, stored), orientation)
             self._waiting.append(job)
             with self._turn:
                 if not job.is_done:  # by another thread, with its own
@@ -107,7 +108,11 @@ class GpuJpegs:
                 for index, job in enumerate(jobs):
                     decoded[index] = upright(decoded[index], job.orientation)
                 self._nvjpeg.wait()
-        except (NvJpegError, torch.OutOfMemoryError):
+        except NvJpegError:
+            return False
+        except RuntimeError as error:  # PyTorch's: out of memory, in one of its forms
+            if is_of_the_device(error):
+                raise
             return False
         for job, pixels in zip(jobs, decoded, strict=True):
             job.pixels, job.is_done = pixels, True
@@ -147,7 +152,7 @@ def check_pixels(nvjpeg: NvJpeg) -> None:
     with Image.open(stream) as image:
         expected = np.asarray(image.convert("RGB")).astype(np.int16)
     for number in (1, 2):
-        for out in nvjpeg.decode([Jpeg(stream.getvalue(), _TESTED)] * number):
+        for out in nvjpeg.decode([Jpeg.of(stream.getvalue(), _TESTED)] * number):
             largest = int(np.abs(out.cpu().numpy() - expected).max())
             if largest > _TOLERANCE:
                 raise NvJpegError(f"nvJPEG's pixels differ by {largest} of 255 from Pillow's")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import ConfigError
-from saccade.media.jpeg_layout import END
+from saccade.media.jpeg_layout import plain_length
 from saccade.types import Size
 
 _BACKEND_HARDWARE = 3  # nvjpegBackend_t
@@ -35,6 +35,11 @@ class NvJpegError(Exception):
 class Jpeg(NamedTuple):
     data: bytes
     size: Size  # as stored
+    length: int  # of what is decoded
+
+    @classmethod
+    def of(cls, data: bytes, size: Size) -> Jpeg:
+        return cls(data, size, plain_length(data))
 
 
 class _Image(ctypes.Structure):
@@ -81,7 +86,7 @@ class NvJpeg:
         self._batch = 0  # that the state is set up for
         with self.on_stream():
             self.engines = self._create()
-            self._call("nvjpegJpegStateCreate", self._handle, ctypes.byref(self._state))
+            self._create_state()
 
     def on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
@@ -103,19 +108,24 @@ class NvJpeg:
             # Zeros: of what is on the device, a damaged JPEG shows pixels of JPEGs at most.
             outs = [torch.zeros(shape, dtype=torch.uint8, device=self.device) for shape in shapes]
             self.wait()  # the library has streams of its own
+            if not self._state:
+                self._create_state()
             try:
                 self._launch(jpegs, outs)
             except NvJpegError:
                 self.wait()  # raises where the CUDA context has died
-                self._renew_state()
+                self._destroy_state()  # what a failed call has left in it is not known
                 raise
             self.wait()
         return outs
 
     def close(self) -> None:
-        for name, what in (("nvjpegJpegStateDestroy", self._state), ("nvjpegDestroy", self._handle)):
-            with suppress(NvJpegError), self.on_stream():
-                self._call(name, what)
+        with self.on_stream():
+            self._destroy_state()
+            if self._handle:
+                with suppress(NvJpegError):
+                    self._call("nvjpegDestroy", self._handle)
+            self._handle = ctypes.c_void_p()
 
     def _create(self) -> int:
         """Returns how many engines the GPU has."""
@@ -130,18 +140,21 @@ class NvJpeg:
             raise NvJpegError("this GPU has no JPEG engines")
         return engines.value
 
-    def _renew_state(self) -> None:
-        """What a failed call has left in it is not known."""
-        self._call("nvjpegJpegStateDestroy", self._state)
-        self._state = ctypes.c_void_p()
-        self._batch = 0
+    def _create_state(self) -> None:
         self._call("nvjpegJpegStateCreate", self._handle, ctypes.byref(self._state))
+        self._batch = 0
+
+    def _destroy_state(self) -> None:
+        old, self._state = self._state, ctypes.c_void_p()
+        if old:
+            with suppress(NvJpegError):
+                self._call("nvjpegJpegStateDestroy", old)
 
     def _check_size(self, jpeg: Jpeg) -> None:
         """The library writes what it reads as the size, and must read what we allocate."""
         number, subsampling = ctypes.c_int(), ctypes.c_int()
         widths, heights = (ctypes.c_int * _MAX_COMPONENTS)(), (ctypes.c_int * _MAX_COMPONENTS)()
-        data = ctypes.c_char_p(jpeg.data), ctypes.c_size_t(_length(jpeg.data))
+        data = ctypes.c_char_p(jpeg.data), ctypes.c_size_t(jpeg.length)
         found = ctypes.byref(number), ctypes.byref(subsampling)
         self._call("nvjpegGetImageInfo", self._handle, *data, *found, widths, heights)
         if number.value != 3 or Size(widths[0], heights[0]) != jpeg.size:
@@ -153,13 +166,12 @@ class NvJpeg:
         for image, out in zip(images, outs, strict=True):
             image.channel[0], image.pitch[0] = out.data_ptr(), out.stride(0)
         stream = ctypes.c_void_p(self._stream.cuda_stream if self._stream else None)
-        lengths = [_length(jpeg.data) for jpeg in jpegs]
         if self._batch != len(jpegs):
             how = (ctypes.c_int(value) for value in (len(jpegs), _CPU_THREADS, _RGB_INTERLEAVED))
             self._call("nvjpegDecodeBatchedInitialize", self._handle, self._state, *how)
             self._batch = len(jpegs)
         pointers = (ctypes.c_char_p * len(jpegs))(*(jpeg.data for jpeg in jpegs))
-        counts = (ctypes.c_size_t * len(jpegs))(*lengths)
+        counts = (ctypes.c_size_t * len(jpegs))(*(jpeg.length for jpeg in jpegs))
         self._call("nvjpegDecodeBatched", self._handle, self._state, pointers, counts, images, stream)
 
     def _call(self, name: str, *given: object) -> None:
@@ -169,8 +181,3 @@ class NvJpeg:
 def _check(name: str, status: int) -> None:
     if status:
         raise NvJpegError(f"{name} returned status {status}")
-
-
-def _length(data: bytes) -> int:
-    """Without what follows the JPEG's end."""
-    return data.rfind(END) + len(END)

@@ -61,7 +61,7 @@ def fake() -> FakeNvJpeg:
 def test_pixels_are_the_librarys_and_nothing_is_left_after_the_end(fake: FakeNvJpeg) -> None:
     nvjpeg = open_fake(fake)
     sources = [jpeg(0), jpeg(1) + b"a film", jpeg(2)]
-    outs = nvjpeg.decode([Jpeg(data, SIZE) for data in sources])
+    outs = nvjpeg.decode([Jpeg.of(data, SIZE) for data in sources])
     assert nvjpeg.engines == 7 and fake.batches == [3]
     assert all(torch.equal(out, host_pixels(data)) for out, data in zip(outs, sources, strict=True))
     nvjpeg.close()
@@ -70,14 +70,14 @@ def test_pixels_are_the_librarys_and_nothing_is_left_after_the_end(fake: FakeNvJ
 
 def test_a_grey_jpeg_is_not_decoded(fake: FakeNvJpeg) -> None:
     with pytest.raises(NvJpegError, match=r"reads 120x90 with 1 components"):
-        open_fake(fake).decode([Jpeg(jpeg(mode="L"), SIZE)])
+        open_fake(fake).decode([Jpeg.of(jpeg(mode="L"), SIZE)])
     assert not fake.batches
 
 
 def test_a_jpeg_of_another_size_than_its_header_said_is_not_decoded(fake: FakeNvJpeg) -> None:
     nvjpeg = open_fake(fake)
     with pytest.raises(NvJpegError, match=r"reads 120x90 with 3 components, the header says 120x80"):
-        nvjpeg.decode([Jpeg(jpeg(), Size(120, 80))])
+        nvjpeg.decode([Jpeg.of(jpeg(), Size(120, 80))])
     assert not fake.batches
 
 
@@ -85,10 +85,16 @@ def test_a_failed_call_renews_the_state_and_the_next_one_works(fake: FakeNvJpeg)
     nvjpeg = open_fake(fake)
     fake.refused.add(jpeg(1))
     with pytest.raises(NvJpegError, match=f"nvjpegDecodeBatched returned status {BAD_JPEG}"):
-        nvjpeg.decode([Jpeg(jpeg(1), SIZE)])
-    assert fake.live == {"handle", "state"}
-    [out] = nvjpeg.decode([Jpeg(jpeg(2), SIZE)])
+        nvjpeg.decode([Jpeg.of(jpeg(1), SIZE)])
+    assert fake.live == {"handle"}
+    fake.fails_to_create = 1  # once
+    with pytest.raises(NvJpegError, match="nvjpegJpegStateCreate"):
+        nvjpeg.decode([Jpeg.of(jpeg(2), SIZE)])
+    [out] = nvjpeg.decode([Jpeg.of(jpeg(2), SIZE)])
     assert torch.equal(out, host_pixels(jpeg(2)))
+    nvjpeg.close()
+    nvjpeg.close()
+    assert not fake.live
 
 
 def test_the_start_says_what_a_damaged_jpeg_may_show(
