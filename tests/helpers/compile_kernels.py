@@ -293,7 +293,7 @@ def int4_expert_variants() -> Iterator[Variant]:
     yield new_variant("int4_experts.gate_up", f"{gemv}:int4_gate_up_kernel", types, constants, 1, **EARLY)
     types = [*first, F32, BF16, NONE, BF16, "i32:16"]
     constants = [768, 8, 32, 4, 2048, True, 12, 16, True]
-    yield new_variant("int4_experts.down", f"{gemv}:int4_down_kernel", types, constants, 1, **EARLY)
+    yield new_variant("int4_experts.down", f"{gemv}:int4_down_kernel", types, constants, 2, **EARLY)
     first = [BF16, "*i16", "*fp16", "*u8", I32, I32]
     types = [*first, BF16, "i32:16", "i32", "i32:16", "i32"]
     constants = [2048, 32, 64, 64, 128, 8, True, True]

@@ -193,7 +193,7 @@ def choose_int4(rows: int, shared: int, *, hopper: bool) -> MoELaunch:
     Elsewhere than on Hopper GPUs, 64 gates and ups of 64 rows would not fit either.
     """
     if rows == 0:
-        return MoELaunch(0, VectorConfig(4, 2048, warps=1), VectorConfig(4, 2048, warps=1, prefetch=True))
+        return MoELaunch(0, VectorConfig(4, 2048, warps=1), VectorConfig(4, 2048, warps=2, prefetch=True))
     if rows == 16:
         launch = MoELaunch(16, TileConfig(64, 256, warps=4, stages=2), TileConfig(128, 128, warps=4, stages=4))
     elif rows == 32:
