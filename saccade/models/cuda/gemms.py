@@ -417,8 +417,12 @@ class _LargeGemms:
 
 class _SplitKGemms(_LargeGemms):
     def __init__(self, workspace: SplitWorkspace, in_parts: bool) -> None:
+        # Gluon is experimental: only where used
+        from saccade.kernels.gemm import hopper_fp8_split_k, hopper_split_k
+
         super().__init__(workspace, None)
         self.in_parts = in_parts
+        self._bf16, self._fp8 = hopper_split_k, hopper_fp8_split_k
 
     def project(
         self,
@@ -437,52 +441,41 @@ class _SplitKGemms(_LargeGemms):
         return self._added(rows, linear), x
 
     def _takes_fp8(self, x: Tensor, linear: Linear) -> bool:
-        from saccade.kernels.gemm.hopper_fp8_split_k import suits
-
         is_scaled = _scales(linear) is not None and x.dtype == torch.bfloat16
-        return is_scaled and suits(len(x), *linear.weight.shape) and can_split_k_fp8(x.device)
+        return is_scaled and self._fp8.suits(len(x), *linear.weight.shape) and can_split_k_fp8(x.device)
 
     def _linear(self, rows: Tensor | Fp8Rows, linear: Linear, out: Tensor | None = None) -> Tensor:
-        from saccade.kernels.gemm.hopper_fp8_split_k import fills_device, fp8_linear_into
-
-        if isinstance(rows, Fp8Rows) or len(rows) == 1 or not fills_device(len(linear.weight)):
+        if isinstance(rows, Fp8Rows) or len(rows) == 1 or not self._fp8.fills_device(len(linear.weight)):
             return super()._linear(rows, linear, out)
         if not self._takes_fp8(rows, linear):
             return super()._linear(rows, linear, out)
         out = rows.new_empty(len(rows), len(linear.weight)) if out is None else out
-        return fp8_linear_into(quantize_rows(rows, BLOCK), *_scaled(linear), linear.bias, out)
+        return self._fp8.fp8_linear_into(quantize_rows(rows, BLOCK), *_scaled(linear), linear.bias, out)
 
     def _added(self, rows: Tensor | Fp8Rows, linear: Linear) -> Tensor:
-        from saccade.kernels.gemm.hopper_split_k import choose_split_k, split_k_linear, suits
-
         if isinstance(rows, Fp8Rows):
             return self._added_fp8(rows, linear)
         weight = linear.weight
         outputs, inputs = weight.shape
-        if is_packed(linear) or not suits(len(rows), outputs, inputs, rows.dtype) or _is_large(rows, linear):
+        is_suited = self._bf16.suits(len(rows), outputs, inputs, rows.dtype)
+        if is_packed(linear) or not is_suited or _is_large(rows, linear):
             return self._linear(rows, linear)
-        config = choose_split_k(len(rows), outputs, inputs, weight.itemsize)
-        return split_k_linear(rows, weight, linear.bias, config, _scales(linear))
+        config = self._bf16.choose_split_k(len(rows), outputs, inputs, weight.itemsize)
+        return self._bf16.split_k_linear(rows, weight, linear.bias, config, _scales(linear))
 
     def _added_fp8(self, rows: Fp8Rows, linear: Linear) -> Tensor:
-        from saccade.kernels.gemm.hopper_fp8_split_k import choose_split_k, fp8_split_k_linear
-
-        config = choose_split_k(*linear.weight.shape)
-        return fp8_split_k_linear(rows, *_scaled(linear), linear.bias, config)
+        config = self._fp8.choose_split_k(*linear.weight.shape)
+        return self._fp8.fp8_split_k_linear(rows, *_scaled(linear), linear.bias, config)
 
     def _gated_fp8(self, rows: Fp8Rows, mlp: GatedMLP) -> Fp8Rows:
-        from saccade.kernels.gemm.hopper_fp8_split_k import choose_gated, fp8_split_k_gated_linear
-
-        return fp8_split_k_gated_linear(rows, *_scaled(mlp.gate_up), choose_gated(rows.rows))
+        config = self._fp8.choose_gated(rows.rows)
+        return self._fp8.fp8_split_k_gated_linear(rows, *_scaled(mlp.gate_up), config)
 
     def _gated(self, rows: Tensor, mlp: GatedMLP) -> Tensor:
-        from saccade.kernels.gemm.hopper_split_k import choose_gated, split_k_gated_linear, suits
-
         weight = mlp.gate_up.weight
-        is_suited = suits(len(rows), len(weight) // 2, weight.shape[1], rows.dtype)
+        is_suited = self._bf16.suits(len(rows), len(weight) // 2, weight.shape[1], rows.dtype)
         is_suited = is_suited and not is_packed(mlp.gate_up)
         if mlp.gate_up.bias is not None or not is_suited or _is_large(rows, mlp.gate_up):
             return super()._gated(rows, mlp)
-        return split_k_gated_linear(
-            rows, weight, choose_gated(len(rows), weight.itemsize), _scales(mlp.gate_up)
-        )
+        config = self._bf16.choose_gated(len(rows), weight.itemsize)
+        return self._bf16.split_k_gated_linear(rows, weight, config, _scales(mlp.gate_up))

@@ -28,12 +28,7 @@ def _self_test(device: torch.device) -> None:
 
 
 def _self_test_fp8(device: torch.device) -> None:
-    from saccade.kernels.gemm.hopper_fp8_split_k import (
-        fp8_linear_into,
-        fp8_split_k_gated_linear,
-        fp8_split_k_linear,
-    )
-    from saccade.kernels.gemm.hopper_split_k import PipelineConfig
+    from saccade.kernels.gemm import hopper_fp8_split_k, hopper_split_k
 
     weight = (torch.randn(256, 1024, device=device) * 16).to(torch.float8_e4m3fn)
     sizes = ((2, 8), (256, 1))
@@ -41,14 +36,20 @@ def _self_test_fp8(device: torch.device) -> None:
     bias = torch.randn(256, device=device, dtype=torch.bfloat16)
     for rows, group, scales in ((20, 128, blocks), (64, 64, blocks), (5, 128, of_rows)):
         x = quantize_rows(torch.randn(rows, 1024, device=device, dtype=torch.bfloat16), group)
-        config = PipelineConfig(2, 2)
+        config = hopper_split_k.PipelineConfig(2, 2)
         expected = reference.fp8_split_k_linear(x, weight, scales, bias, config).sum(0)
-        assert_agree(fp8_split_k_linear(x, weight, scales, bias, config).sum(0), expected, 2e-3)
+        assert_agree(
+            hopper_fp8_split_k.fp8_split_k_linear(x, weight, scales, bias, config).sum(0), expected, 2e-3
+        )
         into = torch.zeros(rows, 384, device=device, dtype=torch.bfloat16)[:, :256]
-        assert_agree(fp8_linear_into(x, weight, scales, bias, into).float(), expected, 0.02)
+        assert_agree(
+            hopper_fp8_split_k.fp8_linear_into(x, weight, scales, bias, into).float(), expected, 0.02
+        )
         if group == 128:
             expected = F.linear(reference.dequantized_rows(x), reference.scaled_weight(weight, scales))
-            found = fp8_split_k_gated_linear(x, weight, scales, PipelineConfig(3))
+            found = hopper_fp8_split_k.fp8_split_k_gated_linear(
+                x, weight, scales, hopper_split_k.PipelineConfig(3)
+            )
             assert_agree(reference.dequantized_rows(found), _gated(expected), 0.1)
 
 
