@@ -127,9 +127,14 @@ def hash_of(order: Tensor | None) -> bytes | None:
 
 
 def fill_packed(weight: Tensor, scales: GroupScales, generator: torch.Generator) -> None:
-    """At random, scaled by fan-in."""
+    """At random, scaled by fan-in, with scales of either sign.
+
+    Numbers from 0 to 15 are half a step below their zero point. With scales of one sign that mean would grow
+    from layer to layer until all tokens are alike, and go to the same experts.
+    """
     weight.random_(-(2**15), 2**15, generator=generator)
-    scales.scales.fill_(inputs_of(weight) ** -0.5 / _MEAN_DEVIATION)
+    size = inputs_of(weight) ** -0.5 / _MEAN_DEVIATION
+    scales.scales.bernoulli_(0.5, generator=generator).sub_(0.5).mul_(2 * size)
     if scales.zeros is not None:
         scales.zeros.fill_(DEFAULT_ZERO)
 

@@ -21,6 +21,7 @@ from saccade.models.int4_weights import (
     Int4Format,
     Int4Weights,
     dequantized,
+    fill_packed,
     inputs_of,
     order_of,
     pack,
@@ -177,6 +178,15 @@ def test_random_weights_are_of_the_kind_that_the_config_says(name: str, on_a_gpu
     down = dequantized(experts.down[0], experts.down_scales.at(0), torch.float32)
     assert abs(down.std().item() * 384**0.5 - 1) < 0.1
     assert model.decoder.table.dtype == torch.float32
+
+
+@pytest.mark.parametrize("zeros", [None, torch.empty(512, 8, dtype=torch.uint8)])
+def test_random_weights_have_no_mean_by_which_tokens_would_become_alike(zeros: torch.Tensor | None) -> None:
+    weight, scales = torch.empty(512, 256, dtype=torch.int16), torch.empty(512, 8, dtype=torch.float16)
+    fill_packed(weight, GroupScales(scales, zeros), torch.Generator().manual_seed(2))
+    found = dequantized(weight, GroupScales(scales, zeros), torch.float32)
+    assert abs(found.std().item() * 1024**0.5 - 1) < 0.02
+    assert abs(found.mean() / found.std()) < 0.02
 
 
 @pytest.mark.parametrize("has_experts", [True, False])
