@@ -3,8 +3,9 @@
     python -m tests.helpers.quantized_accuracy            all of them, in about an hour
     python -m tests.helpers.quantized_accuracy gptq awq   the unquantised model and these
 
-Questions with a video or further fields of the request are left out. Prints a table in Markdown. Results are kept in --work, so a run that was stopped goes on where it was. The tower
-is quantised in no format, so all models share its embeddings; formats that stand for the same weights share replies.
+Questions with a video or further fields of the request are left out. Prints a table in Markdown. Results are kept
+in --work, so a run that was stopped goes on where it was. The tower is quantised in no format, so all models share
+its embeddings; formats that stand for the same weights share replies.
 """
 
 from __future__ import annotations
