@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks import int4_experts
 from benchmarks.gpu_timing import attempt, graph_us
+from saccade.kernels.gemm import hopper_int4_split_k as split_k
 from saccade.kernels.gemm.int4_linear import Int4Weight, Norm, choose_int4, int4_linear
 from saccade.kernels.gemm.skinny import Config, SplitWorkspace
 from saccade.kernels.launch.compile_ahead import compiling
@@ -177,6 +178,26 @@ def check_unpacking(bench: Bench) -> None:
     print(f"unpack {gemm.name:8} {'right' if is_right else 'WRONG'} {us:7.1f} us = {rate:.2f} TB/s", flush=True)
 
 
+def check_split_k(bench: Bench) -> None:
+    """The kernel of Hopper GPUs for few rows, as it is launched."""
+    gemm, own = bench.gemm, bench.weights[0]
+    for rows in (*ROWS, 64):
+        x = bench.x[:rows]
+        meant = dequantized(own.weight, GroupScales(own.scales, own.zeros), torch.float32)
+        expected = F.linear(x.float(), meant)
+        if gemm.gated:
+            gate, up = expected.chunk(2, dim=-1)
+            expected = F.silu(gate) * up
+            run = partial(split_k.int4_split_k_gated_linear, x, config=split_k.choose_gated(rows))
+        else:
+            config = split_k.choose_split_k(rows, gemm.outputs, gemm.inputs, own.group)
+            run = partial(split_k.int4_split_k_linear, x, bias=None, config=config)
+        found = run(own=own).float()
+        error = float(((found if gemm.gated else found.sum(0)) - expected).norm() / expected.norm())
+        us = graph_us(lambda run=run: [run(own=weight) for weight in bench.weights]) / len(bench.weights)  # type: ignore[misc]
+        print(f"split-K {gemm.name:8} {rows:3} rows: {us:6.1f} us, error {error:.1e}", flush=True)
+
+
 Times = dict[Config, float]
 
 
@@ -236,6 +257,7 @@ def measure_linears(*, quick: bool) -> None:
     check_small(small)
     for bench in benches:
         attempt(f"unpack {bench.gemm.name}", partial(check_unpacking, bench))
+        attempt(f"split-K {bench.gemm.name}", partial(check_split_k, bench))
     found = [(bench, rows, measure(bench, rows, configs)) for bench, rows, configs in jobs]
     found = [(bench, rows, times) for bench, rows, times in found if times]
     late = [(bench, rows, best_of(times)._replace(pdl=False)) for bench, rows, times in found]

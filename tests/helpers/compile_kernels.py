@@ -89,7 +89,7 @@ def pairs(*size: int) -> str:
 
 HOPPER_VARIANTS = {
     "decode.bf16.2.6.8.16.3.4", "fp8_stream.32.128.True", "fp8_stream.64.0.False", "linear.fp16.2.True",
-    "prefill.16", "qkv.16", "stream.128", "stream.128.gated",
+    "int4_stream.32.32.False", "int4_stream.64.128.True", "prefill.16", "qkv.16", "stream.128", "stream.128.gated",
     "stream.fp8.32.128.True", "vit.80",
 }  # fmt: skip
 
@@ -137,6 +137,7 @@ def hopper_variants() -> Iterator[Variant]:
     types = [*[box(64)] * 2, pairs(1, 32, 2, 64), pairs(4, 8, 2, 64), box(64), BF16, F32, "i32", "i32:16", "i32", "i32"]
     yield of("qkv.16", "gemm.hopper_vit_qkv_rope:_qkv_kernel", types, [16], 168)
     yield from split_k_variants()
+    yield from int4_split_k_variants()
 
 
 def split_k_variants() -> Iterator[Variant]:
@@ -165,6 +166,18 @@ def split_k_variants() -> Iterator[Variant]:
         constants = [4096, block, rows, 64, group, 3, 1 if gated else 4, gated, 448.0, 1e-10]
         name, registers = f"fp8_stream.{rows}.{block}.{gated}", 128 if gated and rows == 64 else 96
         yield hopper_variant(name, "gemm.hopper_fp8_split_k:_fp8_split_k_kernel", types, constants, registers)
+
+
+def int4_split_k_variants() -> Iterator[Variant]:
+    kernel = "gemm.hopper_int4_split_k:_int4_split_k_kernel"
+    for rows, group, gated in ((8, 128, False), (8, 128, True), (32, 32, False), (32, 64, True), (64, 128, True)):
+        tile = 32 if gated else 64
+        own = [BF16, NONE] if gated else [F32, BF16]
+        types = [box(tile, 32, "i16"), box(rows), "*fp16", "*u8", *own, "i32", "i32:16", "i32"]
+        constants = [4096, group, rows, tile, 3 if rows <= 16 else 2, 1 if gated else 4, gated]
+        name = f"int4_stream.{rows}.{group}.{gated}"
+        registers = 128 if rows > 32 else 80 if rows <= 8 or group == 128 else 96
+        yield hopper_variant(name, kernel, types, constants, registers)
 
 
 def triton_variants() -> Iterator[Variant]:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
-from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
+from saccade.models.cuda.gemms import gemms_for, new_workspace
+from saccade.models.cuda.residual import Residual
 from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
 from saccade.models.state_dict import Parameters
 
@@ -31,7 +32,9 @@ def rows_of(rows: int, size: int, seed: int, dtype: torch.dtype = torch.float16)
 
 
 def total(x: Residual) -> Tensor:
-    return x.rows if x.added is None else x.rows + x.added
+    if x.added is None:
+        return x.rows
+    return x.rows + (x.added if x.added.dim() == 2 else x.added.sum(0).to(x.rows.dtype))
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:

@@ -119,7 +119,7 @@ def _fp8_split_k_kernel(
 ) -> None:  # fmt: skip
     STEPS: gl.constexpr = K // 128
     SHARE: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    sizes = Sizes(OUTPUTS, ROWS, STAGES, GATED, K, BLOCK, GROUP, 128 // GROUP)
+    sizes = Sizes(OUTPUTS, ROWS, STAGES, GATED, K, BLOCK, GROUP, 128 // GROUP, GROUP, 128 // GROUP, False)
     ring = new_ring(weight, x, sizes)
     staged = ring.x.index(0)
     if GATED:

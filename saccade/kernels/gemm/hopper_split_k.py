@@ -144,7 +144,7 @@ def _split_k_kernel(
 ) -> None:  # fmt: skip
     STEPS: gl.constexpr = (K + 63) // 64
     SHARE: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    sizes = Sizes(OUTPUTS, ROWS, STAGES, GATED, K, BLOCK, 64, 1)
+    sizes = Sizes(OUTPUTS, ROWS, STAGES, GATED, K, BLOCK, 64, 1, 64, 1, False)
     ring = new_ring(weight, x, sizes)
     first = gl.program_id(1) * SHARE
     steps = gl.minimum(SHARE, STEPS - first)  # of this program, 64 columns each

@@ -11,6 +11,7 @@ from saccade.kernels.launch.hopper_pipeline import Barriers, next_stage
 class Ring:
     gates: gl.shared_memory_descriptor  # the weight; with a gate, its rows
     ups: gl.shared_memory_descriptor  # the rows of `up`
+    stacked: gl.shared_memory_descriptor  # the rows of both, if they are one tile
     x: gl.shared_memory_descriptor
     bars: Barriers
 
@@ -23,24 +24,32 @@ class Sizes:
     GATED: gl.constexpr
     K: gl.constexpr
     BLOCK: gl.constexpr
-    COLUMNS: gl.constexpr  # of a box, which TMA loads at a time
+    COLUMNS: gl.constexpr  # of a box of the weight, which TMA loads at a time
     BOXES: gl.constexpr  # of a stage
+    X_COLUMNS: gl.constexpr
+    X_BOXES: gl.constexpr
+    STACKED: gl.constexpr  # rows of `up` follow those of the gate in one tile
 
 
 @gluon.jit
 def new_ring(weight: tma.tensor_descriptor, x: tma.tensor_descriptor, sizes: Sizes) -> Ring:
     STAGES: gl.constexpr = sizes.STAGES
     PLACES: gl.constexpr = sizes.STAGES * sizes.BOXES
-    gates = gl.allocate_shared_memory(weight.dtype, [PLACES, sizes.OUTPUTS, sizes.COLUMNS], weight.layout)
+    PARTS: gl.constexpr = 2 if sizes.STACKED else 1  # of a tile
+    X_PLACES: gl.constexpr = sizes.STAGES * sizes.X_BOXES
+    gates = gl.allocate_shared_memory(weight.dtype, [PLACES * PARTS, sizes.OUTPUTS, sizes.COLUMNS], weight.layout)
     ups = gates
-    if sizes.GATED:
+    stacked = gates
+    if sizes.STACKED:
+        stacked = hopper.reinterpret(gates, weight.dtype, [PLACES, 2 * sizes.OUTPUTS, sizes.COLUMNS], weight.layout)
+    elif sizes.GATED:
         ups = gl.allocate_shared_memory(weight.dtype, [PLACES, sizes.OUTPUTS, sizes.COLUMNS], weight.layout)
-    few = gl.allocate_shared_memory(x.dtype, [PLACES, sizes.ROWS, sizes.COLUMNS], x.layout)
+    few = gl.allocate_shared_memory(x.dtype, [X_PLACES, sizes.ROWS, sizes.X_COLUMNS], x.layout)
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES):
         mbarrier.init(bars.index(i), count=1)
     hopper.fence_async_shared()
-    return Ring(gates, ups, few, Barriers(bars, STAGES))
+    return Ring(gates, ups, stacked, few, Barriers(bars, STAGES))
 
 
 @gluon.jit
@@ -71,25 +80,28 @@ def load_weights(
     """Those of a step. The stage is full when the rows of x, which are loaded elsewhere, have come as well."""
     BOXES: gl.constexpr = sizes.BOXES
     GATED: gl.constexpr = sizes.GATED
+    PARTS: gl.constexpr = 2 if sizes.STACKED else 1  # of a tile
     SIZE: gl.constexpr = ring.gates.dtype.primitive_bitwidth // 8
     X_SIZE: gl.constexpr = ring.x.dtype.primitive_bitwidth // 8
-    COLUMN: gl.constexpr = (2 if GATED else 1) * sizes.OUTPUTS * SIZE + sizes.ROWS * X_SIZE
+    BYTES: gl.constexpr = (2 if GATED else 1) * sizes.OUTPUTS * SIZE * sizes.COLUMNS * BOXES
+    X_BYTES: gl.constexpr = sizes.ROWS * X_SIZE * sizes.X_COLUMNS * sizes.X_BOXES
     full, row = ring.bars.full(stage), gl.program_id(0) * sizes.OUTPUTS
-    mbarrier.expect(full, COLUMN * sizes.COLUMNS * BOXES, pred=pred)
+    mbarrier.expect(full, BYTES + X_BYTES, pred=pred)
     for i in gl.static_range(BOXES):
         column = (step * BOXES + i) * sizes.COLUMNS
-        hopper.tma_load(weight, [row, column], full, ring.gates.index(stage * BOXES + i), pred=pred)
+        place = (stage * BOXES + i) * PARTS
+        hopper.tma_load(weight, [row, column], full, ring.gates.index(place), pred=pred)
         if GATED:
-            hopper.tma_load(weight, [N + row, column], full, ring.ups.index(stage * BOXES + i), pred=pred)
+            hopper.tma_load(weight, [N + row, column], full, ring.ups.index(place + PARTS - 1), pred=pred)
 
 
 @gluon.jit
 def load_rows(
     ring: Ring, x: tma.tensor_descriptor, step: gl.tensor, stage: gl.tensor, pred: gl.tensor, sizes: Sizes
 ) -> None:
-    BOXES: gl.constexpr = sizes.BOXES
+    BOXES: gl.constexpr = sizes.X_BOXES
     for i in gl.static_range(BOXES):
-        column = (step * BOXES + i) * sizes.COLUMNS
+        column = (step * BOXES + i) * sizes.X_COLUMNS
         hopper.tma_load(x, [0, column], ring.bars.full(stage), ring.x.index(stage * BOXES + i), pred=pred)
 
 

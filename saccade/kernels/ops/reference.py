@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from saccade.kernels.ops.unpack_int4 import unpack_without_kernel
+
 if TYPE_CHECKING:
     from saccade.kernels.gemm.hopper_split_k import PipelineConfig
+    from saccade.kernels.gemm.int4_linear import Int4Weight
     from saccade.kernels.ops.quantize_rows import Fp8Rows
 
 
@@ -78,6 +81,25 @@ def fp8_split_k_gated_linear(x: Fp8Rows, gate_up_weight: Tensor, scales: Tensor,
     of_groups = (groups.abs().amax(-1) / 448).clamp(min=1e-10)
     values = (groups / of_groups[..., None]).to(x.values.dtype).flatten(1)
     return x._replace(values=values, scales=of_groups.T.contiguous())
+
+
+def int4_split_k_linear(x: Tensor, own: Int4Weight, bias: Tensor | None, config: PipelineConfig) -> Tensor:
+    return split_k_linear(x, unpacked_int4(own), bias, config)
+
+
+def int4_linear_into(x: Tensor, own: Int4Weight, bias: Tensor | None, out: Tensor) -> Tensor:
+    found = F.linear(x.float(), unpacked_int4(own))
+    return out.copy_(found if bias is None else found + bias.float())
+
+
+def int4_split_k_gated_linear(x: Tensor, own: Int4Weight, config: PipelineConfig) -> Tensor:
+    return split_k_gated_linear(x, unpacked_int4(own), config)
+
+
+def unpacked_int4(own: Int4Weight) -> Tensor:
+    """In float32: [N, K]."""
+    wide = torch.empty(len(own.weight), own.inputs, device=own.weight.device)
+    return unpack_without_kernel(*own, wide)
 
 
 def dequantized_rows(x: Fp8Rows) -> Tensor:

@@ -17,8 +17,9 @@ from saccade.kernels.launch.compile_ahead import is_compiling
 from saccade.kernels.launch.device import Heads
 from saccade.kernels.ops.output_gate import sigmoid_gate
 from saccade.kernels.ops.prepare_inputs import Temperature
-from saccade.models.cuda.gemms import Gemms, Residual, gemms_for, new_workspace
+from saccade.models.cuda.gemms import gemms_for, new_workspace
 from saccade.models.cuda.moe import prepare_moe
+from saccade.models.cuda.residual import Gemms, Residual
 from saccade.models.layers.cross_attention import CrossAttention, CrossLayer
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.gated_delta_net import GatedDeltaNet

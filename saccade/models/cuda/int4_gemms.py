@@ -32,6 +32,11 @@ def inputs_of(linear: Linear) -> int:
     return linear.inputs if is_packed(linear) else linear.weight.shape[1]
 
 
+def own_weight(linear: Linear) -> Int4Weight:
+    assert linear.groups is not None
+    return Int4Weight(linear.weight, linear.groups.scales, linear.groups.zeros)
+
+
 def packed_linear(
     x: Tensor,
     linear: Linear,
@@ -53,10 +58,9 @@ def packed_linear(
     if groups.order is not None:
         x = x if norm is None else rms_norm(x, norm.weight, norm.eps)
         x, before = in_order(x, linear), None
-    own = Int4Weight(linear.weight, groups.scales, groups.zeros)
     return int4_linear(
         x,
-        own,
+        own_weight(linear),
         linear.bias,
         residual,
         norm=before,
@@ -106,11 +110,13 @@ def unpacked_elements(decoder: Decoder) -> int:
     return max((elements_of(linear) for linear in _linears(decoder) if is_packed(linear)), default=0)
 
 
-def decide_int4(decoder: Decoder) -> None:
-    """Which kernels are used, before a CUDA graph is captured."""
-    if unpacked_elements(decoder):
-        _can_multiply(decoder.table.device, decoder.table.dtype)
-        can_unpack(decoder.table.device, decoder.table.dtype)
+def decide_int4(decoder: Decoder) -> bool:
+    """Whether a layer is packed; then also which kernels are used, before a CUDA graph is captured."""
+    if not unpacked_elements(decoder):
+        return False
+    _can_multiply(decoder.table.device, decoder.table.dtype)
+    can_unpack(decoder.table.device, decoder.table.dtype)
+    return True
 
 
 def reads_packed(x: Tensor) -> bool:
@@ -118,17 +124,23 @@ def reads_packed(x: Tensor) -> bool:
     return len(x) <= MAX_INT4_ROWS and _can_multiply(x.device, x.dtype)
 
 
-def _random_weight(device: torch.device) -> tuple[Int4Weight, Tensor]:
-    """For self-tests: [64, 2048], and what it stands for."""
-    packed = torch.randint(-(2**15), 2**15, (64, 512), device=device, dtype=torch.int16)
-    scales = torch.full((64, 32), 0.005, device=device, dtype=torch.float16)
-    zeros = torch.randint(6, 11, scales.shape, device=device, dtype=torch.uint8)
-    own = Int4Weight(packed, scales, zeros)
+def random_weight(
+    device: torch.device, outputs: int, inputs: int, group: int, *, has_zeros: bool = True
+) -> Int4Weight:
+    """For self-tests: results near 1."""
+    packed = torch.randint(-(2**15), 2**15, (outputs, inputs // 4), device=device, dtype=torch.int16)
+    scales = (torch.rand(outputs, inputs // group, device=device) + 0.5) / (4.6 * inputs**0.5)
+    zeros = torch.randint(6, 11, scales.shape, device=device, dtype=torch.uint8) if has_zeros else None
+    return Int4Weight(packed, scales.to(torch.float16), zeros)
+
+
+def _weight_and_meaning(device: torch.device) -> tuple[Int4Weight, Tensor]:
+    own = random_weight(device, 64, 2048, 64)
     return own, unpack_without_kernel(*own, torch.empty(64, own.inputs, device=device))
 
 
 def _test_gemms(device: torch.device, dtype: torch.dtype) -> None:
-    own, meant = _random_weight(device)
+    own, meant = _weight_and_meaning(device)
     workspace = SplitWorkspace.allocate(MAX_ROWS, device)
     for rows in (1, 8, MAX_INT4_ROWS):
         x = torch.randn(rows, own.inputs, device=device, dtype=dtype)
@@ -139,7 +151,7 @@ def _test_gemms(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _test_unpacking(device: torch.device, dtype: torch.dtype) -> None:
-    own, meant = _random_weight(device)
+    own, meant = _weight_and_meaning(device)
     out = torch.empty(meant.shape, device=device, dtype=dtype)
     assert_agree(unpack_int4(*own, out).float(), meant, 0.01)
 

@@ -10,6 +10,7 @@ from saccade.kernels.launch.device import is_hopper
 from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.quantize_rows import quantize_rows
+from saccade.models.cuda.int4_gemms import random_weight
 
 
 def _self_test(device: torch.device) -> None:
@@ -53,6 +54,22 @@ def _self_test_fp8(device: torch.device) -> None:
             assert_agree(reference.dequantized_rows(found), _gated(expected), 0.1)
 
 
+def _self_test_int4(device: torch.device, dtype: torch.dtype) -> None:
+    from saccade.kernels.gemm import hopper_int4_split_k as kernels
+    from saccade.kernels.gemm.hopper_split_k import PipelineConfig
+
+    for rows, group, has_zeros in ((1, 128, True), (20, 32, True), (64, 64, False)):
+        own = random_weight(device, 128, 640, group, has_zeros=has_zeros)
+        x = torch.randn(rows, own.inputs, device=device, dtype=dtype)
+        bias = torch.randn(128, device=device, dtype=dtype)
+        expected = reference.int4_split_k_linear(x, own, bias, PipelineConfig(2, 2)).sum(0)
+        assert_agree(kernels.int4_split_k_linear(x, own, bias, PipelineConfig(2, 2)).sum(0), expected, 0.02)
+        into = torch.zeros(rows, 192, device=device, dtype=dtype)[:, :128]
+        assert_agree(kernels.int4_linear_into(x, own, bias, into).float(), expected, 0.05)
+        expected = reference.int4_split_k_gated_linear(x, own, PipelineConfig(3)).float()
+        assert_agree(kernels.int4_split_k_gated_linear(x, own, PipelineConfig(3)).float(), expected, 0.05)
+
+
 def _gated(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -62,3 +79,10 @@ can_split_k = KernelChoice("the Hopper split-K GEMM", is_hopper, _self_test, "ot
 can_split_k_fp8 = KernelChoice(
     "the Hopper FP8 split-K GEMM", is_hopper, _self_test_fp8, "weights are converted instead"
 )
+can_split_k_int4 = KernelChoice(
+    "the Hopper INT4 split-K GEMM",
+    lambda device, dtype: is_hopper(device) and dtype in (torch.bfloat16, torch.float16),
+    _self_test_int4,
+    "other INT4 GEMMs run instead",
+)
+"""(device, dtype of the model)"""

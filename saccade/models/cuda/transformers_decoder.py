@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.kernels.gemm.skinny import MAX_ROWS, SplitWorkspace, skinny_linear
 from saccade.kernels.launch.device import Heads
 from saccade.models.cuda.decoder import FusedDecoder, Mixers
-from saccade.models.cuda.gemms import Gemms, Residual
+from saccade.models.cuda.residual import Gemms, Residual
 from saccade.models.cuda.transformers_fusion import Fusion
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.torch_attention import PagedKV

@@ -21,7 +21,7 @@ from saccade.kernels.attention.decode_triton import NewTokens
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
 from saccade.kernels.ops.prepare_inputs import DecodeInputs, DecodeMetadata, decode_inputs
 from saccade.models.cuda.decoder import Crossing, FusedDecoder, Mixers, Mixing
-from saccade.models.cuda.gemms import Gemms, Residual
+from saccade.models.cuda.residual import Gemms, Residual
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.gated_delta_net import DeltaNets

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saccade.models.cuda.decoder import Crossing, Mixers, Mixing
-from saccade.models.cuda.gemms import Residual
+from saccade.models.cuda.residual import Residual
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
 from saccade.runner.cuda.graph_capture import capture
 from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS, MAX_MIXED_ROWS, MixedSize, mixed_sizes

@@ -30,7 +30,7 @@ from saccade.kernels.ops.prepare_inputs import (
 )
 from saccade.kernels.ops.qk_norm import qk_rms_norm
 from saccade.models.cuda.decoder import Crossing, FusedDecoder, Mixers, Mixing
-from saccade.models.cuda.gemms import Gemms, Residual
+from saccade.models.cuda.residual import Gemms, Residual
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.decode_graphs import Decoded

@@ -20,8 +20,9 @@ from saccade.kernels.gemm.hopper_split_k import PipelineConfig
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.norm import norm_fp8, silu_and_mul_fp8
 from saccade.kernels.ops.quantize_rows import Fp8Rows
-from saccade.models.cuda import gemms
-from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
+from saccade.models.cuda import gemms, large_gemms, linear_kinds, split_k_gemms
+from saccade.models.cuda.gemms import gemms_for, new_workspace
+from saccade.models.cuda.residual import Residual
 from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.fp8_weights import FP8, Fp8Weights
 from saccade.models.layers.decoder import Biases, Decoder
@@ -136,9 +137,11 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(skinny, "fp8_linear", whole)
     monkeypatch.setattr(gemms, "can_split_k", lambda device: True)
-    monkeypatch.setattr(gemms, "can_split_k_fp8", lambda device: True)
-    monkeypatch.setattr(gemms, "has_fp8_gemm", lambda *given, **kind: True)
-    monkeypatch.setattr(gemms, "fp8_linear", prompt)
+    for module in (gemms, split_k_gemms):
+        monkeypatch.setattr(module, "can_split_k_fp8", lambda device: True)
+    for module in (large_gemms, linear_kinds):
+        monkeypatch.setattr(module, "has_fp8_gemm", lambda *given, **kind: True)
+    monkeypatch.setattr(large_gemms, "fp8_linear", prompt)
 
     def into(*given: object) -> Tensor:
         return noted("into rows", reference.fp8_linear_into(*given))  # type: ignore[arg-type]
@@ -199,21 +202,22 @@ def test_who_cannot_add_up_gets_whole_rows_that_were_multiplied_in_float8(multip
 
 def test_one_row_goes_to_split_k_only_where_all_layers_are_in_float8(multiplied: list[str]) -> None:
     made = fp8_decoder()
-    assert type(gemms_for(made, 1, new_workspace(made))).__name__ == "_SplitKGemms"
+    assert type(gemms_for(made, 1, new_workspace(made))).__name__ == "SplitKGemms"
     made.layers[1].mlp.down.scales = None
-    assert type(gemms_for(made, 1, new_workspace(made))).__name__ != "_SplitKGemms"
+    assert type(gemms_for(made, 1, new_workspace(made))).__name__ != "SplitKGemms"
     made = fp8_decoder()
     made.layers[1].attention.qkv.scales = None
-    assert type(gemms_for(made, 1, new_workspace(made))).__name__ != "_SplitKGemms"
+    assert type(gemms_for(made, 1, new_workspace(made))).__name__ != "SplitKGemms"
 
 
 @pytest.mark.parametrize("kernel", ["can_split_k", "can_split_k_fp8"])
 def test_a_kernel_that_failed_its_self_test_is_not_used(
     kernel: str, multiplied: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemms, kernel, lambda device: False)
+    for module in (gemms, split_k_gemms):
+        monkeypatch.setattr(module, kernel, lambda device: False, raising=False)
     made = fp8_decoder()
-    assert type(gemms_for(made, 1, new_workspace(made))).__name__ == "_SkinnyGemms"
+    assert type(gemms_for(made, 1, new_workspace(made))).__name__ == "SkinnyGemms"
     few = gemms_for(made, 20, new_workspace(made))
     x, qkv = rows_of(20, 128, 1, BF16), made.layers[0].attention.qkv
     assert not few._takes_fp8(x, qkv)  # type: ignore[attr-defined]

@@ -19,7 +19,8 @@ from saccade.kernels.gemm.hopper_split_k import PipelineConfig, choose_gated, ch
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.norm import add_rms_norm
 from saccade.models.cuda import gemms
-from saccade.models.cuda.gemms import Residual, can_split_k, gemms_for, new_workspace
+from saccade.models.cuda.gemms import can_split_k, gemms_for, new_workspace
+from saccade.models.cuda.residual import Residual
 from saccade.models.layers.decoder import Biases
 from tests.helpers.async_engine import FEW, OPTIONS, TWO_LAYERS, answers, overlapped
 from tests.helpers.async_engine import prompts as prompts_of
@@ -99,9 +100,9 @@ def test_one_row_and_many_rows_of_large_weights_go_the_other_ways(monkeypatch: p
     def kinds() -> list[str]:
         return [type(gemms_for(made, rows, new_workspace(made))).__name__ for rows in (1, 2, 32, 33, 128, 129)]
 
-    assert kinds() == ["_SkinnyGemms", *["_SplitKGemms"] * 4, "_LargeGemms"]
+    assert kinds() == ["SkinnyGemms", *["SplitKGemms"] * 4, "LargeGemms"]
     monkeypatch.setattr(gemms, "MAX_ELEMENTS", 100)
-    assert kinds() == ["_SkinnyGemms", *["_SplitKGemms"] * 2, *["_LargeGemms"] * 3]
+    assert kinds() == ["SkinnyGemms", *["SplitKGemms"] * 2, *["LargeGemms"] * 3]
 
 
 # --- adding up ----------------------------------------------------------------------------------------------------

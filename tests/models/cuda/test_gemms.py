@@ -10,7 +10,8 @@ import torch
 from saccade import costs
 from saccade.checkpoint.config import LinearConfig
 from saccade.models.cuda.decoder import FusedDecoder, Mixers
-from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
+from saccade.models.cuda.gemms import gemms_for, new_workspace
+from saccade.models.cuda.residual import Residual
 from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.fp8_weights import FP8, Fp8Weights
 from saccade.models.layers.decoder import Biases
@@ -64,13 +65,13 @@ def test_what_a_delta_net_has_in_float8_is_projected_into_the_rows_of_its_gates(
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize(
     ("shared", "expected"),
-    [(0, "_SkinnyGemms"), (24, "_SkinnyGemms"), (48, "_SkinnyGemms"), (40, "_LargeGemms")],
+    [(0, "SkinnyGemms"), (24, "SkinnyGemms"), (48, "SkinnyGemms"), (40, "LargeGemms")],
 )
 def test_a_layer_of_experts_adds_its_residual(shared: int, expected: str, rows: int) -> None:
     """A shared expert that is not as wide as some others runs by itself: the next norm adds the residual."""
     made = decoder(text=replace(TEXT, experts=config(layers=(0, 1), shared=shared)))
     layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
-    assert type(gemms).__name__ == (expected if rows <= 4 else "_LargeGemms")
+    assert type(gemms).__name__ == (expected if rows <= 4 else "LargeGemms")
     x = rows_of(rows, 64, 1)
     assert_close(total(gemms.mlp(Residual(x), layer.mlp_norm, layer.mlp)), plain_mlp(x, layer))
 
@@ -95,9 +96,9 @@ def test_what_is_still_to_be_added_is_added_before_the_last_norm(rows: int) -> N
 def test_few_rows_take_fewer_launches_only_where_the_widest_product_is_ours() -> None:
     made = decoder()
     kinds = [type(gemms_for(made, rows, new_workspace(made))).__name__ for rows in (1, 16, 17, 64)]
-    assert kinds == ["_SkinnyGemms", "_SkinnyGemms", "_LargeGemms", "_LargeGemms"]
+    assert kinds == ["SkinnyGemms", "SkinnyGemms", "LargeGemms", "LargeGemms"]
     exact = decoder(dtype=torch.float32)
-    assert type(gemms_for(exact, 1, new_workspace(exact))).__name__ == "_LargeGemms"
+    assert type(gemms_for(exact, 1, new_workspace(exact))).__name__ == "LargeGemms"
 
 
 def test_a_prompt_takes_the_memory_that_is_planned_for_it() -> None:

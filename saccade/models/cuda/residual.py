@@ -1,0 +1,54 @@
+"""What lies between two GEMMs of a decoder on a CUDA device, and what every way to run them offers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from saccade.models.layers.decoder import Decoder
+from saccade.models.layers.layernorm import RMSNorm
+from saccade.models.layers.linear import Linear
+from saccade.models.layers.mlp import GatedMLP
+from saccade.models.layers.moe import MoE
+
+
+class Residual(NamedTuple):
+    """The residual between two GEMMs."""
+
+    rows: Tensor  # [T, H]
+    added: Tensor | None = None  # [T, H] or split-K partials [splits, T, H]: to be added by the next norm
+
+
+class Gemms(Protocol):
+    def project(
+        self,
+        x: Residual,
+        norm: RMSNorm,
+        linear: Linear,
+        beside: Linear | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> tuple[Tensor, Residual]:
+        """The projection [T, outputs] of the normed residual, and the residual.
+
+        The outputs of `beside` follow those of `linear` in each row. With `in_parts`, here and in
+        `gemms_for`, it may be split-K partials [splits, T, outputs].
+        """
+        ...
+
+    def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
+        """The residual with the projection of `rows` added."""
+        ...
+
+    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
+        """The residual with the MLP's result added; `scales`, [T, 1], multiply its rows."""
+        ...
+
+    def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
+        """The input of the LM head: [T, H], or of the rows `only` (int32 [W]): [W, H]."""
+        ...
+
+    def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
+        """[T, vocabulary], in the model's dtype: rounding does not change which one is largest."""
+        ...
