@@ -16,6 +16,7 @@ from saccade.models.int4_weights import GroupScales
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5  # names listed in an error before it only counts
 _OPEN_FILES = 2  # a weight's scale may be in another file
+_MAPPED = 128 << 20  # bytes: what was read of a file counts as resident until the file is closed
 
 
 class StoredTensors(Protocol):
@@ -47,12 +48,17 @@ class Int4Tensors(Protocol):
 class TensorFiles:
     def __init__(self, folder: Path) -> None:
         self._handles: dict[Path, Any] = {}
+        self._read_bytes = 0  # since files were last closed
         self.file_of: dict[str, Path] = {}
         for file in _files(folder):
             self.file_of |= dict.fromkeys(self._open(file).keys(), file)
 
     def read(self, name: str) -> Tensor:
+        if self._read_bytes > _MAPPED:
+            self._handles.clear()
+            self._read_bytes = 0
         tensor: Tensor = self._open(self.file_of[name]).get_tensor(name)
+        self._read_bytes += tensor.nbytes
         return tensor
 
     def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor] | None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks import checkpoints
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
-from saccade.models import load_model
+from saccade.models import load_model, tensor_files
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.tensor_files import TensorFiles
 from saccade.models.weights import Rule, fill_random, load_weights, under
@@ -52,6 +52,16 @@ def test_shards_load_like_a_single_file(tmp_path: Path, family: Callable[..., Pa
     assert len(list(folder.glob("*.safetensors"))) > 2
     sharded = targets_of(load(folder))
     assert all(torch.equal(single[name], sharded[name]) for name in single)
+
+
+def test_a_file_that_is_closed_while_it_is_read_loads_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints.qwen2_vl(tmp_path)
+    expected = targets_of(load(folder))
+    monkeypatch.setattr(tensor_files, "_MAPPED", 0)
+    found = targets_of(load(folder))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("family", [checkpoints.qwen2_vl, checkpoints.llava], ids=["qwen2_vl", "llava"])
@@ -221,7 +231,7 @@ import json, resource, sys
 from pathlib import Path
 import torch
 from saccade.checkpoint.config import model_config
-from saccade.models import load_model
+from saccade.models import load_model, tensor_files
 folder = Path(sys.argv[1])
 config = model_config(json.loads((folder / "config.json").read_text()))
 arguments = dict(dtype=torch.float32, device=torch.device("cpu"), progress=False)
