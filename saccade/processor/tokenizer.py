@@ -8,7 +8,6 @@ marker breaks every control token in it. After the template, whole control token
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
+from tokenizers.models import Unigram
 from tokenizers.processors import TemplateProcessing
 
 from saccade.checkpoint.files import read_optional
@@ -163,20 +163,29 @@ class _Shield:
 class _AliasTokenizer:
     """The same tokenizer with every protected token under a secret name; its real name is ordinary text."""
 
-    def __init__(self, text: str, real: tokenizers.Tokenizer, protected: Mapping[str, int]) -> None:
+    def __init__(self, spec: str, real: tokenizers.Tokenizer, protected: Mapping[str, int]) -> None:
+        """Both share the vocabulary, most of the memory of a tokenizer. `spec` is the tokenizer.json."""
         nonce = f"{secrets.randbits(128):039d}"
         self._aliases = {token: f"\ue0f2{nonce}{i:08d}\ue0f3" for token, i in protected.items()}
         self._written = re.compile(_any_of(protected)) if protected else None
         self._names = {i: token for token, i in protected.items()}
-        spec = json.loads(text)
-        for token in spec.get("added_tokens") or ():
-            token["content"] = self._aliases.get(token["content"], token["content"])
-        self._inner = _open(json.dumps(spec))
+        self._inner = self._renamed(real)
         self._real_ids = self._map_ids(real)
         # A real name that still has an id is in the BPE vocabulary. Only the unknown token may be.
-        unknown = {spec["model"].get("unk_id"), real.token_to_id(spec["model"].get("unk_token") or "")}
+        unknown = _unknown_id(spec, real)
         in_vocabulary = {i for token, i in protected.items() if self._inner.token_to_id(token) == i}
-        self._forged = frozenset(in_vocabulary - unknown)
+        self._forged = frozenset(in_vocabulary - {unknown})
+
+    def _renamed(self, real: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+        renamed = tokenizers.Tokenizer(real.model)
+        if real.normalizer is not None:
+            renamed.normalizer = real.normalizer
+        if real.pre_tokenizer is not None:
+            renamed.pre_tokenizer = real.pre_tokenizer
+        for _, token in sorted(real.get_added_tokens_decoder().items()):
+            token.content = self._aliases.get(token.content, token.content)
+            (renamed.add_special_tokens if token.special else renamed.add_tokens)([token])
+        return renamed
 
     def _map_ids(self, real: tokenizers.Tokenizer) -> dict[int, int]:
         """Renamed tokens get fresh ids, which also moves the ids of added tokens that kept their names."""
@@ -282,6 +291,14 @@ def _open(spec: str) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _unknown_id(spec: str, tokenizer: tokenizers.Tokenizer) -> int | None:
+    """Of a Unigram model only the text tells; in its tokens quotes are escaped. To parse it takes 100 MiB."""
+    if not isinstance(tokenizer.model, Unigram):
+        return tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
+    found = re.search(r'(?<!\\)"unk_id"\s*:\s*(\d+)', spec)
+    return int(found[1]) if found else None
 
 
 def _frame_as_asked(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
