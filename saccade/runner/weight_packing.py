@@ -10,7 +10,7 @@ from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.models import is_native
 from saccade.models.interface import DecoderModel, VisionLanguageModel
-from saccade.models.layers.packed_linear import is_aarch64, plain_reason
+from saccade.models.layers.packed_linear import is_aarch64, plain_reason, shares_rows
 
 _MIN_WEIGHT = 1 << 16  # elements of a layer's largest
 
@@ -35,6 +35,9 @@ def plan_packing(model: ModelConfig, dtype: str, device: torch.device) -> Weight
         return WeightPacking(False, True, 0, f"weights are not packed for oneDNN: {problem}")
     if not text.tie_word_embeddings:
         return WeightPacking(True, False, 0, "weights are packed for oneDNN")
+    if not is_aarch64() and shares_rows(getattr(torch, dtype), text.hidden_size):
+        reason = "weights are packed for oneDNN; embeddings are looked up in the packed head"
+        return WeightPacking(True, False, 0, reason)
     copied = text.vocab_size * text.hidden_size * costs.dtype_bytes(dtype)
     copy = f"the head is also the embedding table, so its packed copy takes {copied / costs.GIB:.2f} GiB more"
     packed = "the head (for two rows and more) is" if is_aarch64() else "weights are"

@@ -11,6 +11,7 @@ import torch
 
 from saccade import costs
 from saccade.models import load_model
+from saccade.models.layers.packed_linear import shares_rows
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
@@ -51,7 +52,9 @@ def test_a_packed_model_computes_the_same_logits(name: str, request: pytest.Fixt
     pack_weights(packed)
     linears = packed.params.linears
     assert linears and all(linear.weight.is_mkldnn for linear in linears)
-    assert packed.decoder.head.is_mkldnn and not packed.decoder.table.is_mkldnn
+    text = packed.config.text
+    shares = text.tie_word_embeddings and shares_rows(torch.float32, text.hidden_size)
+    assert packed.decoder.head.is_mkldnn and packed.decoder.table.dim() == (3 if shares else 2)
     torch.testing.assert_close(logits(packed), logits(plain), atol=1e-4, rtol=1e-4)
 
 
@@ -107,7 +110,8 @@ def test_on_aarch64_the_head_alone_is_packed_and_the_table_kept(
 
 
 @pytest.mark.transformers
-def test_the_copy_of_a_tied_head_is_planned_and_said(qwen2_vl_folder: Path) -> None:
+def test_the_copy_of_a_tied_head_is_planned_and_said(qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_packing, "shares_rows", lambda *_: False)
     small = open_checkpoint(str(qwen2_vl_folder)).config
     config = replace(small, text=replace(small.text, intermediate_size=1 << 14))
     text = config.text
@@ -120,6 +124,17 @@ def test_the_copy_of_a_tied_head_is_planned_and_said(qwen2_vl_folder: Path) -> N
     assert any("its packed copy takes" in reason for reason in plan.reasons)
     untied = replace(config, text=replace(text, tie_word_embeddings=False))
     assert plan_packing(untied, "float32", CPU).copied_bytes == 0
+
+
+@pytest.mark.transformers
+def test_a_head_in_which_embeddings_are_looked_up_is_no_copy(
+    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_packing, "is_aarch64", lambda: False)
+    monkeypatch.setattr(weight_packing, "shares_rows", lambda *_: True)
+    small = open_checkpoint(str(qwen2_vl_folder)).config
+    packing = plan_packing(replace(small, text=replace(small.text, intermediate_size=1 << 14)), "float32", CPU)
+    assert packing.is_on and packing.copied_bytes == 0 and "looked up in the packed head" in packing.reason
 
 
 @pytest.mark.transformers

@@ -16,7 +16,15 @@ from saccade.models.layers.forward_types import Attention
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
 from saccade.models.layers.moe import EXPERT_RULES, layer_mlp
-from saccade.models.layers.packed_linear import Gemm, linear_with_copy, pack, packed_linear
+from saccade.models.layers.packed_linear import (
+    Gemm,
+    Lookup,
+    linear_with_copy,
+    pack,
+    packed_linear,
+    packed_lookup,
+    packed_rows,
+)
 from saccade.models.layers.rotary_embedding import Rotary, rotate
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
@@ -44,6 +52,8 @@ class Decoder:
             shared = f"{text.num_kv_heads} key-value heads"
             raise ConfigError(f"{text.num_heads} attention heads cannot share {shared}")
         self.table = params.new("embed.weight", text.vocab_size + extra_tokens, text.hidden_size)
+        self.lookup: Lookup = F.embedding
+        self.hidden_size = text.hidden_size
         self.embedding_size = text.embedding_size
         self.rotary = self.make_rotary(text, params.device)
         self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
@@ -74,7 +84,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, embedding size]: zeros for the deepstack vectors of images."""
-        rows = F.embedding(token_ids, self.table)
+        rows = self.lookup(token_ids, self.table)
         missing = self.embedding_size - rows.shape[1]
         return F.pad(rows, (0, missing)) if missing else rows
 
@@ -93,15 +103,18 @@ class Decoder:
 
     def parts(self, embeds: Tensor) -> tuple[Tensor, ...]:
         """The input of the first layer, and what deepstack adds after the first layers: [T, H] each."""
-        return torch.split(embeds, self.table.shape[1], dim=1)
+        return torch.split(embeds, self.hidden_size, dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head_gemm(hidden, self.head, None).float()
 
     def pack_head(self) -> None:
-        """A tied head becomes a packed copy, because embeddings are looked up in the original."""
-        self.head = pack(self.head)
-        self.head_gemm = packed_linear
+        """Embeddings are looked up in a packed head that is tied, or in the original where that cannot be."""
+        packed = pack(self.head)
+        rows = packed_rows(packed, self.table) if self.head is self.table else None
+        if rows is not None:
+            self.table, self.lookup = rows, packed_lookup
+        self.head, self.head_gemm = packed, packed_linear
 
     def copy_head(self) -> None:
         """A packed copy for steps of several rows; one row is computed with the original."""

@@ -6,6 +6,7 @@ A weight is packed once and replaces the original; on AArch64 it is a copy besid
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Callable
 from functools import lru_cache
@@ -17,7 +18,11 @@ from torch import Tensor
 Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x [..., inputs], weight, bias) -> [..., outputs]"""
 
+Lookup = Callable[[Tensor, Tensor], Tensor]
+"""(token_ids [T], table) -> [T, inputs]"""
+
 _MAX_STEP = 64  # between two padded row counts
+_BLOCK = 64  # rows of a weight that oneDNN interleaves, with AVX-512 in float32
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of sums of 64 values near 1
 
 
@@ -59,6 +64,41 @@ def pack(weight: Tensor) -> Tensor:
     """[outputs, inputs] -> the same shape in a layout that only `packed_linear` reads."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
     return packed
+
+
+@lru_cache
+def shares_rows(dtype: torch.dtype, inputs: int) -> bool:
+    """Whether rows of a packed weight can be read, so that a tied head needs no table beside it."""
+    if dtype != torch.float32 or plain_reason(dtype, "cpu") is not None:
+        return False
+    weight = torch.arange(2.0 * _BLOCK * inputs).view(-1, inputs)
+    return packed_rows(pack(weight), weight) is not None
+
+
+def packed_rows(packed: Tensor, weight: Tensor) -> Tensor | None:
+    """The memory of a packed weight as [blocks, inputs, _BLOCK], for `packed_lookup`.
+
+    oneDNN does not promise this layout. None: it is another, as the first and last rows tell.
+
+        rows 0 to 63:  w[0, 0] w[1, 0] ... w[63, 0]  w[0, 1] w[1, 1] ... w[63, 1]  ...
+    """
+    blocks, inputs = -(-len(weight) // _BLOCK), weight.shape[1]
+    if not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return None
+    size: int = torch.ops.mkldnn._nbytes(packed)
+    if size != blocks * inputs * _BLOCK * weight.element_size():
+        return None
+    memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(packed))
+    memory.owner = packed  # type: ignore[attr-defined]  # lives as long as the view
+    rows = torch.frombuffer(memory, dtype=weight.dtype).view(blocks, inputs, _BLOCK)
+    some = torch.arange(len(weight))
+    some = torch.cat((some[: 2 * _BLOCK], some[-2 * _BLOCK :]))
+    return rows if torch.equal(packed_lookup(some, rows), weight[some]) else None
+
+
+def packed_lookup(token_ids: Tensor, rows: Tensor) -> Tensor:
+    """`F.embedding` in the rows of a packed weight."""
+    return rows[token_ids // _BLOCK, :, token_ids % _BLOCK]
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,7 +10,16 @@ import torch.nn.functional as F
 
 from saccade.models.layers import packed_linear as packing
 from saccade.models.layers.linear import Linear, PatchLinear
-from saccade.models.layers.packed_linear import linear_with_copy, pack, packed_linear, padded_rows, plain_reason
+from saccade.models.layers.packed_linear import (
+    linear_with_copy,
+    pack,
+    packed_linear,
+    packed_lookup,
+    packed_rows,
+    padded_rows,
+    plain_reason,
+    shares_rows,
+)
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
 from tests.helpers.packing import PACKED_DTYPES, needs_onednn
@@ -64,6 +73,24 @@ def test_one_row_reads_the_weight_and_several_its_packed_copy(rows: int, reads: 
     weight, x = torch.randn(64, 32), torch.randn(rows, 32)
     found = linear_with_copy(x, weight, packed=pack(-weight))  # another one, so that one can tell
     torch.testing.assert_close(found, reads * F.linear(x, weight), atol=1e-4, rtol=1e-3)
+
+
+@needs_onednn
+@pytest.mark.parametrize("outputs", [64, 130, 1000])
+def test_rows_are_looked_up_in_a_packed_weight_or_it_is_said_that_they_cannot(outputs: int) -> None:
+    weight = torch.randn(outputs, 48)
+    rows = packed_rows(pack(weight), weight)  # keeps the packed weight alive
+    token_ids = torch.randint(outputs, (70,))
+    found = F.embedding(token_ids, weight) if rows is None else packed_lookup(token_ids, rows)
+    assert (rows is not None) == shares_rows(torch.float32, 48)
+    assert torch.equal(found, weight[token_ids])
+
+
+@needs_onednn
+def test_rows_of_a_layout_that_is_not_known_are_not_looked_up() -> None:
+    weight = torch.randn(128, 48)
+    assert packed_rows(pack(weight), weight.flip(0)) is None
+    assert not shares_rows(torch.bfloat16, 48)
 
 
 @needs_onednn
