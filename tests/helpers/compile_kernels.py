@@ -34,6 +34,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 import saccade.kernels
+from saccade.kernels.gemm import hopper_int4_split_k
 from saccade.kernels.launch.device import Gpu
 from tests.helpers.launched import SHAPES, SIMILAR, launches
 from tests.helpers.variant import BF16, F32, I32, I64, NONE, ONE, Variant, is_aligned
@@ -89,7 +90,7 @@ def pairs(*size: int) -> str:
 
 HOPPER_VARIANTS = {
     "decode.bf16.2.6.8.16.3.4", "fp8_stream.32.128.True", "fp8_stream.64.0.False", "linear.fp16.2.True",
-    "int4_stream.32.32.False", "int4_stream.64.128.True", "prefill.16", "qkv.16", "stream.128", "stream.128.gated",
+    "int4_stream.32.32.False", "int4_stream.64.64.True", "prefill.16", "qkv.16", "stream.128", "stream.128.gated",
     "stream.fp8.32.128.True", "vit.80",
 }  # fmt: skip
 
@@ -170,14 +171,13 @@ def split_k_variants() -> Iterator[Variant]:
 
 def int4_split_k_variants() -> Iterator[Variant]:
     kernel = "gemm.hopper_int4_split_k:_int4_split_k_kernel"
-    for rows, group, gated in ((8, 128, False), (8, 128, True), (32, 32, False), (32, 64, True), (64, 128, True)):
-        tile = 32 if gated else 64
+    for rows, group, gated in ((8, 128, False), (8, 128, True), (32, 32, False), (64, 64, True), (64, 128, True)):
+        tile, stages = 32 if gated else 64, hopper_int4_split_k.choose_gated(rows).stages
         own = [BF16, NONE] if gated else [F32, BF16]
         types = [box(tile, 32, "i16"), box(rows), "*fp16", "*u8", *own, "i32", "i32:16", "i32"]
-        constants = [4096, group, rows, tile, 3 if rows <= 16 else 2, 1 if gated else 4, gated]
-        name = f"int4_stream.{rows}.{group}.{gated}"
-        registers = 128 if rows > 32 else 80 if rows <= 8 or group == 128 else 96
-        yield hopper_variant(name, kernel, types, constants, registers)
+        constants = [4096, group, rows, tile, stages, 1 if gated else 4, gated]
+        registers = hopper_int4_split_k.registers(rows, group)
+        yield hopper_variant(f"int4_stream.{rows}.{group}.{gated}", kernel, types, constants, registers)
 
 
 def triton_variants() -> Iterator[Variant]:

@@ -1,14 +1,18 @@
 """Split-K GEMMs of up to 64 rows with an INT4 weight for Hopper GPUs, in Gluon.
 
-As `hopper_split_k`; `int4_linear` has the layout of the weight. A stage has two chunks of 128 columns: of the weight
-[64, 32] units each, of x four boxes of 64 columns. Two units are a register. A shift and a mask make two columns of one
-plane of it, in bfloat16 or float16 and plus a power of two (`int4_tiles`): less that and the zero point, they are an
-operand of an MMA. Two planes are a box of x.
+As `hopper_split_k`; `int4_linear` has the layout of the weight. A stage has 256 columns, two chunks of the weight:
+
+    weight   two boxes [64, 32] of units, a chunk each
+    x        four boxes [ROWS, 64], of two planes each
+
+A thread reads two neighbouring units as one register. A shift and a mask make two neighbouring columns of a plane of
+it, in bfloat16 or float16 and plus a power of two (`int4_tiles`). Less that and the zero point, they are the operand of
+an MMA, in the registers where it is read.
 
     groups of 128 and 64 columns    their sums are scaled, in float32
-    groups of 32                    numbers are scaled before the MMA, as in a weight that was unpacked
+    groups of 32                    numbers are scaled before the MMA, in the dtype of x
 
-A tile with a gate has 32 of its rows, and below them 32 of `up`: half as many outputs, so all SMs have a share.
+With a gate, a tile has 32 rows of the gate, and below them 32 of `up`: half as many outputs, so all SMs have a share.
 `ops.reference` has the same functions.
 """
 
@@ -41,7 +45,7 @@ def suits(rows: int, outputs: int, inputs: int) -> bool:
 
 def choose_split_k(rows: int, outputs: int, inputs: int, group: int) -> PipelineConfig:
     """Programs unpack most of the time, so as many share an SM as have registers there (docs/experiments/059)."""
-    splits = choose_splits(outputs, inputs, _TILE, _INPUTS, per_sm=3 if _registers(rows, group) == 80 else 2)
+    splits = choose_splits(outputs, inputs, _TILE, _INPUTS, per_sm=3 if registers(rows, group) == 80 else 2)
     return PipelineConfig(min(-(-inputs // (_INPUTS * splits)), _stages(rows)), splits)
 
 
@@ -53,7 +57,7 @@ def _stages(rows: int) -> int:
     return 3 if rows <= 16 else 2
 
 
-def _registers(rows: int, group: int) -> int:
+def registers(rows: int, group: int) -> int:
     """Per thread, on average: the consumer has operands, sums and scales, the producer next to nothing."""
     if rows > 32:
         return 128
@@ -90,9 +94,9 @@ def _launch(
     rows, outputs = power_of_two(len(x), minimum=_MIN_ROWS), _TILE // 2 if gated else _TILE
     _int4_split_k_kernel[(out.shape[-1] // outputs, config.splits)](
         _descriptor(own.weight, outputs, _UNITS), _descriptor(x, rows, _X_COLUMNS), own.scales, own.zeros, out, bias,
-        len(x), out.shape[-1], out.stride(-2), K=own.inputs, QUANTUM=own.group, ROWS=rows, OUTPUTS=outputs,
+        len(x), out.shape[-1], out.stride(-2), K=own.inputs, GROUP=own.group, ROWS=rows, OUTPUTS=outputs,
         STAGES=config.stages, SPLITS=config.splits, GATED=gated, num_warps=4,
-        maxnreg=_registers(rows, own.group), launch_pdl=True,
+        maxnreg=registers(rows, own.group), launch_pdl=True,
     )  # fmt: skip
 
 
@@ -104,13 +108,12 @@ def _descriptor(rows: Tensor, count: int, columns: int) -> hopper.TensorDescript
 @gluon.jit(do_not_specialize=["M", "out_row"])
 def _int4_split_k_kernel(
     weight: tma.tensor_descriptor, x: tma.tensor_descriptor, scales: gl.tensor, zeros: gl.tensor, out: gl.tensor,
-    bias: gl.tensor, M: gl.tensor, N: gl.tensor, out_row: gl.tensor, K: gl.constexpr, QUANTUM: gl.constexpr,
+    bias: gl.tensor, M: gl.tensor, N: gl.tensor, out_row: gl.tensor, K: gl.constexpr, GROUP: gl.constexpr,
     ROWS: gl.constexpr, OUTPUTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
 ) -> None:  # fmt: skip
-    """QUANTUM: columns of a group."""
     STEPS: gl.constexpr = (K + 255) // 256
     SHARE: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    sizes = Sizes(OUTPUTS, ROWS, STAGES, GATED, K, QUANTUM, 32, 2, 64, 4, GATED)
+    sizes = Sizes(OUTPUTS, ROWS, STAGES, GATED, K, GROUP, 32, 2, 64, 4, GATED)  # BLOCK: a group
     ring = new_ring(weight, x, sizes)
     first = gl.program_id(1) * SHARE
     steps = gl.minimum(SHARE, STEPS - first)  # of this program, 256 columns each
@@ -140,10 +143,15 @@ def _consume(
     for step in range(steps):
         then = _load_groups(scales, zeros, rows, first + step + 1, sizes)
         mbarrier.wait(ring.bars.full(stage), phase)
-        first_chunk = _multiply(ring, stage, here, zeros, 0, L, sizes)
-        second_chunk = _multiply(ring, stage, here, zeros, 1, L, sizes)
-        acc = _add_scaled(acc, first_chunk, here, 0, 2, sizes)
-        acc = _add_scaled(acc, second_chunk, here, 1, 0, sizes)
+        chunk = _multiply(ring, stage, here, zeros, 0, L, sizes)
+        if sizes.BLOCK == 64:  # has twice the sums: two chunks at a time would spill
+            acc = _add_scaled(acc, chunk, here, 0, 0, sizes)
+            chunk = _multiply(ring, stage, here, zeros, 1, L, sizes)
+        else:
+            second = _multiply(ring, stage, here, zeros, 1, L, sizes)
+            acc = _add_scaled(acc, chunk, here, 0, 2, sizes)
+            chunk = second
+        acc = _add_scaled(acc, chunk, here, 1, 0, sizes)
         mbarrier.arrive(ring.bars.free(stage), count=1)
         here = then
         stage, phase = next_stage(stage, phase, sizes.STAGES)
@@ -155,7 +163,7 @@ def _consume(
 
 @gluon.jit
 def _load_groups(scales: gl.tensor, zeros: gl.tensor, rows: gl.tensor, step: gl.tensor, sizes: Sizes) -> gl.tuple:
-    """Scales of a stage's groups, then their zero points, [OUTPUTS] each. After the last column: those before it."""
+    """Scales of a stage's groups, then their zero points, [64] each. After the last column: those before it."""
     GROUPS: gl.constexpr = 256 // sizes.BLOCK
     found = ()
     for i in gl.static_range(GROUPS):
@@ -173,9 +181,9 @@ def _multiply(
     ring: Ring, stage: gl.tensor, groups: gl.tuple, zeros: gl.tensor, CHUNK: gl.constexpr, L: gl.constexpr,
     sizes: Sizes,
 ) -> gl.tuple:  # fmt: skip
-    """A chunk of the weight * x by two MMAs that are not waited for: sums of both halves, or twice that of all.
+    """A chunk of the weight * x: the sums of its halves, which are one with groups of other sizes, and both operands.
 
-    Their operands, too, must be kept until then.
+    Nothing is waited for, so the operands must be kept until that is done.
     """
     units = ring.stacked.index(stage * 2 + CHUNK).load(gl.DotOperandLayout(0, L, 2))  # int16 [64, 32]
     place = stage * 4 + CHUNK * 2
@@ -226,7 +234,7 @@ def _two_planes(
     units: gl.tensor, groups: gl.tuple, zeros: gl.tensor, CHUNK: gl.constexpr, PLANE: gl.constexpr,
     dtype: gl.constexpr, sizes: Sizes,
 ) -> gl.tensor:  # fmt: skip
-    """Planes PLANE and PLANE + 1 as an operand, [OUTPUTS, 64]."""
+    """Planes PLANE and PLANE + 1 as an operand, [64, 64]."""
     first = _one_plane(units, groups, zeros, CHUNK, PLANE, dtype, sizes)
     second = _one_plane(units, groups, zeros, CHUNK, PLANE + 1, dtype, sizes)
     both = gl.join(first, second).permute((0, 2, 1)).reshape((units.shape[0], 64))

@@ -2,8 +2,8 @@
 
     rows                                     GEMMs            norm, gate, residual
     2 to 128 on Hopper GPUs (32 if weights   `SplitKGemms`    gate fused; the norm adds residual and partials
-    have more than 32 Mi elements); 1 if
-    layers are in float8 or INT4
+    have more than 32 Mi elements, 64 if
+    they are quantised); 1 as `_splits_one`
     1, or 2 to 16 with such small weights    `SkinnyGemms`    all fused: four launches per layer; experts take
     (2 to 4 with experts)                                     normed rows and add the residual
     others                                   `LargeGemms`     the norm adds the residual; gate fused where
@@ -11,8 +11,8 @@
 
 Layers in float8 (`Linear.scales`) take kernels that read it: split-K for up to 64 rows on Hopper GPUs,
 `skinny` for as many on others, cuBLAS beyond. Split-K and cuBLAS take x in float8 as well; norm and gate
-write it where they can. Layers in INT4 (`Linear.groups`) have such kernels up to 64 rows, and beyond are
-unpacked into scratch memory for a GEMM like any other.
+write it where they can. Layers in INT4 (`Linear.groups`) take kernels that read them up to 64 rows, split-K
+or `int4_linear`, and beyond are unpacked into scratch memory for a GEMM like any other.
 
 The choice depends on shapes alone, so it is made once for each CUDA graph.
 """
@@ -33,7 +33,7 @@ from saccade.kernels.gemm.skinny import (
     SplitWorkspace,
 )
 from saccade.kernels.moe.experts_gemv import MAX_TOKENS as MAX_VECTOR_TOKENS
-from saccade.models.cuda.int4_gemms import decide_int4, elements_of, is_packed, unpacked_elements
+from saccade.models.cuda.int4_gemms import all_packed, decide_int4, elements_of, is_packed, unpacked_elements
 from saccade.models.cuda.large_gemms import LargeGemms
 from saccade.models.cuda.linear_kinds import both, gated_config, scales_of, widths
 from saccade.models.cuda.moe import runs_in_one
@@ -49,6 +49,7 @@ from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.mlp import GatedMLP
 from saccade.models.layers.moe import MoE
 
+_MIN_INT4_WIDTH = 4096  # of a layer: one row of narrower ones was not measured, or is slower by split-K
 _MIN_WORKSPACE_ROWS = 512  # from here on memory counts; decode has fewer
 
 
@@ -100,20 +101,18 @@ def _splits_k(rows: int, largest: int, device: torch.device) -> bool:
 def _splits_one(decoder: Decoder) -> bool:
     """One row, too, gains by split-K if MMAs read all weights in float8, with x in it as well.
 
-    INT4 gains in layers that have neither experts nor a delta net.
+    INT4 gains in wide layers; with experts it does not, and delta nets were not measured.
     """
+    table = decoder.table
     dense = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, GatedMLP)]
     linears = [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
     linears += [group[0] for group in _wide_linears(decoder)]
-    device = decoder.table.device
-    if not can_split_k(device):
-        return False
     if all(scales_of(linear) is not None for linear in linears):
-        return decoder.table.dtype == torch.bfloat16 and can_split_k_fp8(device)
-    is_plain = len(dense) == len(decoder.layers) and not any(
-        isinstance(layer.attention, GatedDeltaNet) for layer in decoder.layers
-    )
-    return is_plain and all(map(is_packed, linears)) and can_split_k_int4(device, decoder.table.dtype)
+        return table.dtype == torch.bfloat16 and can_split_k(table.device) and can_split_k_fp8(table.device)
+    has_nets = any(isinstance(layer.attention, GatedDeltaNet) for layer in decoder.layers)
+    if has_nets or len(dense) < len(decoder.layers) or table.shape[1] < _MIN_INT4_WIDTH:
+        return False
+    return all_packed(decoder) and can_split_k(table.device) and can_split_k_int4(table.device, table.dtype)
 
 
 def _wide_linears(decoder: Decoder) -> Iterator[list[Linear]]:

@@ -58,16 +58,20 @@ def _self_test_int4(device: torch.device, dtype: torch.dtype) -> None:
     from saccade.kernels.gemm import hopper_int4_split_k as kernels
     from saccade.kernels.gemm.hopper_split_k import PipelineConfig
 
-    for rows, group, has_zeros in ((1, 128, True), (20, 32, True), (64, 64, False)):
-        own = random_weight(device, 128, 640, group, has_zeros=has_zeros)
+    cases = ((1, 128, True), (12, 128, False), (20, 32, True), (40, 64, True), (64, 64, False))
+    for rows, group, has_zeros in cases:
+        own = random_weight(device, 128, 2176, group, has_zeros=has_zeros)  # stages are used more than once
+        if not has_zeros:
+            own = own._replace(scales=own.scales.to(torch.bfloat16))
         x = torch.randn(rows, own.inputs, device=device, dtype=dtype)
         bias = torch.randn(128, device=device, dtype=dtype)
         expected = reference.int4_split_k_linear(x, own, bias, PipelineConfig(2, 2)).sum(0)
         assert_agree(kernels.int4_split_k_linear(x, own, bias, PipelineConfig(2, 2)).sum(0), expected, 0.02)
         into = torch.zeros(rows, 192, device=device, dtype=dtype)[:, :128]
         assert_agree(kernels.int4_linear_into(x, own, bias, into).float(), expected, 0.05)
-        expected = reference.int4_split_k_gated_linear(x, own, PipelineConfig(3)).float()
-        assert_agree(kernels.int4_split_k_gated_linear(x, own, PipelineConfig(3)).float(), expected, 0.05)
+        config = kernels.choose_gated(rows)
+        expected = reference.int4_split_k_gated_linear(x, own, config).float()
+        assert_agree(kernels.int4_split_k_gated_linear(x, own, config).float(), expected, 0.05)
 
 
 def _gated(gate_up: Tensor) -> Tensor:

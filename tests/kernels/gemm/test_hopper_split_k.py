@@ -18,7 +18,7 @@ from saccade.kernels.gemm import hopper_split_k
 from saccade.kernels.gemm.hopper_split_k import PipelineConfig, choose_gated, choose_split_k, suits
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.norm import add_rms_norm
-from saccade.models.cuda import gemms
+from saccade.models.cuda import gemms, linear_kinds
 from saccade.models.cuda.gemms import can_split_k, gemms_for, new_workspace
 from saccade.models.cuda.residual import Residual
 from saccade.models.layers.decoder import Biases
@@ -101,7 +101,8 @@ def test_one_row_and_many_rows_of_large_weights_go_the_other_ways(monkeypatch: p
         return [type(gemms_for(made, rows, new_workspace(made))).__name__ for rows in (1, 2, 32, 33, 128, 129)]
 
     assert kinds() == ["SkinnyGemms", *["SplitKGemms"] * 4, "LargeGemms"]
-    monkeypatch.setattr(gemms, "MAX_ELEMENTS", 100)
+    for module in (gemms, linear_kinds):
+        monkeypatch.setattr(module, "MAX_ELEMENTS", 100)
     assert kinds() == ["SkinnyGemms", *["SplitKGemms"] * 2, *["LargeGemms"] * 3]
 
 

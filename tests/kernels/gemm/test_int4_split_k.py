@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 
 from saccade.checkpoint.config import LinearConfig
 from saccade.kernels.gemm import hopper_fp8_split_k, hopper_int4_split_k
-from saccade.kernels.gemm.hopper_int4_split_k import MAX_ROWS, choose_gated, choose_split_k, suits
+from saccade.kernels.gemm.hopper_int4_split_k import choose_gated, choose_split_k, suits
 from saccade.kernels.gemm.hopper_split_k import PipelineConfig
-from saccade.kernels.gemm.int4_linear import Int4Weight
 from saccade.kernels.ops import reference
 from saccade.models.cuda import gemms, split_k_gemms
 from saccade.models.cuda.gemms import gemms_for, new_workspace
@@ -27,6 +27,7 @@ from tests.helpers.decoder_layers import DEVICE, TEXT, assert_close, assert_laye
 from tests.helpers.int4_layers import WIDTH, packed_decoder
 
 SHARED = 227 << 10
+BESIDE = 1 << 10  # bytes of a program that are not in its ring
 EVERY_ROWS = pytest.mark.parametrize("rows", [1, 8, 9, 16, 32, 64])
 
 
@@ -46,6 +47,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("int4_split_k_linear", "int4_split_k_gated_linear", "int4_linear_into"):
         monkeypatch.setattr(hopper_int4_split_k, name, noted(name))
     monkeypatch.setattr(gemms, "can_split_k", lambda device: True)
+    monkeypatch.setattr(gemms, "_MIN_INT4_WIDTH", WIDTH)
     for module in (gemms, split_k_gemms):
         monkeypatch.setattr(module, "can_split_k_int4", lambda device, dtype: True)
     monkeypatch.setattr(hopper_fp8_split_k, "fills_device", lambda outputs: True)
@@ -81,9 +83,16 @@ def test_up_to_64_rows_go_to_split_k(multiplied: list[str], monkeypatch: pytest.
     assert [kind(made, rows) for rows in (1, 2, 64, 65)] == [*["SplitKGemms"] * 3, "LargeGemms"]
 
 
-def test_one_row_goes_another_way_where_a_layer_is_not_packed(multiplied: list[str]) -> None:
+@pytest.mark.parametrize("part", ["mlp.down", "attention.out"])
+def test_one_row_goes_another_way_where_a_layer_is_not_packed(part: str, multiplied: list[str]) -> None:
     made = packed_decoder(is_ordered=False, biases=Biases())
-    made.layers[0].mlp.down.groups = None
+    attrgetter(part)(made.layers[0]).groups = None
+    assert [kind(made, rows) for rows in (1, 2)] == ["SkinnyGemms", "SplitKGemms"]
+
+
+def test_one_row_of_narrow_layers_goes_another_way(multiplied: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemms, "_MIN_INT4_WIDTH", WIDTH + 1)
+    made = packed_decoder(is_ordered=False, biases=Biases())
     assert [kind(made, rows) for rows in (1, 2)] == ["SkinnyGemms", "SplitKGemms"]
 
 
@@ -110,27 +119,33 @@ def test_a_kernel_that_failed_its_self_test_is_not_used(multiplied: list[str], m
 
 
 @EVERY_ROWS
+@pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (256, 128), (64, 18944)], ids=str)
-def test_every_split_has_columns_and_its_stages_fit(rows: int, outputs: int, inputs: int) -> None:
-    stages, splits = choose_split_k(rows, outputs, inputs, 128)
+def test_every_split_has_columns_and_its_stages_fit(rows: int, outputs: int, inputs: int, group: int) -> None:
+    stages, splits = choose_split_k(rows, outputs, inputs, group)
     steps = -(-inputs // 256)
     share = -(-steps // splits)
     assert (splits - 1) * share < steps <= splits * share
     assert 1 <= stages <= share
-    assert stages * stage_bytes(rows, 64) + 2048 < SHARED
+    programs = 3 if rows <= 32 and group == 128 else 2  # that share an SM
+    assert programs * (stages * stage_bytes(rows) + BESIDE) < SHARED
 
 
 @EVERY_ROWS
-def test_two_gated_programs_fit_on_a_multiprocessor(rows: int) -> None:
+def test_gated_programs_share_an_sm(rows: int) -> None:
     stages, splits = choose_gated(rows)
     assert splits == 1 and stages >= 2
-    assert 2 * (stages * stage_bytes(rows, 64) + 2048) < SHARED
+    exchanged = 64 * padded(rows) * 4  # bytes: gate and `up` meet in shared memory
+    assert (3 if rows <= 32 else 2) * (stages * stage_bytes(rows) + exchanged + BESIDE) < SHARED
 
 
-def stage_bytes(rows: int, outputs: int) -> int:
-    """256 columns of the weight in half a byte each, and of x in two."""
-    padded = max(8, 1 << (rows - 1).bit_length())
-    return 256 * (outputs // 2 + 2 * padded)
+def stage_bytes(rows: int) -> int:
+    """256 columns of 64 weight rows in half a byte each, and of x in two."""
+    return 256 * (32 + 2 * padded(rows))
+
+
+def padded(rows: int) -> int:
+    return max(8, 1 << (rows - 1).bit_length())
 
 
 @pytest.mark.parametrize(
@@ -149,9 +164,8 @@ def test_references_multiply_by_what_a_weight_stands_for(group: int, has_zeros: 
     meant = dequantized(own.weight, GroupScales(own.scales, own.zeros), torch.float32)
     expected = x.float() @ meant.T
     found = reference.int4_split_k_linear(x, own, bias, PipelineConfig(1, 2))
-    assert found.shape == (2, 5, 64) and MAX_ROWS == 64
+    assert found.shape == (2, 5, 64)
     torch.testing.assert_close(found.sum(0), expected + bias.float(), atol=1e-4, rtol=1e-4)
     gate, up = expected.chunk(2, dim=-1)
-    halves = Int4Weight(own.weight, own.scales, own.zeros)
-    gated = reference.int4_split_k_gated_linear(x, halves, PipelineConfig(1))
+    gated = reference.int4_split_k_gated_linear(x, own, PipelineConfig(1))
     assert_close(gated, (torch.nn.functional.silu(gate) * up).half())
