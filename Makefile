@@ -39,7 +39,7 @@ types: setup
 browser:
 	-@tools/browser.sh  # without one the page's tests fail and say so; all others still run
 
-valkey:
+valkey: browser  # after it, since both may call apt-get
 	-@tools/valkey.sh  # likewise for the tests of --embedding-store
 
 # One worker more than cores: tests of servers wait a quarter of their time.

@@ -22,6 +22,7 @@ Lookup = Callable[[Tensor, Tensor], Tensor]
 """(token_ids [T], table) -> [T, inputs]"""
 
 _MAX_STEP = 64  # between two padded row counts
+_MAX_TRIED = 1 << 15  # columns
 _BLOCK = 64  # rows of a weight that oneDNN interleaves, with AVX-512 in float32
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of sums of 64 values near 1
 
@@ -68,8 +69,11 @@ def pack(weight: Tensor) -> Tensor:
 
 @lru_cache
 def shares_rows(dtype: torch.dtype, inputs: int) -> bool:
-    """Whether rows of a packed weight can be read, so that a tied head needs no table beside it."""
-    if dtype != torch.float32 or plain_reason(dtype, "cpu") is not None:
+    """Whether rows of a packed weight can be read, so that a tied head needs no table beside it.
+
+    It is tried with a small weight. Widths that are none of a model's, whatever a config says, are not.
+    """
+    if dtype != torch.float32 or inputs > _MAX_TRIED or plain_reason(dtype, "cpu") is not None:
         return False
     weight = torch.arange(2.0 * _BLOCK * inputs).view(-1, inputs)
     return packed_rows(pack(weight), weight) is not None

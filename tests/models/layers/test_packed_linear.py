@@ -93,6 +93,11 @@ def test_rows_of_a_layout_that_is_not_known_are_not_looked_up() -> None:
     assert not shares_rows(torch.bfloat16, 48)
 
 
+def test_no_memory_is_taken_for_a_width_that_only_a_config_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "pack", lambda weight: pytest.fail(f"{weight.shape} was packed"))
+    assert not shares_rows(torch.float32, 1 << 24)
+
+
 @needs_onednn
 def test_a_layer_gives_up_its_original_weight_when_it_is_packed() -> None:
     own = params()
