@@ -110,7 +110,7 @@ def _splits_one(decoder: Decoder) -> bool:
     if all(scales_of(linear) is not None for linear in linears):
         return table.dtype == torch.bfloat16 and can_split_k(table.device) and can_split_k_fp8(table.device)
     has_nets = any(isinstance(layer.attention, GatedDeltaNet) for layer in decoder.layers)
-    if has_nets or len(dense) < len(decoder.layers) or table.shape[1] < _MIN_INT4_WIDTH:
+    if has_nets or len(dense) < len(decoder.layers) or decoder.hidden_size < _MIN_INT4_WIDTH:
         return False
     return all_packed(decoder) and can_split_k(table.device) and can_split_k_int4(table.device, table.dtype)
 

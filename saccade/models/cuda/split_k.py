@@ -55,9 +55,9 @@ def _self_test_fp8(device: torch.device) -> None:
 
 
 def _self_test_int4(device: torch.device, dtype: torch.dtype) -> None:
-    from saccade.kernels.gemm import hopper_int4_split_k as kernels
-    from saccade.kernels.gemm.hopper_split_k import PipelineConfig
+    from saccade.kernels.gemm import hopper_int4_split_k, hopper_split_k
 
+    kernels, config = hopper_int4_split_k, hopper_split_k.PipelineConfig(2, 2)
     cases = ((1, 128, True), (12, 128, False), (20, 32, True), (40, 64, True), (64, 64, False))
     for rows, group, has_zeros in cases:
         own = random_weight(device, 128, 2176, group, has_zeros=has_zeros)  # stages are used more than once
@@ -65,13 +65,13 @@ def _self_test_int4(device: torch.device, dtype: torch.dtype) -> None:
             own = own._replace(scales=own.scales.to(torch.bfloat16))
         x = torch.randn(rows, own.inputs, device=device, dtype=dtype)
         bias = torch.randn(128, device=device, dtype=dtype)
-        expected = reference.int4_split_k_linear(x, own, bias, PipelineConfig(2, 2)).sum(0)
-        assert_agree(kernels.int4_split_k_linear(x, own, bias, PipelineConfig(2, 2)).sum(0), expected, 0.02)
+        expected = reference.int4_split_k_linear(x, own, bias, config).sum(0)
+        assert_agree(kernels.int4_split_k_linear(x, own, bias, config).sum(0), expected, 0.02)
         into = torch.zeros(rows, 192, device=device, dtype=dtype)[:, :128]
         assert_agree(kernels.int4_linear_into(x, own, bias, into).float(), expected, 0.05)
-        config = kernels.choose_gated(rows)
-        expected = reference.int4_split_k_gated_linear(x, own, config).float()
-        assert_agree(kernels.int4_split_k_gated_linear(x, own, config).float(), expected, 0.05)
+        gated = kernels.choose_gated(rows)
+        expected = reference.int4_split_k_gated_linear(x, own, gated).float()
+        assert_agree(kernels.int4_split_k_gated_linear(x, own, gated).float(), expected, 0.05)
 
 
 def _gated(gate_up: Tensor) -> Tensor:
