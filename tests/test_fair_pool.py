@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import CancelledError
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
-from saccade.fair_pool import FairPool, QueueFull
+from saccade.fair_pool import FairPool, Owner, QueueFull
 
 
 def blocked(threads: int = 1, max_waiting: int | None = None) -> tuple[FairPool, threading.Event]:
@@ -67,3 +70,95 @@ def test_a_closed_pool_cancels_what_waits_and_what_comes() -> None:
     for piece in (waiting, pool.submit("a", int)):
         with pytest.raises(CancelledError):
             piece.result(10)
+
+
+def test_the_client_that_held_the_threads_least_goes_first_and_its_requests_take_turns() -> None:
+    now = [0.0]
+    pool, go, busy = FairPool(1, "test", clock=lambda: now[0]), threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def takes(name: str, seconds: float) -> None:
+        now[0] += seconds
+        done.append(name)
+
+    pool.submit("first", lambda: (busy.set(), go.wait(120)))
+    assert busy.wait(120)
+    pieces = [pool.submit(Owner("heavy", f"{i % 2}"), partial(takes, f"heavy {i % 2}", 5.0)) for i in range(4)]
+    pieces += [pool.submit(Owner("light"), partial(takes, "light", 1.0)) for _ in range(8)]
+    go.set()
+    for piece in pieces:
+        piece.result(10)
+    assert done[:7] == ["heavy 0", *["light"] * 5, "heavy 1"]
+    pool.close()
+
+
+def test_a_client_with_twice_the_weight_has_twice_the_time() -> None:
+    now = [0.0]
+    pool, go, busy = FairPool(1, "test", clock=lambda: now[0]), threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def takes(name: str) -> None:
+        now[0] += 1.0
+        done.append(name)
+
+    pool.submit("first", lambda: (busy.set(), go.wait(120)))
+    assert busy.wait(120)
+    pieces = [
+        pool.submit(Owner(name, weight=weight), partial(takes, name))
+        for _ in range(20)
+        for name, weight in (("one", 1.0), ("two", 2.0))
+    ]
+    go.set()
+    for piece in pieces:
+        piece.result(10)
+    assert 9 <= done[:15].count("two") <= 11
+    pool.close()
+
+
+def test_a_client_that_comes_back_at_once_has_not_forgotten_what_it_used() -> None:
+    now = [0.0]
+    pool = FairPool(1, "test", clock=lambda: now[0])
+    done: list[str] = []
+
+    def takes(name: str, seconds: float) -> None:
+        now[0] += seconds
+        done.append(name)
+
+    pool.submit("heavy", partial(takes, "heavy", 100.0)).result(10)  # alone, and forgotten
+    go, busy = threading.Event(), threading.Event()
+    pool.submit("first", lambda: (busy.set(), go.wait(120)))
+    assert busy.wait(120)
+    pieces = [pool.submit("heavy", partial(takes, "heavy", 1.0))]
+    pieces += [pool.submit("light", partial(takes, "light", 1.0)) for _ in range(5)]
+    go.set()
+    for piece in pieces:
+        piece.result(10)
+    assert done == ["heavy", *["light"] * 5, "heavy"]
+    pool.close()
+
+
+def test_a_client_holds_no_more_threads_than_it_may_and_others_have_the_rest() -> None:
+    pool, go = FairPool(3, "test", max_running=2), threading.Event()
+    held = [pool.submit("many", lambda: go.wait(120)) for _ in range(5)]
+    assert pool.submit("one", lambda: 7).result(10) == 7
+    assert sum(future.running() for future in held) == 2
+    go.set()
+    for future in held:
+        future.result(10)
+    pool.close()
+
+
+def test_who_has_nothing_to_do_in_a_pool_is_forgotten() -> None:
+    pool = FairPool(2, "test")
+    for i in range(1000):
+        pool.submit(f"client {i}", int).result(10)
+    last = pool.submit("last", int)
+    last.result(10)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(AssertionError):
+            pool.check_idle()
+            break
+        time.sleep(0.01)
+    pool.check_idle()
+    pool.close()

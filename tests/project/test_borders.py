@@ -35,16 +35,17 @@ ALLOWED: dict[str, set[str]] = {
     "server_options": {"errors", "option_fields", "trusted_proxies"},
     "outputs": {"errors", "types"},
     "fair_pool": set(),
+    "helpers": set(),
     "logs": set(),
     "torch_utils": set(),
     "checkpoint": {"errors"},
     "costs": {"types", "checkpoint"},
     "vision_graph_sizes": {"types", "checkpoint"},
-    "media": {"errors", "types", "options"},
-    "structured": {"errors", "types", "checkpoint", "fair_pool"},
+    "media": {"errors", "types", "options", "helpers"},
+    "structured": {"errors", "types", "checkpoint", "fair_pool", "helpers"},
     "processor.families": {"errors", "types", "costs", "checkpoint"},
     "processor.dialects": {"errors", "types", "structured"},
-    "processor": NOUNS | {"checkpoint", "media", "structured", "processor.families", "processor.dialects"},
+    "processor": NOUNS | {"checkpoint", "helpers", "media", "structured", "processor.families", "processor.dialects"},
     "scheduler": {"errors", "types", "options"},
     "kernels": set(),
     "kernels.launch": {"torch_utils"},
@@ -67,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"checkpoint", "structured", "torch_utils", "runner.cuda", "runner.encoder"}
     | {"runner.embedding_tiers"},
     "engine": NOUNS | {"checkpoint", "scheduler", "runner", "runner.encoder"},
-    "engine.ipc": NOUNS | {"logs", "checkpoint", "engine", "engine.encoders", "scheduler"},
+    "engine.ipc": NOUNS | {"helpers", "logs", "checkpoint", "engine", "engine.encoders", "scheduler"},
     "engine.encoders": NOUNS | {"logs", "engine", "engine.ipc", "runner", "runner.encoder"},
     "engine.ray_cluster": NOUNS | {"logs", "engine.ipc", "engine.encoders", "runner.encoder"},
     "engine.replicas": NOUNS | {"engine", "engine.ipc", "scheduler"},
@@ -79,7 +80,8 @@ ALLOWED: dict[str, set[str]] = {
     "server.api": NOUNS
     | {"media", "processor", "processor.dialects", "plan", "batch", "server", "server.http", "server.request"},
     "server": NOUNS
-    | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc", "engine.encoders"}
+    | {"__init__", "fair_pool", "helpers", "media", "structured", "processor"}
+    | {"engine", "engine.ipc", "engine.encoders"}
     | {"engine.replicas", "engine.ray_cluster", "processor.dialects", "batch"}
     | {"server.http", "server.request", "server.api"},
     "svg": set(),

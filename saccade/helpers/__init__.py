@@ -1,0 +1,1 @@
+"""Helper processes: work on clients' bytes that must be able to end without ending anything else."""

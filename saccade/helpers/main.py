@@ -1,0 +1,104 @@
+"""The main of helper processes: reads requests from stdin, a socket, and answers them within their limits.
+
+`process` is the parent's side. CPU time is limited, not wall time: a busy machine must not make a
+request fail.
+"""
+
+from __future__ import annotations
+
+import array
+import math
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from saccade.helpers.process import REPLY, REQUEST, Outcome
+
+_MAX_FDS = 4
+_GRACE_SECONDS = 1  # after which the kernel ends what ignores its signal
+
+Answer = Callable[[bytes, Sequence[int]], bytes]
+"""The body of a request and the descriptors that came with it -> the body of the reply."""
+
+
+class Refused(Exception):
+    """The request cannot be done; `body` says why."""
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__()
+        self.body = body
+
+
+def limit_memory(megabytes: int) -> None:
+    """Of address space, for the rest of this process."""
+    resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def serve(answer: Answer) -> None:
+    """Until the parent is gone. The signal of a request that takes too long ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=0) as connection, suppress(ConnectionError):
+        while (request := _receive(connection)) is not None:
+            seconds, body, fds = request
+            outcome, taken, reply = _answered(answer, seconds, body, fds)
+            del request, body
+            for fd in fds:
+                os.close(fd)
+            connection.sendall(REPLY.pack(outcome, taken, len(reply)))
+            connection.sendall(reply)
+
+
+def _answered(
+    answer: Answer, seconds: float, body: bytes, fds: Sequence[int]
+) -> tuple[Outcome, float, bytes]:
+    before = time.process_time()
+    _limit_cpu(before, seconds)
+    outcome, reply = Outcome.DONE, b""
+    try:
+        reply = answer(body, fds)
+    except Refused as refused:
+        outcome, reply = Outcome.FAILED, refused.body
+    except MemoryError:
+        outcome = Outcome.MEMORY
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return outcome, time.process_time() - before, reply
+
+
+def _limit_cpu(now: float, seconds: float) -> None:
+    """The timer's signal ends the process; the kernel does where a library has taken the signal."""
+    _, maximum = resource.getrlimit(resource.RLIMIT_CPU)
+    last = math.ceil(now + seconds) + _GRACE_SECONDS
+    last = last if maximum == resource.RLIM_INFINITY else min(last, maximum)
+    resource.setrlimit(resource.RLIMIT_CPU, (last, maximum))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _receive(connection: socket.socket) -> tuple[float, bytes, list[int]] | None:
+    """Seconds, body and descriptors of the next request. None when the parent is gone."""
+    space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+    header, ancillary, _, _ = connection.recvmsg(REQUEST.size, space)
+    if not header:
+        return None
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    header += _read(connection, REQUEST.size - len(header))
+    seconds, length = REQUEST.unpack(header)
+    return seconds, _read(connection, length), list(fds)
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    body = bytearray(length)
+    view = memoryview(body)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionError("the parent has gone")
+        view = view[count:]
+    return bytes(body)

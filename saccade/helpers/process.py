@@ -1,0 +1,195 @@
+"""A helper process: work on a client's bytes that may never end, fill the memory or crash its parser.
+
+It limits its own CPU time and memory, and ends with its socket, so it outlives no parent. What ends it costs
+its own request; the next one starts another. `main` is the other side.
+
+    request: CPU seconds, length, body ─► reply: outcome, CPU seconds taken, length, body
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from queue import LifoQueue
+from typing import Generic, NamedTuple, TypeVar
+
+REQUEST = struct.Struct(">dQ")
+REPLY = struct.Struct(">BdQ")
+MAX_BODY = 1 << 31
+_HUNG_SECONDS = 60.0  # of wall time beyond the CPU time; only a stopped process takes as long
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Outcome(IntEnum):
+    DONE = 0
+    FAILED = 1  # the body says why
+    SLOW = 2  # it took more CPU time than it may
+    MEMORY = 3  # it needed more memory than it may
+    DIED = 4  # never sent: the parent's own
+    CANCELLED = 5  # so is this
+
+
+class Reply(NamedTuple):
+    outcome: Outcome
+    seconds: float  # of CPU time
+    body: bytes = b""
+
+
+class HelperProcess:
+    """A process that is started on demand, and again after it has ended. One thread at a time asks it."""
+
+    def __init__(self, module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> None:
+        """`module` is run with a socket as its stdin and these arguments."""
+        self._command = (sys.executable, "-m", module, *arguments)
+        self._pass_fds = pass_fds
+        self._lock = threading.Lock()  # between a start, `cancel` and `close`
+        self._running: _Running | None = None
+        self._is_cancelled = False
+        self._is_closed = False
+
+    def ask(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int] = ()) -> Reply:
+        """Sends the parts as one body; `fds` go with it. RuntimeError after `close`."""
+        try:
+            return self._started().ask(parts, seconds, fds)
+        except OSError:  # it has ended, says nothing, or cannot be started
+            return Reply(self._end(), seconds)
+        except BaseException:  # the caller gave up: the next one must not read its reply
+            self._end()
+            raise
+
+    def cancel(self) -> None:
+        """From another thread: end what it works on. Its `ask` returns CANCELLED."""
+        with self._lock:
+            if self._running is not None:
+                self._is_cancelled = True
+                self._running.kill()
+
+    def close(self) -> None:
+        """A caller that waits sees that the process has died."""
+        with self._lock:
+            self._is_closed = True
+            if self._running is not None:
+                self._running.kill()
+
+    @property
+    def pid(self) -> int | None:
+        running = self._running
+        return None if running is None or running.has_ended else running.pid
+
+    def _started(self) -> _Running:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the helper process was closed")
+            self._is_cancelled = False
+            if self._running is None or self._running.has_ended:
+                self._running = _Running(self._command, self._pass_fds)
+            return self._running
+
+    def _end(self) -> Outcome:
+        """Why it ended."""
+        with self._lock:
+            running = self._running
+            self._running = None
+            status = running.end() if running else None
+            if self._is_cancelled:
+                return Outcome.CANCELLED
+            return Outcome.SLOW if status in (-signal.SIGPROF, -signal.SIGXCPU) else Outcome.DIED
+
+
+class _Running:
+    """The process and the socket to it.
+
+    PR_SET_PDEATHSIG, as used for the engine, would bind it to the thread that started it.
+    """
+
+    def __init__(self, command: Sequence[str], pass_fds: Sequence[int]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._child = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                pass_fds=pass_fds,
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+        self.pid = self._child.pid
+        self._socket = ours
+        self._finish = weakref.finalize(self, _finish, self._child, ours)  # at the latest with this object
+
+    @property
+    def has_ended(self) -> bool:
+        """Such as by the kernel, for want of memory, while it waited for work."""
+        return self._child.poll() is not None
+
+    def ask(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int]) -> Reply:
+        """Raises OSError if the process has ended."""
+        self._socket.settimeout(seconds + _HUNG_SECONDS)
+        header = REQUEST.pack(seconds, sum(map(len, parts)))
+        if fds:
+            socket.send_fds(self._socket, [header], fds)
+        else:
+            self._socket.sendall(header)
+        for part in parts:
+            self._socket.sendall(part)
+        outcome, taken, length = REPLY.unpack(self._read(REPLY.size))
+        if length > MAX_BODY:
+            raise ConnectionError(f"a helper process sends {length} bytes")
+        return Reply(Outcome(outcome), taken, self._read(length))
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    def end(self) -> int | None:
+        """The exit status: what ended it, if it had ended already."""
+        self._socket.close()
+        try:
+            self._child.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._finish()
+        return self._child.returncode
+
+    def _read(self, length: int) -> bytes:
+        body = bytearray(length)
+        view = memoryview(body)
+        while view:
+            count = self._socket.recv_into(view)
+            if not count:
+                raise ConnectionError("a helper process has ended")
+            view = view[count:]
+        return bytes(body)
+
+
+def _finish(child: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    child.kill()
+    child.wait()
+
+
+Helper = TypeVar("Helper")
+Result = TypeVar("Result")
+
+
+class HelperPool(Generic[Helper]):
+    """A few helpers; the one used last goes first, so that others start only when needed."""
+
+    def __init__(self, helpers: Sequence[Helper]) -> None:
+        self.helpers = tuple(helpers)
+        self._free: LifoQueue[Helper] = LifoQueue()
+        for helper in reversed(self.helpers):
+            self._free.put(helper)
+
+    def use(self, work: Callable[[Helper], Result]) -> Result:
+        """Waits for a free one."""
+        helper = self._free.get()
+        try:
+            return work(helper)
+        finally:
+            self._free.put(helper)

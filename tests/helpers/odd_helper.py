@@ -1,0 +1,31 @@
+"""A helper process for tests: does what its request says, up to the worst."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from saccade.helpers.main import Refused, limit_memory, serve
+
+
+def answer(body: bytes, fds: Sequence[int]) -> bytes:
+    if body == b"spin":
+        while True:
+            pass
+    if body == b"die":
+        os._exit(3)
+    if body == b"fill":
+        return bytes(1 << 30)
+    if body == b"refuse":
+        raise Refused(b"no")
+    if body == b"fds":
+        return b"".join(os.read(fd, 16) for fd in fds)
+    if body == b"descriptors":
+        return str(len(os.listdir("/proc/self/fd"))).encode()
+    return b" ".join((*(text.encode() for text in sys.argv[1:]), body))
+
+
+if __name__ == "__main__":
+    limit_memory(512)
+    serve(answer)
