@@ -146,18 +146,18 @@ class FairPool:
             client, item = taken
             start = self._clock()
             error: BaseException | None = None
-            result = None
+            result: list[Any] = []  # it must not stay alive here once its future has it
             is_wanted = item.future.set_running_or_notify_cancel()
             if is_wanted:
                 try:
-                    result = item.work()
+                    result.append(item.work())
                 except BaseException as raised:
                     error = raised
             self._give_back(client, (self._clock() - start) / item.weight)
             if error is not None:
                 item.future.set_exception(error)
             elif is_wanted:
-                item.future.set_result(result)
+                item.future.set_result(result.pop())
             del taken, client, item, result, error  # or they would stay alive until the next item
 
     def _take(self) -> tuple[_Client, _Item] | None:

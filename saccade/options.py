@@ -155,6 +155,14 @@ class Options:
         "precision) or auto: our Hopper kernel if it supports the model, else flashinfer if installed",
     )
     image_decode_threads: int | None = _option(None, "image decoders; automatic: one per core, at most 8")
+    isolate_decoders: bool | None = _option(
+        None,
+        "decode images and videos in processes of their own, so that a file that takes too long, fills the "
+        "memory or crashes its decoder ends only that; automatic: where requests come from clients",
+    )
+    max_decode_seconds: float = _option(
+        30.0, "CPU seconds that decoding one image or frame group may take; isolated decoders are ended then"
+    )
     chat_template_timeout: float = _option(
         2.0, "CPU seconds that a checkpoint's chat template may take for one request; most take a millisecond"
     )

@@ -62,6 +62,7 @@ class Header:
     orientation: int  # EXIF orientation 1-8; 1 when absent or broken
     frames: int  # 1 for a still image
     mode: str  # Pillow's mode of the stored pixels, "RGB" for "rgb"
+    passes: int = 1  # how often each pixel is worked on to decode it, as scans of a JPEG do
 
 
 class Tiling(NamedTuple):
@@ -92,6 +93,10 @@ class Still(NamedTuple):
     header: Header
 
 
+HEAVY_PIXELS = 50_000_000
+"""Of an item's price: what takes longer, a fourth of a second, is decoded apart from other items."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
     """One image, or one frame group of a video, before the encoder: still compressed, its cost already known.
@@ -110,12 +115,23 @@ class MediaItem:
     reduction: int = 1  # a JPEG is decoded at 1/2, 1/4 or 1/8 of its size
     gpu_jpeg: bool = False  # nvJPEG may decode it, to pixels that differ by one
     page: int | None = None  # of a PDF, from 0; it is rendered at the header's size
-    owner: str = ""  # the client's request that brought it: owners take turns in the decode threads
+    owner: str = ""  # the request that brought it
+    client: str = ""  # and whose that is: clients, then their requests, take turns in the decode threads
 
     @property
     def num_frames(self) -> int:
         """Frames decoded for it."""
         return len(self.stamps) or len(self.stills) or 1
+
+    @property
+    def price(self) -> int:
+        """Of decoding it, in pixels of a plain JPEG: known before it begins."""
+        width, height = self.header.size
+        return width * height * self.header.passes * self.num_frames
+
+    @property
+    def is_heavy(self) -> bool:
+        return self.price > HEAVY_PIXELS
 
     @property
     def leading(self) -> int:
@@ -294,6 +310,9 @@ class StepPlan:
     encode: tuple[MediaItem, ...] = ()  # newly given to the encoder; slots are reserved
     encode_layers: int | None = None  # encoder layers to advance in this step; None: until all is encoded
     prefetch: tuple[MediaItem, ...] = ()  # likely next: image decoding may begin
+    heavy: tuple[MediaItem, ...] | None = (
+        None  # decoded before they are given to the encoder; None: as before
+    )
     kind: PlanKind = "sync"
     fuse_with_next: bool = False  # run the prefill and the next async decode as one mixed batch
 
@@ -339,6 +358,7 @@ class StepResult:
     slice: Slice = Slice()  # noqa: RUF009 (immutable)
     restored: frozenset[Key] = frozenset()  # those of `encoded` that a tier of embeddings had
     local_work: int | None = None  # embeddings in flight that the engine itself encodes; None: all
+    decoded: frozenset[Key] = frozenset()  # heavy images that may be given to the encoder
 
 
 Collect = Callable[[], StepResult]

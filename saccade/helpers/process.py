@@ -8,6 +8,7 @@ its own request; the next one starts another. `main` is the other side.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import struct
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from queue import LifoQueue
 from typing import Generic, NamedTuple, TypeVar
@@ -46,10 +47,10 @@ class Reply(NamedTuple):
 class HelperProcess:
     """A process that is started on demand, and again after it has ended. One thread at a time asks it."""
 
-    def __init__(self, module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> None:
-        """`module` is run with a socket as its stdin and these arguments."""
+    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        """`module` is run with a socket as its stdin, these arguments, and these variables beside ours."""
         self._command = (sys.executable, "-m", module, *arguments)
-        self._pass_fds = pass_fds
+        self._environment = environment or {}
         self._lock = threading.Lock()  # between a start, `cancel` and `close`
         self._running: _Running | None = None
         self._is_cancelled = False
@@ -90,7 +91,7 @@ class HelperProcess:
                 raise RuntimeError("the helper process was closed")
             self._is_cancelled = False
             if self._running is None or self._running.has_ended:
-                self._running = _Running(self._command, self._pass_fds)
+                self._running = _Running(self._command, self._environment)
             return self._running
 
     def _end(self) -> Outcome:
@@ -110,14 +111,14 @@ class _Running:
     PR_SET_PDEATHSIG, as used for the engine, would bind it to the thread that started it.
     """
 
-    def __init__(self, command: Sequence[str], pass_fds: Sequence[int]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._child = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                pass_fds=pass_fds,
+                env={**os.environ, **environment},
                 start_new_session=True,  # Ctrl-C is for the parent
             )
         self.pid = self._child.pid

@@ -18,7 +18,6 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from saccade.errors import RequestError
-from saccade.media.pdf import PDFS
 from saccade.media.rgb import BAND, MIRRORED, as_image, to_rgb, upright
 from saccade.media.video_reader import VideoReaders
 from saccade.types import MediaItem, Size
@@ -43,11 +42,11 @@ _READERS: dict[str, type[ImageFile]] = {
 }
 
 
-def _new_pixels(shape: tuple[int, int, int]) -> Pixels:
+def new_pixels(shape: tuple[int, int, int]) -> Pixels:
     return np.empty(shape, np.uint8)
 
 
-def decode_item(item: MediaItem, readers: VideoReaders, new: NewPixels = _new_pixels) -> Pixels:
+def decode_item(item: MediaItem, readers: VideoReaders, new: NewPixels = new_pixels) -> Pixels:
     """[height, width, 3] of an image, decoded into `new` memory where possible; [frames, ...] of a group."""
     if item.stills:
         return np.stack([decode(still) for still in _stills(item)])
@@ -75,14 +74,12 @@ def _decode_group(item: MediaItem, readers: VideoReaders) -> Pixels:
         raise RequestError(message, code="invalid_video") from None
 
 
-def decode(item: MediaItem, new: NewPixels = _new_pixels) -> Pixels:  # [height, width, 3]
+def decode(item: MediaItem, new: NewPixels = new_pixels) -> Pixels:  # [height, width, 3]
     """An upright image, at 1/`item.reduction` of its size."""
     width, height = item.header.size
     if item.header.format == "rgb":
         return np.frombuffer(item.data, np.uint8).reshape(height, width, 3)
-    if item.page is not None:
-        rendered = PDFS.render(item.data, item.page, item.header.size)
-        return np.frombuffer(rendered, np.uint8).reshape(height, width, 3)
+    assert item.page is None, "a media_worker renders pages"
     with refuse_faults(item):
         decoded = _decode_jpeg(item, new)
         pixels = _decode_file(item) if decoded is None else decoded

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
 from saccade.media.load import decode_data_url, read_file
-from saccade.media.pdf import PDFS, Box, CpuTime, PdfPool
+from saccade.media.media_workers import MEDIA, MediaWorkers
+from saccade.media.pdf import Box, CpuTime, Pdf
 from saccade.media.probe import guess_format
 from saccade.options import DocumentPolicy, MediaPolicy
 from saccade.types import Size
@@ -55,17 +56,17 @@ def load_document(
     max_images: int | None = None,
     num_before: int = 0,
     time: CpuTime | None = None,
-    pool: PdfPool = PDFS,
+    workers: MediaWorkers = MEDIA,
 ) -> Document:
     """A PDF as a path, bytes, a data: URL or bare base64. `pages` is a string such as "1-3,7"; None: all.
 
     `allow_paths=False` is for strings of clients. `num_before` pages of other documents count for
     `max_images` too, and `time` is that of all documents of a request.
     """
-    time = time or CpuTime()
     data = _bytes(source, policy, allow_paths)
+    pdf = Pdf(data, time, workers)
     limit = policy.document.max_pages
-    count, boxes = pool.boxes(data, limit, time)
+    count, boxes = pdf.boxes(limit)
     if count > limit:
         allowed = f"at most {limit} are allowed (max_document_pages)"
         raise RequestError(f"the PDF has {count} pages, and {allowed}", code="document_too_large")
@@ -78,7 +79,7 @@ def load_document(
         raise RequestError(message, code="document_too_large")
     digest = hashlib.sha256(data).digest()
     chosen = tuple(PdfPage(data, digest, index, _checked(boxes[index], index)) for index in indices)
-    texts = tuple(pool.text(data, index, time) for index in indices) if text_layer else ()
+    texts = tuple(pdf.text(index) for index in indices) if text_layer else ()
     return Document(chosen, texts)
 
 

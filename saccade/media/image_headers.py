@@ -1,4 +1,4 @@
-"""Image header parsers: frame count, EXIF and, where Pillow would allocate or decode, size and mode.
+"""Image header parsers: frame count, EXIF, what decoding costs and, where Pillow would decode, size and mode.
 
 Each parser takes a bounded number of steps, so that a million empty chunks cost no more than a photo.
 Invalid bytes raise ValueError.
@@ -24,26 +24,60 @@ class Outline(NamedTuple):
     exif: bytes | None = None
     size: Size | None = None  # as stored
     mode: str | None = None
+    passes: int = 1  # see `Header.passes`
 
+
+MAX_SCANS = 500
+"""Of a JPEG; more are not counted. Programs write about ten."""
+
+_SLOW_PASSES = 2  # of what is inflated, however its pixels are stored
+_TIFF_PASSES = 4  # any of a dozen codecs
+_PYTHON_PASSES = 64
 
 _EXIF_MARK = b"Exif\x00\x00"
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _MARKER_START = re.compile(rb"\xff+")  # any number of padding bytes may come before a marker
 _NOT_A_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # in the range of frame headers, but tables
+_SCAN, _END = 0xDA, 0xD9
+_AFTER_PIXELS = re.compile(
+    rb"\xff+[^\x00\xff\xd0-\xd7]"
+)  # in a scan 0xff is escaped, or restarts the decoder
 
 
 def parse_jpeg(data: bytes) -> Outline:
-    """Segments up to the frame header, which has the size and follows EXIF."""
-    exif = None
-    for marker, body, _ in jpeg_segments(data):
-        if marker == 0xE1 and exif is None and body[:6] == _EXIF_MARK:
+    """Segments up to the first scan: the frame header has the size and follows EXIF."""
+    exif = outline = None
+    for marker, body, end in jpeg_segments(data):
+        if marker == 0xE1 and exif is None and outline is None and body[:6] == _EXIF_MARK:
             exif = bytes(body)
-        if 0xC0 <= marker <= 0xCF and marker not in _NOT_A_FRAME:
+        if 0xC0 <= marker <= 0xCF and marker not in _NOT_A_FRAME and outline is None:
             _, height, width, channels = struct.unpack_from(">BHHB", body)
             if channels not in _JPEG_MODES:
                 raise ValueError("a JPEG has 1, 3 or 4 channels")
-            return Outline(1, exif, Size(width, height), _JPEG_MODES[channels])
-    raise ValueError("no frame header")
+            outline = Outline(1, exif, Size(width, height), _JPEG_MODES[channels])
+            is_plain = marker in (0xC0, 0xC1)  # all is in one scan, if that has all channels
+        if marker == _SCAN and outline is not None:
+            has_all = is_plain and body[:1] == bytes([channels])
+            return outline if has_all else outline._replace(passes=_num_scans(data, end))
+    if outline is None:
+        raise ValueError("no frame header")
+    return outline._replace(
+        passes=max(1, data.count(b"\xff\xda"))
+    )  # it is cut short, or has strange segments
+
+
+def _num_scans(data: bytes, at: int) -> int:
+    """Of a JPEG, whose first scan has its pixels there. A library reads all of them before it shows one."""
+    num_scans = 1
+    while num_scans <= MAX_SCANS and (found := _AFTER_PIXELS.search(data, at)):
+        at = found.end()
+        marker = data[at - 1]
+        if marker == _END:
+            break
+        num_scans += marker == _SCAN
+        if marker not in (0x01, 0xD8):  # the others have a length
+            at += int.from_bytes(data[at : at + 2])
+    return num_scans
 
 
 class JpegSegment(NamedTuple):
@@ -62,14 +96,14 @@ def jpeg_segments(data: bytes) -> Iterator[JpegSegment]:
             return
         at = run.end() - 1
         marker = data[at + 1]
-        if marker == 0xD9:  # end of image
+        if marker == _END:
             return
         if marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD8:  # markers without a length
             at += 2
             continue
         length = struct.unpack_from(">H", data, at + 2)[0]
         yield JpegSegment(marker, view[at + 4 : at + 2 + length], at + 2 + length)
-        if marker == 0xDA:  # pixels follow
+        if marker == _SCAN:
             return
         at += 2 + length
 
@@ -82,7 +116,7 @@ def parse_png(data: bytes) -> Outline:
     for _ in range(MAX_STEPS):
         length, kind = struct.unpack_from(">I4s", data, at)
         if kind in (b"IDAT", b"IEND"):
-            return Outline(frames, exif)
+            return Outline(frames, exif, passes=_SLOW_PASSES)
         if kind == b"acTL":
             frames = max(1, struct.unpack_from(">I", data, at + 8)[0])
         if kind == b"eXIf":
@@ -112,7 +146,7 @@ def parse_webp(data: bytes) -> Outline:
         at += 8 + length + length % 2
     if size is None:
         raise ValueError("no picture chunk")
-    return Outline(max(1, frames), exif, size, mode)
+    return Outline(max(1, frames), exif, size, mode, _SLOW_PASSES)
 
 
 def _vp8x(data: bytes, at: int) -> tuple[Size, bool]:
@@ -156,7 +190,7 @@ def parse_gif(data: bytes) -> Outline:
         at, steps = _skip_sub_blocks(data, at, steps + 1)
     if frames == 0:
         raise ValueError("no picture descriptor")
-    return Outline(frames, None, Size(width, height), "P")
+    return Outline(frames, None, Size(width, height), "P", _SLOW_PASSES)
 
 
 def _palette_bytes(flags: int) -> int:
@@ -197,7 +231,7 @@ def parse_tiff(data: bytes) -> Outline:
         visited.add(at)
         frames += 1
         at = _next_directory(data, at, order, layout)
-    return Outline(max(1, frames))
+    return Outline(max(1, frames), passes=_TIFF_PASSES)
 
 
 def _next_directory(data: bytes, at: int, order: str, layout: _TiffLayout) -> int:
@@ -222,6 +256,12 @@ def _check_tiff_values(data: bytes, at: int, order: str, layout: _TiffLayout) ->
         raise ValueError("entries claim more bytes than there are")
 
 
+def parse_bmp(data: bytes) -> Outline:
+    """Pillow reads its fixed header, and run-length encoded pixels in Python."""
+    is_packed = len(data) >= 34 and struct.unpack_from("<I", data, 30)[0] in (1, 2)
+    return Outline(passes=_PYTHON_PASSES if is_packed else 1)
+
+
 def exif_orientation(exif: bytes) -> int:
     """1 to 8 from the first directory of an EXIF block; 1 if it is missing or broken."""
     body = exif.removeprefix(_EXIF_MARK)
@@ -242,6 +282,6 @@ PARSERS: Mapping[str, Callable[[bytes], Outline]] = {
     "png": parse_png,
     "webp": parse_webp,
     "gif": parse_gif,
-    "bmp": lambda _: Outline(),  # Pillow reads its fixed header
+    "bmp": parse_bmp,
     "tiff": parse_tiff,
 }

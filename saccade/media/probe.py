@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from saccade.errors import RequestError
-from saccade.media.image_headers import PARSERS, Outline, exif_orientation
+from saccade.media.image_headers import MAX_SCANS, PARSERS, Outline, exif_orientation
 from saccade.options import MediaPolicy
 from saccade.types import Header, Size
 
@@ -49,6 +49,7 @@ _READERS: Mapping[str, Callable[[io.BytesIO], Image.Image]] = {
     "tiff": TiffImageFile,
 }
 _BROKEN = (ValueError, struct.error, SyntaxError, OSError, EOFError, LookupError, TypeError, OverflowError)
+_MAX_PASSES = 32  # over as many pixels as the largest image has: three of a large progressive JPEG
 _MAX_SIDE = 2**31 - 1  # a larger value is a negative one read as unsigned
 
 
@@ -60,6 +61,7 @@ def probe(data: bytes, policy: MediaPolicy) -> Header:
     name = _sniff(data)
     header = _header(name, data)
     check_pixels(header.size, policy)
+    _check_passes(header, policy)
     return header
 
 
@@ -75,6 +77,26 @@ def check_pixels(size: Size, policy: MediaPolicy) -> None:
         given = f"the picture is {size.width}x{size.height} = {pixels} pixels"
         limit = f"at most {policy.max_image_pixels} are allowed (max_image_pixels)"
         raise RequestError(f"{given}, and {limit}", code="image_too_large")
+
+
+def _check_passes(header: Header, policy: MediaPolicy) -> None:
+    """What decoding costs, beside the pixels that come out."""
+    pixels = header.size.width * header.size.height
+    limit = _MAX_PASSES * policy.max_image_pixels
+    if pixels * header.passes <= limit and header.passes <= MAX_SCANS:
+        return
+    given = f"the {header.format.upper()} picture of {header.size.width}x{header.size.height} pixels"
+    if header.format == "jpeg":
+        scans = f"{MAX_SCANS} or more" if header.passes > MAX_SCANS else str(header.passes)
+        given += f" has {scans} scans, each of which is decoded"
+        allowed = f"at most {min(MAX_SCANS, limit // pixels)} are allowed at its size"
+        remedy = "save it as a plain JPEG"
+    else:
+        given += f" takes as long to decode as {pixels * header.passes} pixels of a plain JPEG"
+        allowed = f"at most {limit} are allowed"
+        remedy = "send it as PNG or JPEG"
+    message = f"{given}, and {allowed} ({_MAX_PASSES} times max_image_pixels); {remedy}"
+    raise RequestError(message, code="image_too_large")
 
 
 def _sniff(data: bytes) -> str:
@@ -108,7 +130,7 @@ def _header(name: str, data: bytes) -> Header:
         raise RequestError(message, code="image_parse_error")
     orientation = exif_orientation(outline.exif) if outline.exif else 1
     upright = Size(size.height, size.width) if orientation >= 5 else size
-    return Header(name, upright, orientation, outline.frames, mode)
+    return Header(name, upright, orientation, outline.frames, mode, outline.passes)
 
 
 def _size_and_mode(name: str, data: bytes, outline: Outline) -> tuple[Size, str]:

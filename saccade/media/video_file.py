@@ -25,14 +25,17 @@ def is_available() -> bool:
     return find_spec("av") is not None
 
 
-def open_video(data: bytes, format: str, max_pixels: int) -> av.container.InputContainer:
-    """Open with this demuxer only. The caller closes it."""
-    try:
-        import av
-    except ImportError:
+def check_available() -> None:
+    if not is_available():
         remedy = "the operator installs it with `pip install saccade[video]`; a list of frames needs nothing"
         message = f"video files cannot be read here: PyAV is not installed; {remedy}"
-        raise RequestError(message, code="unsupported") from None
+        raise RequestError(message, code="unsupported")
+
+
+def open_video(data: bytes, format: str, max_pixels: int) -> av.container.InputContainer:
+    """Open with this demuxer only. The caller closes it."""
+    import av
+
     limits = {"codec_whitelist": ",".join(sorted(CODECS)), "max_pixels": str(max_pixels)}
     return av.open(io.BytesIO(data), "r", format=format, metadata_errors="ignore", options=limits)
 

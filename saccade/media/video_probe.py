@@ -1,6 +1,7 @@
 """Video probing: format, size, orientation and the timestamp of each frame. Decodes only what opening does.
 
 Containers are recognised by magic bytes and opened by that demuxer only, so a file cannot refer to others.
+A `media_worker` reads them: FFmpeg parses no byte of a client in this process.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from saccade.errors import RequestError
-from saccade.media.video_file import CODECS, open_video, video_stream
+from saccade.media.jobs import VideoHeader
+from saccade.media.media_workers import MEDIA, Fault, MediaWorkers, Task
+from saccade.media.video_file import CODECS, check_available, open_video, video_stream
 from saccade.options import MediaPolicy
 from saccade.types import Size
 
@@ -21,6 +26,8 @@ FORMATS = "MP4, MOV, WebM, MKV and AVI"
 _QUICKTIME = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 _STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
 _MAX_FRAMES = 1_000_000  # in a file; each packet is read
+_SECONDS = 10.0  # of CPU time: fifty times what the header of an hour takes
+_MEMORY_MB = 1024
 _MAX_BOXES = 10_000
 _MAX_LOOKED_AT = 36_000_000  # pixels of a frame that opening may decode: 8K
 
@@ -32,6 +39,7 @@ class VideoInfo(NamedTuple):
     size: Size  # upright
     orientation: int  # as in EXIF, 1 for upright
     stamps: tuple[int, ...]  # presentation timestamps in order, in the stream's time base
+    keys: tuple[int, ...]  # those of them from which decoding can begin
     rate: float  # average frames a second
 
     @property
@@ -39,23 +47,37 @@ class VideoInfo(NamedTuple):
         return len(self.stamps) / self.rate
 
 
-def probe_video(data: bytes, policy: MediaPolicy) -> VideoInfo:
+def probe_video(data: bytes, policy: MediaPolicy, workers: MediaWorkers = MEDIA) -> VideoInfo:
     """Read the header, or raise a RequestError that says why the video is refused."""
     if not data:
         raise RequestError("the video is empty (0 bytes)", code="invalid_video")
     check_video_bytes(len(data), policy)
+    check_available()
+    what = f"the {_title(_sniff(data))} video of {len(data)} bytes"
+    fault = Fault(
+        what,
+        "invalid_video",
+        slow=f"takes more than {_SECONDS:g} s of CPU time until its frames are counted; send a shorter one",
+        died=f"cannot be read: it is damaged or needs more than {_MEMORY_MB} MiB",
+    )
+    body = workers.ask(Task(VideoHeader(), data, _SECONDS, _MEMORY_MB << 20, fault))
+    video_info = msgspec.msgpack.decode(body, type=VideoInfo)
+    check_video_seconds(video_info.seconds, policy)
+    return video_info
+
+
+def read_video(data: bytes) -> VideoInfo:
+    """The header, read by this process."""
     name = _sniff(data)
     try:
         with open_video(data, name, _MAX_LOOKED_AT) as container:
-            video_info = _read(container, name, data)
+            return _read(container, name, data)
     except RequestError:
         raise
     except Exception:  # FFmpeg has many error types
         what = f"the {_title(name)} video of {len(data)} bytes"
         message = f"{what} is damaged or cut short: its header cannot be read"
         raise RequestError(message, code="invalid_video") from None
-    check_video_seconds(video_info.seconds, policy)
-    return video_info
 
 
 def is_video_file(data: bytes) -> bool:
@@ -113,15 +135,18 @@ def _read(container: av.container.InputContainer, name: str, data: bytes) -> Vid
     if min(stored) < 1:
         message = f"the video's header names no size, or its frames have more than {_MAX_LOOKED_AT} pixels"
         raise RequestError(message, code="invalid_video")
-    stamps = _stamps(container, stream, name)
+    stamps, keys = _stamps(container, stream, name)
     orientation = _orientation(data) if name == "mov" else 1
     upright = Size(stored.height, stored.width) if orientation >= 5 else stored
-    return VideoInfo(name, upright, orientation, stamps, _rate(stream, stamps))
+    return VideoInfo(name, upright, orientation, stamps, keys, _rate(stream, stamps))
 
 
-def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name: str) -> tuple[int, ...]:
-    """Read from the packets, as a header's frame count may be missing or wrong."""
+def _stamps(
+    container: av.container.InputContainer, stream: av.VideoStream, name: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of all frames and of key frames: from the packets, as a header's count may be missing or wrong."""
     stamps: list[int] = []
+    keys: list[int] = []
     num_packets = 0
     for packet in container.demux(stream):
         if not packet.size:
@@ -130,6 +155,8 @@ def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name
         stamp = packet.dts if packet.pts is None else packet.pts
         if not packet.is_discard and stamp is not None:
             stamps.append(stamp)
+            if packet.is_keyframe:
+                keys.append(stamp)
         if num_packets > _MAX_FRAMES:
             raise RequestError(f"the video has more than {_MAX_FRAMES} frames", code="video_too_large")
     if not stamps:
@@ -137,7 +164,7 @@ def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name
     if name == "mov" and num_packets < stream.frames:
         found = f"its header says {stream.frames} frames and {num_packets} are there"
         raise RequestError(f"the video is cut short: {found}", code="invalid_video")
-    return tuple(sorted(stamps))
+    return tuple(sorted(stamps)), tuple(sorted(keys))
 
 
 def _rate(stream: av.VideoStream, stamps: tuple[int, ...]) -> float:

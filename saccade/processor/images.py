@@ -22,6 +22,7 @@ from saccade.types import BillItem, Geometry, Header, Key, MediaItem, Size, shor
 
 LOW_DETAIL_PIXELS = 512 * 512
 """The limit for OpenAI's `detail: "low"`; auto, high and original use the deployment's limit."""
+_PAGE_PASSES = 4  # what a page shows is not known before it is rendered
 _DETAILS = ("auto", "low", "high", "original")
 
 
@@ -138,7 +139,8 @@ class Images:
         size = page_size(page, self.family, self.policy, limits)
         geometry = self._geometry(size, limits, param)
         key = self._keys.of_page(page, size, self._tag(limits.min_pixels, limits.max_pixels), salt)
-        return MediaItem(key, "image", page.data, Header("pdf", size, 1, 1, "RGB"), geometry, page=page.index)
+        header = Header("pdf", size, 1, 1, "RGB", passes=_PAGE_PASSES)
+        return MediaItem(key, "image", page.data, header, geometry, page=page.index)
 
     def _geometry(self, size: Size, limits: Limits, param: str) -> Geometry:
         try:

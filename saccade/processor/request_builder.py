@@ -60,7 +60,7 @@ class RequestBuilder:
         others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         is_held = params.structured is not None or params.thinking_token_budget is not None
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
-        prompt = _owned(prompt, request_id)
+        prompt = _owned(prompt, request_id, tenant.name)
         return [
             Request(
                 request_id=child_id(request_id, first + index),
@@ -96,10 +96,11 @@ def _with_budget(params: SamplingParams, thinking: Thinking | None) -> SamplingP
     return params
 
 
-def _owned(prompt: Prompt, owner: str) -> Prompt:
+def _owned(prompt: Prompt, owner: str, client: str) -> Prompt:
     if not prompt.items:
         return prompt
-    items = {item.key: replace(item, owner=owner) for item in prompt.items}  # a repeated one stays one object
+    # A repeated one stays one object.
+    items = {item.key: replace(item, owner=owner, client=client) for item in prompt.items}
     return replace(prompt, items=tuple(items[item.key] for item in prompt.items))
 
 

@@ -173,12 +173,18 @@ def _encoder(
     tiers = build_tiers(model, options, plan, largest)
     how = (model, patches, threads, plan.device, plan.parts.images, tiers)
     jpegs = build_gpu_jpegs(plan.device) if options.gpu_jpeg else None
+    build = partial(
+        LocalEncoder,
+        jpegs=jpegs,
+        isolated=bool(options.isolate_decoders),
+        max_decode_seconds=options.max_decode_seconds,
+    )
     if links is None or largest is None:
-        return LocalEncoder(*how, jpegs=jpegs)
+        return build(*how)
     # On a GPU embeddings that arrive take device memory, which is planned for two passes.
     ahead = 2 * costs.patches_of(budget, vision, model.config.text)
     ahead *= 1 if plan.device.type == "cuda" else len(links.addresses)
-    return LocalEncoder(*how, _remote(model.config.text, plan, largest, links), ahead, jpegs)
+    return build(*how, _remote(model.config.text, plan, largest, links), ahead)
 
 
 def _remote(text: TextConfig, plan: MemoryPlan, largest: Geometry, links: EncoderLinks) -> RemoteEncoders:

@@ -106,8 +106,16 @@ def build_encoder(
     capture_tower(model)
     pack_where_faster(model, plan.dtype, plan.device)
     threads = options.image_decode_threads or decode_threads()
-    jpegs = build_gpu_jpegs(plan.device) if options.gpu_jpeg else None
-    encoder = LocalEncoder(model, plan.max_patches, threads, plan.device, plan.upload_bytes, jpegs=jpegs)
+    encoder = LocalEncoder(
+        model,
+        plan.max_patches,
+        threads,
+        plan.device,
+        plan.upload_bytes,
+        jpegs=build_gpu_jpegs(plan.device) if options.gpu_jpeg else None,
+        isolated=bool(options.isolate_decoders),
+        max_decode_seconds=options.max_decode_seconds,
+    )
     assert config.vision is not None
     encoder.warm_up(largest, config.vision.temporal_patch_size)
     grid = largest_within(config, largest.grid, min(plan.max_patches, _MEASURED_PATCHES))

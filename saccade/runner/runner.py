@@ -201,6 +201,8 @@ class Runner:
         advanced = self.encoder.advance(plan.encode_layers, may_wait=may_wait)
         if plan.encode_layers != 0:  # otherwise the encoder pauses and earlier prefetches stay
             self.encoder.prefetch(plan.prefetch)
+        if plan.heavy is not None:
+            self.encoder.want_heavy(plan.heavy)
         done = self.encoder.poll()
         self.embeddings.update(done.embeddings)
         self._coordinates.update(done.coordinates)
@@ -211,6 +213,7 @@ class Runner:
             slice=advanced,
             restored=frozenset(done.restored),
             local_work=self.encoder.local_work,
+            decoded=self.encoder.decoded_heavy(),
         )
 
     def _before_failed(self, window: ScheduledWindow, failed: Container[Key]) -> ScheduledWindow | None:

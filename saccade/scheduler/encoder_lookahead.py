@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
+from typing import NamedTuple
 
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, KeptImages
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.request import ScheduledRequest
+from saccade.scheduler.step_policy import StepLimits
 from saccade.types import MediaItem, ScheduledWindow
 
 SpansAhead = Iterator[tuple[ScheduledRequest, int]]  # requests, and indices of their spans
@@ -25,6 +27,29 @@ def spans_ahead(candidates: Iterable[ScheduledRequest], pool: BlockPool) -> Span
             end = seq.spans[index].pinned_until
             if seq.is_running or not pool.has_prefix(seq.hashes, end, seq.num_tokens):
                 yield seq, index
+
+
+class NextUp(NamedTuple):
+    """What a plan has decoded before the encoder needs it."""
+
+    prefetch: tuple[MediaItem, ...]
+    heavy: tuple[MediaItem, ...] | None  # see `StepPlan`
+
+    @property
+    def is_new(self) -> bool:
+        return bool(self.prefetch) or self.heavy is not None
+
+
+def next_up(
+    candidates: Callable[[], Iterable[ScheduledRequest]],
+    pool: BlockPool,
+    encoder: EncoderScheduler,
+    limits: StepLimits,
+) -> NextUp:
+    heavy = encoder.heavy(spans_ahead((seq for seq in candidates() if seq.has_heavy_images), pool))
+    if encoder.is_sliced and limits.max_encode_in_flight is None:
+        return NextUp((), heavy)
+    return NextUp(encoder.prefetch(spans_ahead(candidates(), pool)), heavy)
 
 
 def encoded_ahead(candidates: Iterable[ScheduledRequest], encoder: EncoderScheduler) -> KeptImages:

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.encoder_cache import EncoderCache
-from saccade.scheduler.fair_queue import EMBEDDING_COST
+from saccade.scheduler.fair_queue import DECODED_PIXEL_COST, EMBEDDING_COST
 from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types import Key, MediaItem, Span
+
+_MAX_HEAVY = 64  # that are decoded, or wait for it
 
 
 class WindowLimit(NamedTuple):
@@ -112,6 +114,8 @@ class EncoderScheduler:
         self._own_budget = encoder_budget
         self._encoder_budget = encoder_budget * (1 + num_workers)
         self.local_work: int | None = None  # embeddings that the engine itself makes; None: all in flight
+        self.decoded: frozenset[Key] = frozenset()  # heavy images that are decoded
+        self.waits_for_heavy = False  # some are to be decoded
         self._budget = 0  # work that may still be given to the encoder in this step
         self._in_flight: dict[Key, _InFlight] = {}
         self._encode_queue = _FifoTurn()
@@ -133,6 +137,11 @@ class EncoderScheduler:
         if self.local_work is not None:
             return EncoderLoad(self.local_work, min(self.local_work, 1))
         return EncoderLoad(self.work_in_flight, len(self._in_flight))
+
+    @property
+    def is_busy(self) -> bool:
+        """With images that are encoded, or decoded before that."""
+        return bool(self._in_flight) or self.waits_for_heavy
 
     @property
     def work_in_flight(self) -> int:
@@ -168,7 +177,7 @@ class EncoderScheduler:
             if span.pinned_until <= start or index in seq.held:
                 continue
             if span.key not in seen:
-                if not self._may_enter(seq, span):
+                if not self._may_enter(seq, index):
                     return WindowLimit(max(start, span.start), tuple(entered), stops_at_image=True)
                 seen.add(span.key)
                 space -= self._cache.space_taken_by(span.key, span.num_embeds)
@@ -206,7 +215,7 @@ class EncoderScheduler:
             span = seq.spans[index]
             if span.key not in self._cache:
                 starves = seq.is_running and span.start <= seq.num_computed
-                if is_full and not starves:
+                if (is_full and not starves) or self._waits_for_decoding(seq, index):
                     continue
                 if not self._can_encode(seq, span):
                     return
@@ -229,13 +238,30 @@ class EncoderScheduler:
         budget = self._encoder_budget
         for seq, index in ahead:
             span = seq.spans[index]
-            if span.key in self._cache or span.key in items:
+            item = seq.request.prompt.items[index]
+            if span.key in self._cache or span.key in items or item.is_heavy:
                 continue
             budget -= span.encode_cost
             if budget < 0:
                 break
-            items[span.key] = seq.request.prompt.items[index]
+            items[span.key] = item
         return tuple(items.values())
+
+    def heavy(self, ahead: Iterable[tuple[ScheduledRequest, int]]) -> tuple[MediaItem, ...] | None:
+        """Images to decode first: until then they take neither budget nor space that others could use.
+
+        None: there are none, and there were none before.
+        """
+        items: dict[Key, MediaItem] = {}
+        for seq, index in ahead:
+            item = seq.request.prompt.items[index]
+            if item.is_heavy and item.key not in self._cache:
+                items[item.key] = item
+            if len(items) == _MAX_HEAVY:
+                break
+        were_none = not self.waits_for_heavy
+        self.waits_for_heavy = bool(items)
+        return None if were_none and not items else tuple(items.values())
 
     def has(self, key: Key) -> bool:
         """Its embeddings are resident, or being made."""
@@ -266,8 +292,13 @@ class EncoderScheduler:
         assert work <= self._encoder_budget, f"{work} embeddings in flight, {self._encoder_budget} allowed"
         assert self._in_flight.keys() == self._cache.in_flight(), "the cache has other images in flight"
 
-    def _may_enter(self, seq: ScheduledRequest, span: Span) -> bool:
-        if self._space_queue.bars(seq):
+    def _waits_for_decoding(self, seq: ScheduledRequest, index: int) -> bool:
+        item = seq.request.prompt.items[index]
+        return item.is_heavy and item.key not in self._cache and item.key not in self.decoded
+
+    def _may_enter(self, seq: ScheduledRequest, index: int) -> bool:
+        span = seq.spans[index]
+        if self._space_queue.bars(seq) or self._waits_for_decoding(seq, index):
             return False
         if span.key in self._cache:
             return not self.is_sliced or self._cache.is_resident(span.key)
@@ -288,7 +319,8 @@ class EncoderScheduler:
     def _start(self, seq: ScheduledRequest, index: int) -> None:
         span = seq.spans[index]
         self._encode_queue.serve(seq)
-        seq.share.charge(EMBEDDING_COST * span.encode_cost)
-        self.encode.append(seq.request.prompt.items[index])
+        item = seq.request.prompt.items[index]
+        seq.share.charge(EMBEDDING_COST * span.encode_cost + DECODED_PIXEL_COST * item.price)
+        self.encode.append(item)
         self._budget -= span.encode_cost
         self._in_flight[span.key] = _InFlight(seq.request_id, span.encode_cost)

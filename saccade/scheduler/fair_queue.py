@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # Service is counted in prompt tokens that are computed; what a cache has costs nothing.
 OUTPUT_COST = 2.0  # of a sampled token, as in the paper: a decode step reads all weights for few tokens
 EMBEDDING_COST = 1.0  # of the encoder's: four patches of a tower with a fourth of the decoder's parameters
+DECODED_PIXEL_COST = 1 / 4096  # of a plain JPEG; a photo of a megapixel adds a fifth of its tokens
 MAX_IDLE = 256  # tenants without requests that are remembered
 Rank = tuple[float, int]  # of a tenant: its counter, and its number where counters are equal
 LAST: Rank = (math.inf, 0)

@@ -18,7 +18,7 @@ from saccade.scheduler.budget import StepBudget, StepBuilder, are_enough, demand
 from saccade.scheduler.cache_log import CacheLog
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_failures import affected_requests
-from saccade.scheduler.encoder_lookahead import deadlocked, encoded_ahead, missing_items, spans_ahead
+from saccade.scheduler.encoder_lookahead import deadlocked, encoded_ahead, missing_items, next_up, spans_ahead
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
 from saccade.scheduler.fair_queue import LAST, FairQueue, Rank, ServingOrder
 from saccade.scheduler.invariants import check_held, check_running
@@ -168,7 +168,7 @@ class Scheduler:
         """Prefill and encoding beside an async decode step that runs; None when there is nothing to do."""
         (decode,) = self._plans
         served = frozenset([window.request_id for window in decode.decode])
-        if self._open.keys() <= served and not self._encoder_cache.slots_in_flight:
+        if self._open.keys() <= served and not self._encoder.is_busy:
             return None  # nearly every step of many decodes: nothing else is open or under way
         return self._plan(now, latency_bounded, served)
 
@@ -190,9 +190,9 @@ class Scheduler:
             self._fill(draft, limits)
         self._is_short = draft.is_short or draft.needs_sync
         layers = self.policy.encode_layers(limits, demand, draft.budget.num_prefills, self._encoder.own_load)
-        prefetch = self._prefetch(limits)
+        ahead = next_up(self._candidates, self._kv_cache, self._encoder, limits)
         encodes = self._encoder.encode or (layers != 0 and self._encoder_cache.slots_in_flight > 0)
-        if served and not (draft.has_windows or draft.admitted or prefetch or encodes):
+        if served and not (draft.has_windows or draft.admitted or encodes or ahead.is_new):
             return None
         fused = sum(window.end - window.start for window in draft.prefill)
         samples = any(window.samples for window in chain(draft.decode, draft.prefill))
@@ -202,7 +202,8 @@ class Scheduler:
             admitted=tuple(draft.admitted),
             encode=tuple(self._encoder.encode),
             encode_layers=layers,
-            prefetch=prefetch,
+            prefetch=ahead.prefetch,
+            heavy=ahead.heavy,
             kind="async_prefill" if served else "sync",
             fuse_with_next=bool(served and fused) and not samples and self.policy.fuses(demand, fused),
         )
@@ -238,11 +239,6 @@ class Scheduler:
             is_shared = self._queue.num_tenants > 1
             kept = encoded_ahead(self._candidates(), self._encoder) if is_shared else None
             self._encoder.look_ahead(spans_ahead(self._candidates(), self._kv_cache), kept)
-
-    def _prefetch(self, limits: StepLimits) -> tuple[MediaItem, ...]:
-        if self._encoder.is_sliced and limits.max_encode_in_flight is None:
-            return ()
-        return self._encoder.prefetch(spans_ahead(self._candidates(), self._kv_cache))
 
     def _candidates(self) -> Iterator[ScheduledRequest]:
         """Running requests, and as many waiting ones as could run at once."""
@@ -397,6 +393,7 @@ class Scheduler:
         self._plans.remove(plan)
         self.policy.observe(plan, result, now - self._begun)
         self._encoder.local_work = result.local_work
+        self._encoder.decoded = result.decoded
         for key in result.encoded:
             self._book_encoded(key, result)
         events = self._end_failed(plan, result, now) if result.failed else []

@@ -205,7 +205,9 @@ def test_a_image_that_was_decoded_ahead_is_decoded_once(
     llm = overlapped(two_layers, max_num_seqs=1)
     encoder, decoded = llm.engine.core.runner.encoder, []
     prepare = encoder._prepare
-    monkeypatch.setattr(encoder, "_prepare", lambda item: (decoded.append(item.key), prepare(item))[1])
+    monkeypatch.setattr(
+        encoder._stage, "_decode", lambda item, *how: (decoded.append(item.key), prepare(item, *how))[1]
+    )
     prompt = f"{QWEN2_VL} What is it?"
     given = [{"prompt": prompt, "multi_modal_data": {"image": photo(seed=seed)}} for seed in (1, 2)]
     llm.generate(given, GREEDY, use_tqdm=False)

@@ -205,21 +205,21 @@ def test_a_image_given_up_while_it_is_decoded_counts_until_it_is_done_and_is_the
     encoder, go_on, has_begun = llm.engine.core.runner.encoder, threading.Event(), threading.Event()
     prepare, made = encoder._prepare, []
 
-    def slowly(item: MediaItem) -> Any:
+    def slowly(item: MediaItem, *how: Any) -> Any:
         has_begun.set()
         go_on.wait(120)
-        prepared = prepare(item)
+        prepared = prepare(item, *how)
         made.append(weakref.ref(prepared.patches))
         return prepared
 
-    monkeypatch.setattr(encoder, "_prepare", slowly)
+    monkeypatch.setattr(encoder._stage, "_decode", slowly)
     wait_begun = llm.engine.core.release_if_idle
     monkeypatch.setattr(llm.engine.core, "release_if_idle", lambda: (has_begun.wait(120), wait_begun()))
     assert refused(llm, photo, monkeypatch) == 1
-    assert decoding(llm) == 0 and len(encoder._leaving) == 1
+    assert decoding(llm) == 0 and len(encoder._stage._leaving) == 1
     go_on.set()
-    encoder._pool.close(wait=True)
-    assert not encoder._leaving and made[0]() is None
+    encoder._stage.close()
+    assert not encoder._stage._leaving and made[0]() is None
 
 
 def test_images_of_the_last_request_are_given_up_when_it_is_aborted_and_those_of_others_are_kept(

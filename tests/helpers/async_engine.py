@@ -77,4 +77,4 @@ def answers(llm: LLM, given: list[dict[str, Any]], params: SamplingParams = GREE
 
 def decoding(llm: LLM) -> int:
     """Pictures that are being decoded, or were and wait for the tower."""
-    return len(llm.engine.core.runner.encoder._decoding)
+    return len(llm.engine.core.runner.encoder._stage._begun)

@@ -9,13 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 
 from saccade.errors import RequestError
-from saccade.media import pdf
-from saccade.media.decode import decode
+from saccade.media import decoding, pdf
+from saccade.media.decoding import MediaDecoder
 from saccade.media.documents import PdfPage, load_document, read_pages
-from saccade.media.pdf import REQUEST_SECONDS, Box, CpuTime, PdfPool
+from saccade.media.media_workers import MediaWorkers, Ticket
+from saccade.media.pdf import REQUEST_SECONDS, Box, CpuTime, Pdf
 from saccade.options import MediaPolicy, Options
 from saccade.types import Geometry, Grid, Header, MediaItem, Size
 from tests.helpers import pdfs
@@ -47,11 +50,18 @@ def test_a_box_is_as_a_viewer_shows_it() -> None:
     assert sizes(make_pdf(rotate=90)) == [(792, 612)]
 
 
+def rendered(data: bytes, size: Size, decoder: MediaDecoder, page: int = 0) -> bytes:
+    header = Header("pdf", size, 1, 1, "RGB")
+    geometry = Geometry(size, Grid(1, 2, 2), 1, 1)
+    item = MediaItem(b"page", "image", data, header, geometry, page=page)
+    with decoder.pixels(item, lambda seconds: None, Ticket()) as pixels:
+        return pixels.tobytes()
+
+
 def test_a_page_is_rendered_as_decoding_an_image() -> None:
-    header = Header("pdf", Size(401, 200), 1, 1, "RGB")
-    geometry = Geometry(Size(401, 200), Grid(1, 2, 2), 1, 1)
-    pixels = decode(MediaItem(b"", "image", PDF, header, geometry, page=1))
-    assert pixels.shape == (200, 401, 3)
+    decoder = MediaDecoder(1, 1, isolated=False, max_seconds=30)
+    pixels = np.frombuffer(rendered(PDF, Size(401, 200), decoder, page=1), np.uint8).reshape(200, 401, 3)
+    decoder.close()
     assert (pixels[:100] == [255, 0, 0]).all() and (pixels[150:] == 0).all(axis=2).any(), "red, with dark text"
 
 
@@ -127,27 +137,31 @@ def test_more_pages_than_images_are_allowed_are_refused() -> None:
 
 
 def test_a_bomb_ends_its_worker_and_the_next_page_is_rendered() -> None:
-    bomb = pdfs.pdf_with_bomb(1200)
-    pool = PdfPool(1)
+    decoder = MediaDecoder(1, 1, isolated=False, max_seconds=30)
     with pytest.raises(RequestError, match="needs more than 1024 MiB"):
-        pool.render(bomb, 0, Size(10, 10))
-    assert len(pool.render(PDF, 0, Size(10, 10))) == 300
+        rendered(pdfs.pdf_with_bomb(1200), Size(10, 10), decoder)
+    assert len(rendered(PDF, Size(10, 10), decoder)) == 300
+    decoder.close()
 
 
-def test_a_slow_page_is_ended() -> None:
+def test_a_slow_page_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "SECONDS", 0.05)
     slow = pdfs.one_page(b"0 0 m 600 700 l 3 4 l h f\n" * 200_000)
+    decoder = MediaDecoder(1, 1, isolated=False, max_seconds=30)
     with pytest.raises(RequestError, match=r"page 1 .* more than 0\.05 s of CPU time"):
-        PdfPool(1, seconds=0.05).render(slow, 0, Size(1500, 1500))
+        rendered(slow, Size(1500, 1500), decoder)
+    decoder.close()
 
 
 def test_a_worker_that_died_between_two_files_hurts_none() -> None:
-    pool = PdfPool(1)
-    assert pool.boxes(PDF, 9).num_pages == 2
-    slot = pool._free.queue[0]
-    assert slot._worker is not None
-    os.kill(slot._worker._child.pid, signal.SIGSEGV)
-    slot._worker._child.wait()
-    assert pool.boxes(PDF, 9).num_pages == 2
+    workers = MediaWorkers(1)
+    document = Pdf(PDF, workers=workers)
+    assert document.boxes(9).num_pages == 2
+    (pid,) = workers.pids
+    os.kill(pid, signal.SIGSEGV)
+    psutil.Process(pid).wait()
+    assert document.boxes(9).num_pages == 2
+    workers.close()
 
 
 def test_the_time_that_reading_takes_is_counted() -> None:
@@ -158,7 +172,7 @@ def test_the_time_that_reading_takes_is_counted() -> None:
 
 
 def test_without_pdfium_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdf, "is_available", lambda: False)
+    monkeypatch.setattr(pdf, "find_spec", lambda name: None)
     assert "pip install saccade[pdf]" in refusal(PDF).message
 
 

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from saccade.errors import RequestError
 from saccade.scheduler import fair_queue
-from saccade.scheduler.fair_queue import EMBEDDING_COST, MAX_IDLE, MAX_LABELS, OUTPUT_COST, Rank, TenantShare
+from saccade.scheduler.fair_queue import (
+    DECODED_PIXEL_COST,
+    EMBEDDING_COST,
+    MAX_IDLE,
+    MAX_LABELS,
+    OUTPUT_COST,
+    Rank,
+    TenantShare,
+)
 from saccade.types import OTHER_LABEL, StepPlan, Tenant
 from tests.helpers.async_scheduling import AheadRig
 from tests.helpers.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, assert_nothing_is_held, drive
@@ -106,7 +114,7 @@ def test_cached_prompts_and_images_cost_nothing() -> None:
     rig = Rig()
     rig.add("first", 8, FakeImage("cat", 8), 8, max_tokens=1, tenant=A)
     rig.drain()
-    assert services(rig) == {"A": 24 + 8 * EMBEDDING_COST + OUTPUT_COST}
+    assert services(rig) == {"A": 24 + 8 * EMBEDDING_COST + 8 * DECODED_PIXEL_COST + OUTPUT_COST}
     rig.add("again", 8, FakeImage("cat", 8), 8, max_tokens=1, salt=b"", tenant=B)
     rig.drain()
     assert services(rig)["B"] == 4 + OUTPUT_COST, "its last block alone is computed"
@@ -326,10 +334,11 @@ def test_whatever_tenants_send_all_ends_once_and_service_is_what_was_computed(
     assert_nothing_is_held(rig)
     prefilled = sum(window.end - window.start for plan in rig.plans for window in plan.prefill)
     costs = {key_of(image.name, salt): cost_of(image) for image in (*IMAGES, BROKEN) for salt in (b"", b"other")}
-    encoded = sum(costs[item.key] for plan in rig.plans for item in plan.encode)
+    images = [item for plan in rig.plans for item in plan.encode]
+    encoded = sum(costs[item.key] * EMBEDDING_COST + item.price * DECODED_PIXEL_COST for item in images)
     sampled = sum(event.token_id is not None for events in rig.events.values() for event in events)
     received = sum(services(rig).values())
-    assert received == prefilled + EMBEDDING_COST * encoded + OUTPUT_COST * sampled
+    assert received == pytest.approx(prefilled + encoded + OUTPUT_COST * sampled)
 
 
 def cost_of(image: FakeImage) -> int:

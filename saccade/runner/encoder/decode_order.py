@@ -1,32 +1,71 @@
 """In which order images are decoded, and what they cost.
 
-Owners take turns, so that one with many slow pages delays only itself.
+The client for which least was decoded goes first, then its requests take turns: one with many slow pages
+delays only itself. What an image costs is guessed when it begins, by its price, and known when it is done.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from heapq import heapify, heappop, heapreplace
 
-from saccade.types import Key, MediaItem
+from saccade.types import MediaItem
+
+PIXELS_PER_SECOND = 2e8  # of CPU time, of a plain JPEG
+_MAX_CLIENTS = 256
 
 
-def in_turn(items: Iterable[MediaItem], begun: Mapping[Key, tuple[MediaItem, object]]) -> list[MediaItem]:
-    """Those that are not begun: an owner's first after the others' first, and so on.
+class DecodeTurns:
+    """What was decoded for each client lately, in pixels of a plain JPEG."""
 
-    Those that are count as the first ones of their owners.
-    """
-    counts = Counter(item.owner for item, _ in begun.values())
-    turns = []
-    for item in items:
-        if item.key not in begun:
-            turns.append((counts[item.owner], item))
+    def __init__(self) -> None:
+        self._used: OrderedDict[str, float] = OrderedDict()  # the latest last
+        self._virtual_time = 0.0  # of the client served last: others save nothing up
+
+    def order(self, items: Iterable[MediaItem], begun: Iterable[MediaItem] = ()) -> list[MediaItem]:
+        """As they would be decoded one after the other. `begun` ones are the first of their requests."""
+        counts = Counter(item.owner for item in begun)
+        clients: dict[str, list[tuple[int, MediaItem]]] = {}
+        for item in items:
+            clients.setdefault(item.client, []).append((counts[item.owner], item))
             counts[item.owner] += 1
-    return [item for _, item in sorted(turns, key=lambda turn: turn[0])]
+        heap = [
+            (self._used_by(client), number, _in_turn(turns))
+            for number, (client, turns) in enumerate(clients.items())
+        ]
+        heapify(heap)
+        ordered = []
+        while heap:
+            used, number, waiting = heap[0]
+            item = waiting.pop()
+            ordered.append(item)
+            if waiting:
+                heapreplace(heap, (used + item.price, number, waiting))
+            else:
+                heappop(heap)
+        return ordered
+
+    def begin(self, item: MediaItem) -> None:
+        used = self._used_by(item.client)
+        self._virtual_time = max(self._virtual_time, used)
+        self._used[item.client] = used + item.price
+        self._used.move_to_end(item.client)
+        if len(self._used) > _MAX_CLIENTS:
+            self._used.popitem(last=False)
+
+    def end(self, item: MediaItem, seconds: float) -> None:
+        """It took so much CPU time."""
+        if item.client in self._used:
+            self._used[item.client] += seconds * PIXELS_PER_SECOND - item.price
+
+    def _used_by(self, client: str) -> float:
+        return max(self._used.get(client, 0.0), self._virtual_time)
 
 
-def source_pixels(item: MediaItem) -> int:
-    return item.header.size.width * item.header.size.height * item.num_frames
+def _in_turn(turns: list[tuple[int, MediaItem]]) -> list[MediaItem]:
+    """The first of each request, then the second of each; the next one last."""
+    return [item for _, item in sorted(turns, key=lambda turn: turn[0])][::-1]
 
 
 def embeddings_of(item: MediaItem) -> int:

@@ -3,17 +3,17 @@
 It owns pixels and the current pass. It does not know requests or caches; the scheduler never submits a key
 that is resident or in flight.
 
-    submit ─► queue ─► decode + prepare (threads) ─► pass (packed patches, layer by layer) ─► poll
-              bounded: patches decoded ahead <= 2 passes
-                       or: load from a tier or an encoder worker (threads) ─────────────────► poll
+    submit ─► queue ─► decode stage, prepare ─► pass (packed patches, layer by layer) ─► poll
+                       or: load from a tier or an encoder worker ──────────────────────► poll
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import BoundedSemaphore
@@ -24,17 +24,18 @@ import torch
 from torch import Tensor
 
 from saccade.errors import RequestError
-from saccade.fair_pool import FairPool
-from saccade.media.decode import decode_item
-from saccade.media.jpeg_stream import StreamedJpeg, is_streamed
+from saccade.media.decode import new_pixels
+from saccade.media.decoding import MediaDecoder
+from saccade.media.jpeg_stream import is_streamed
+from saccade.media.media_workers import Ticket, Took
 from saccade.media.video_pruning import Ints, Kept, kept_of
-from saccade.media.video_reader import VideoReaders
 from saccade.models.interface import Tiled, VisionLanguageModel
 from saccade.models.layers.forward_types import Encoding
 from saccade.runner.cuda.staging import to_device
 from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
-from saccade.runner.encoder.decode_order import embeddings_of, in_turn, source_pixels
+from saccade.runner.encoder.decode_order import embeddings_of
+from saccade.runner.encoder.decode_stage import DecodeStage
 from saccade.runner.encoder.gpu_jpeg import GpuJpegs
 from saccade.runner.encoder.image_errors import is_of_the_device, unusable
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
@@ -42,7 +43,7 @@ from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.encoder.upload import Prepare, Upload, joined, pinned, use_on_current_stream
 from saccade.types import Geometry, Key, MediaItem, MediaTimes, Slice
 
-_MAX_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger image is decoded alone
+_HEAVY_SHARE = 4  # for so many threads there is one more, for images that take long to decode
 _IDLE_WAIT = 0.005  # seconds that an otherwise idle step waits for image decoding
 
 
@@ -87,6 +88,10 @@ class Encoder(Protocol):
     def prefetch_media(self, items: Sequence[MediaItem]) -> None: ...
 
     def prefetch(self, items: Sequence[MediaItem]) -> None: ...
+
+    def want_heavy(self, items: Sequence[MediaItem]) -> None: ...
+
+    def decoded_heavy(self) -> frozenset[Key]: ...
 
     def release(self) -> None: ...
 
@@ -139,6 +144,8 @@ class LocalEncoder:
         remote: RemoteEncoders | None = None,
         max_ahead: int | None = None,  # patches decoded ahead or in workers; None: two passes
         jpegs: GpuJpegs | None = None,
+        isolated: bool = False,  # images are decoded in other processes
+        max_decode_seconds: float = 30.0,
     ) -> None:
         self.model = model
         self.jpegs = jpegs
@@ -154,16 +161,18 @@ class LocalEncoder:
             self.place = upload.place
         self.max_patches = max_patches  # per pass; a larger single image gets a pass of its own
         self.counters = EncoderCounters()
-        self._max_ahead = 2 * max_patches if max_ahead is None else max_ahead
+        heavy = max(1, threads // _HEAVY_SHARE)
+        decoder = MediaDecoder(threads, heavy, isolated=isolated, max_seconds=max_decode_seconds)
+        self._decoder = decoder
         waiting = remote.max_images if remote else 0  # threads that only wait for workers
-        self._pool = FairPool(threads + waiting, "saccade-decode")
         self._decoders = BoundedSemaphore(threads)
-        self._readers = VideoReaders()
+        self._stage: DecodeStage[Prepared | Restored] = DecodeStage(
+            self._prepare,
+            threads + waiting,
+            heavy,
+            2 * max_patches if max_ahead is None else max_ahead,
+        )
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
-        self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared | Restored]]] = OrderedDict()
-        self._leaving: dict[
-            Future[Prepared | Restored], MediaItem
-        ] = {}  # dropped while they were being decoded
         self._alone: set[Key] = set()  # were in a pass that failed; each is retried alone
         self._current: _Pass | None = None
         self._done = Encoded.nothing()
@@ -174,8 +183,7 @@ class LocalEncoder:
         blank = np.zeros((height + 1, width + 1, 3), np.uint8)  # one pixel larger, so that it is resized too
         inputs = [blank] if frames == 1 else [blank, np.stack([blank] * frames)]
         for pixels in inputs:
-            prepare = partial(torch.inference_mode()(self._to_patches), pixels, geometry)
-            self._pool.submit("", prepare).result()
+            self._stage.run(partial(torch.inference_mode()(self._to_patches), pixels, geometry))
 
     @property
     def is_idle(self) -> bool:
@@ -186,7 +194,7 @@ class LocalEncoder:
         if self.remote is None or not self.remote.is_up:
             return None
         own = list(self._current.items) if self._current else []
-        own += [item for item in self._queue.values() if isinstance(self._ready(item.key), Prepared)]
+        own += [item for item in self._queue.values() if isinstance(self._stage.ready(item.key), Prepared)]
         return sum(map(embeddings_of, own))
 
     def submit(self, items: Sequence[MediaItem]) -> None:
@@ -197,35 +205,33 @@ class LocalEncoder:
 
     def prefetch_media(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode new arrivals, after all prefetches. `prefetch` drops what is not submitted."""
-        self._start_decoding(items)
+        self._start_decoding([item for item in items if not item.is_heavy])
 
     def prefetch(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode what will probably be submitted soon; drop earlier prefetches not in it."""
-        wanted = {item.key for item in items} | self._queue.keys()
-        for key in [k for k in self._decoding if k not in wanted]:
-            future = self._decoding[key][1]
-            if future.cancel() or future.done():  # otherwise it runs, takes memory and still counts
-                del self._decoding[key]
+        self._stage.drop({item.key for item in items} | self._queue.keys(), running=False)
         self._start_decoding(items)
 
+    def want_heavy(self, items: Sequence[MediaItem]) -> None:
+        """Decode these, which are submitted then; end others, as no request wants them any more."""
+        self._stage.drop_heavy({item.key for item in items} | self._queue.keys())
+        self._start_decoding(items)
+
+    def decoded_heavy(self) -> frozenset[Key]:
+        return self._stage.done_heavy()
+
     def release(self) -> None:
-        """Drop all prefetches, without waiting. One that is being decoded counts until it is done."""
-        for key in [k for k in self._decoding if k not in self._queue]:
-            item, future = self._decoding.pop(key)
-            if not future.cancel():
-                self._leaving[future] = item
-                future.add_done_callback(self._leaving.pop)
+        """Drop all prefetches, without waiting."""
+        self._stage.drop(self._queue.keys())
+        self._stage.drop_heavy(self._queue.keys())
 
     def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice:
         """Run up to this many layers; None: until everything submitted is encoded. Returns what was done.
 
         A slice does not wait for image decoding, unless `may_wait` says that the step has nothing else to do.
         """
-        if layers is not None and may_wait and self._current is None:
-            self._start_decoding()
-            futures = [self._decoding[key][1] for key in self._queue if key in self._decoding]
-            if futures:
-                wait(futures, timeout=_IDLE_WAIT, return_when=FIRST_COMPLETED)
+        if may_wait and self._current is None:
+            self._wait_for_decoding(is_sliced=layers is not None)
         self._take_restored()
         done = Slice()
         while layers is None or layers > 0:
@@ -241,6 +247,13 @@ class LocalEncoder:
             self._start_decoding()
         return done
 
+    def _wait_for_decoding(self, *, is_sliced: bool) -> None:
+        """For a moment. Where whole images are encoded, they are waited for later, one by one."""
+        self._start_decoding()
+        futures = self._stage.futures(self._queue.keys())
+        if futures and (is_sliced or not self._queue):
+            wait(futures, timeout=_IDLE_WAIT, return_when=FIRST_COMPLETED)
+
     def poll(self) -> Encoded:
         done = self._done
         self._done = Encoded.nothing()
@@ -254,10 +267,9 @@ class LocalEncoder:
 
     def clear(self) -> None:
         """Drop everything in flight, after a failed step."""
-        for _, future in self._decoding.values():
-            future.cancel()
+        self._stage.drop()
+        self._stage.drop_heavy()
         self._queue.clear()
-        self._decoding.clear()
         self._alone.clear()
         self._current = None
         self.poll()
@@ -266,8 +278,8 @@ class LocalEncoder:
         self.clear()
         if self.remote:
             self.remote.close()  # or threads would wait for it
-        self._pool.close(wait=True)
-        self._readers.close()
+        with closing(self._stage):
+            self._decoder.close()
         if self.jpegs:
             self.jpegs.close()
         if self.tiers:
@@ -275,41 +287,25 @@ class LocalEncoder:
 
     # --- decoding -------------------------------------------------------------------------------------------
 
-    def _start_decoding(self, expected: Iterable[MediaItem] = ()) -> None:
-        """Fill the pool: one image, or up to some patches and some source pixels.
-
-        Submitted images that still wait come before `expected` ones, and owners take turns in both.
-        """
-        leaving = list(self._leaving.values())
-        decoding = [item for item, _ in self._decoding.values()]
-        held = sum(item.geometry.grid.patches for item in (*decoding, *leaving))
-        pixels = sum(source_pixels(item) for item, future in self._decoding.values() if not future.done())
-        pixels += sum(map(source_pixels, leaving))
-        submitted = in_turn(self._queue.values(), self._decoding)
-        for item in (*submitted, *in_turn(expected, self._decoding)):
-            if item.key in self._decoding:
-                continue
-            if held and held + item.geometry.grid.patches > self._max_ahead:
-                break
-            if pixels and pixels + source_pixels(item) > _MAX_SOURCE_PIXELS:
-                break
-            self._decoding[item.key] = (item, self._pool.submit(item.owner, partial(self._prepare, item)))
-            held += item.geometry.grid.patches
-            pixels += source_pixels(item)
+    def _start_decoding(self, expected: Sequence[MediaItem] = ()) -> None:
+        self._stage.start(self._queue.values(), expected)
+        held = self._stage.held_patches
         self.counters.peak_patches = max(self.counters.peak_patches, held + self._current_patches)
 
-    def _prepare(self, item: MediaItem) -> Prepared | Restored:
+    def _prepare(self, item: MediaItem, ticket: Ticket, took: Took) -> Prepared | Restored:
         with torch.inference_mode():
             if self.tiers and (restored := self.tiers.load(item, self.place)):
+                took(0.0)
                 return restored
             if self.remote and (encoded := self.remote.load(item, self.place)):
+                took(0.0)
                 return encoded
-            with self._decoders:
+            with nullcontext() if item.is_heavy else self._decoders:
                 start = time.perf_counter()
                 patches = self._decode_on_gpu(item)
                 on_gpu, kept = patches is not None, None
                 if patches is None:
-                    patches, kept = self._decode(item)
+                    patches, kept = self._decode(item, ticket, took)
         return Prepared(patches, kept, (time.perf_counter() - start) * 1e3, on_gpu)
 
     def _decode_on_gpu(self, item: MediaItem) -> Tensor | None:
@@ -318,26 +314,19 @@ class LocalEncoder:
         with self.jpegs.pixels(item) as pixels:
             return None if pixels is None else self._to_patches(pixels, item.geometry)
 
-    def _decode(self, item: MediaItem) -> tuple[Tensor, Kept | None]:
+    def _decode(self, item: MediaItem, ticket: Ticket, took: Took) -> tuple[Tensor, Kept | None]:
         if not self._on_cuda and is_streamed(item):
-            image = StreamedJpeg(item, partial(self._pool.submit, item.owner))
+            image = self._decoder.streamed(item, partial(self._stage.submit, item), took, ticket)
             return self.model.prepare(image, item.geometry), None
-        into = {"new": pinned} if self._on_cuda else {}
-        pixels = decode_item(item, self._readers, **into)
-        own = pixels[item.leading :] if item.leading else pixels
-        return self._to_patches(own, item.geometry), kept_of(item, pixels)
-
-    def _ready(self, key: Key) -> Prepared | Restored | None:
-        """What its thread has brought; None: nothing yet, or an error."""
-        _, future = self._decoding.get(key, (None, None))
-        is_ready = future is not None and future.done() and future.exception() is None
-        return future.result() if future is not None and is_ready else None
+        new = pinned if self._on_cuda else new_pixels
+        with self._decoder.pixels(item, took, ticket, new) as pixels:
+            own = pixels[item.leading :] if item.leading else pixels
+            return self._to_patches(own, item.geometry), kept_of(item, pixels)
 
     def _take(self, item: MediaItem) -> Prepared | None:
         """The decoded image, or None: its embedding is there already, or it failed (see the errors)."""
         try:
-            started = self._decoding.pop(item.key, None)  # None: it did not fit the limits of decoding ahead
-            prepared = started[1].result() if started else self._prepare(item)
+            prepared = self._stage.take(item)
         except RequestError as error:
             self._fail(item, error)
             return None
@@ -357,7 +346,7 @@ class LocalEncoder:
     def _take_restored(self) -> None:
         """What a tier had or a worker encoded needs no pass, and does not wait for the one that runs."""
         for item in list(self._queue.values()):
-            if isinstance(self._ready(item.key), Restored):
+            if isinstance(self._stage.ready(item.key), Restored):
                 del self._queue[item.key]
                 self._take(item)
 
@@ -391,7 +380,7 @@ class LocalEncoder:
         batch: list[tuple[MediaItem, Prepared]] = []
         patches = 0
         for item in list(self._queue.values()):
-            is_ready = item.key in self._decoding and self._decoding[item.key][1].done()
+            is_ready = self._stage.is_done(item.key)
             if (is_sliced or (batch and self._is_async)) and not is_ready:
                 continue
             size = item.geometry.grid.patches

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from saccade.media.decode import decode
 from saccade.media.jpeg_stream import StreamedJpeg
+from saccade.media.media_workers import Ticket, Took
 from saccade.models.vision.backend import TorchVision
 from saccade.models.vision.preprocess import ImagePixels, resize
 from saccade.runner.embedding_tiers.entry import Restored
-from saccade.runner.encoder import encoder_runner as encoder_module
+from saccade.runner.encoder import decode_stage
 from saccade.runner.encoder.encoder_runner import LocalEncoder, Prepared
 from saccade.runner.encoder.timing import Times
 from saccade.types import Geometry, Grid, Header, MediaItem, MediaTimes, Size
@@ -179,7 +180,7 @@ def test_a_submitted_image_is_decoded_before_those_that_are_expected_later(tower
     encoder.submit([picture("wanted")])
     for number in range(100):
         encoder.prefetch_media([picture(f"later {number}"), picture(f"last {number}")])
-        wait([future for _, future in encoder._decoding.values()])
+        wait([begun.future for begun in encoder._stage._begun.values()])
         encoder.advance(1, may_wait=False)
         encoder.prefetch([])
     assert list(encoder.poll().embeddings) == [b"wanted"]
@@ -198,9 +199,9 @@ def test_a_prefetched_image_is_decoded_once(tower: FakeTower) -> None:
 def test_a_guess_that_was_not_wanted_is_forgotten(tower: FakeTower) -> None:
     encoder = stage(tower)
     encoder.prefetch([picture("guess")])
-    encoder._decoding[b"guess"][1].result()
+    encoder._stage._begun[b"guess"].future.result()
     encoder.prefetch([])
-    assert not encoder._decoding
+    assert b"guess" not in encoder._stage
     assert not encoder.poll().embeddings
 
 
@@ -288,12 +289,12 @@ def served(encoder: LocalEncoder, gate: threading.Event) -> list[str]:
     order: list[str] = []
     prepare = encoder._prepare
 
-    def noting(item: MediaItem) -> Prepared | Restored:
+    def noting(item: MediaItem, ticket: Ticket, took: Took) -> Prepared | Restored:
         order.append(item.key.decode())
         assert gate.wait(120)
-        return prepare(item)
+        return prepare(item, ticket, took)
 
-    encoder._prepare = noting  # type: ignore[method-assign]
+    encoder._stage._decode = noting
     return order
 
 
@@ -344,10 +345,10 @@ def test_where_passes_run_ahead_the_first_does_not_wait_for_all_its_images(tower
 
 
 def test_pixels_decoded_at_the_same_time_are_bounded(tower: FakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder_module, "_MAX_SOURCE_PIXELS", 40)
+    monkeypatch.setattr(decode_stage, "_MAX_SOURCE_PIXELS", 40)
     encoder = stage(tower, max_patches=1000)
     encoder.submit([picture(str(i)) for i in range(6)])  # 16 pixels each
-    assert len([f for _, f in encoder._decoding.values() if not f.done()]) <= 2
+    assert len([begun for begun in encoder._stage._begun.values() if not begun.future.done()]) <= 2
     encoder.advance(None)
     assert len(encoder.poll().embeddings) == 6
 

@@ -54,7 +54,7 @@ def encoded(encoder: LocalEncoder, *items: MediaItem) -> Encoded:
 
 
 def wait_for(encoder: LocalEncoder, key: bytes) -> None:
-    encoder._decoding[key][1].result(20)
+    encoder._stage._begun[key].future.result(20)
 
 
 def test_an_image_that_comes_again_is_neither_decoded_nor_encoded(encoder: LocalEncoder, tower: FakeTower) -> None:
@@ -107,7 +107,7 @@ def test_a_prefetched_embedding_that_is_not_wanted_is_forgotten(encoder: LocalEn
     encoder.prefetch([picture("a")])
     wait_for(encoder, b"a")
     encoder.prefetch([])
-    assert not encoder._decoding and not encoder.poll().embeddings
+    assert not encoder._stage._begun and not encoder.poll().embeddings
 
 
 def test_a_store_that_fails_means_encoding(encoder: LocalEncoder, store: MemoryStore) -> None:
