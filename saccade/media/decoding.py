@@ -16,6 +16,7 @@ from saccade.media.jobs import Decode, Resize
 from saccade.media.jpeg_stream import StreamedJpeg, Submit
 from saccade.media.media_workers import Fault, MediaWorkers, Task, Ticket, Took
 from saccade.media.pdf import MEMORY_MB, SECONDS, check_available, pdf_fault
+from saccade.media.shared_pixels import Pin
 from saccade.media.video_reader import VideoReaders
 from saccade.types import MediaItem, Size
 
@@ -28,14 +29,16 @@ _NICENESS = 5  # of processes for heavy items, which must not slow the others
 
 
 class MediaDecoder:
-    def __init__(self, threads: int, heavy: int, *, isolated: bool, max_seconds: float) -> None:
+    def __init__(
+        self, threads: int, heavy: int, *, isolated: bool, max_seconds: float, pin: Pin | None = None
+    ) -> None:
         """`threads` and `heavy`: how many items are decoded at once, and how many heavy ones beside them."""
         self.isolated = isolated
         self._threads = threads
         self._max_seconds = max_seconds
         self._readers = VideoReaders()
-        self._workers = MediaWorkers(threads)
-        self._heavy = MediaWorkers(heavy, _NICENESS)
+        self._workers = MediaWorkers(threads, pin=pin)
+        self._heavy = MediaWorkers(heavy, _NICENESS, pin)
 
     @contextmanager
     def pixels(

@@ -18,7 +18,7 @@ from saccade.errors import RequestError
 from saccade.helpers.process import HelperProcess, Outcome, Reply
 from saccade.media.decode import Pixels
 from saccade.media.jobs import SEND_AGAIN, Job, Refusal, pack
-from saccade.media.shared_pixels import SharedPixels
+from saccade.media.shared_pixels import Pin, SharedPixels
 
 _MODULE = "saccade.media.media_worker"
 _MAX_KEPT_BYTES = 128 << 20  # of files whose next part may be asked for
@@ -85,9 +85,9 @@ class Ticket:
 
 
 class _Worker:
-    def __init__(self, niceness: int) -> None:
+    def __init__(self, niceness: int, pin: Pin | None) -> None:
         self.process = HelperProcess(_MODULE, str(niceness), environment=_ENVIRONMENT)
-        self.memory = SharedPixels()
+        self.memory = SharedPixels(pin)
         self.data: bytes | None = None  # what it read last, where more of that may come
 
     def ask(self, task: Task, ticket: Ticket) -> bytes:
@@ -121,8 +121,9 @@ class _Worker:
 class MediaWorkers:
     """A few processes, started on demand. The one that has a file gets its next part."""
 
-    def __init__(self, processes: int, niceness: int = 0) -> None:
-        self._workers = [_Worker(niceness) for _ in range(processes)]
+    def __init__(self, processes: int, niceness: int = 0, pin: Pin | None = None) -> None:
+        """`pin`: for memory that pixels come in."""
+        self._workers = [_Worker(niceness, pin) for _ in range(processes)]
         self._free = list(reversed(self._workers))  # the last used last, so that few are started
         self._freed = threading.Condition()
 

@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 
 import numpy as np
 
@@ -20,12 +21,18 @@ _F_ADD_SEALS = 1033  # Linux
 _F_SEAL_SHRINK = 0x0002
 
 
+Pin = Callable[[Pixels], Callable[[], None]]
+"""Makes memory such that a device copies from it by itself; what it returns undoes that."""
+
+
 class SharedPixels:
     """The parent's end. Used by one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, pin: Pin | None = None) -> None:
         self.fd = -1
         self._memory: mmap.mmap | None = None
+        self._pin = pin
+        self._unpin: Callable[[], None] | None = None
 
     @property
     def size(self) -> int:
@@ -38,6 +45,8 @@ class SharedPixels:
         self.close()
         self.fd = _new_file(1 << (max(size, _SMALLEST) - 1).bit_length())
         self._memory = mmap.mmap(self.fd, 0)
+        if self._pin and self.size <= _KEPT:  # it takes longer than a copy, and pays by the next images
+            self._unpin = self._pin(self.pixels((self.size,)))
 
     def pixels(self, shape: tuple[int, ...]) -> Pixels:
         """Those that were written, not copied. ValueError if there are fewer."""
@@ -50,7 +59,9 @@ class SharedPixels:
 
     def close(self) -> None:
         """The memory is free when the last view of it is gone."""
-        self._memory = None
+        if self._unpin:
+            self._unpin()
+        self._memory = self._unpin = None
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1

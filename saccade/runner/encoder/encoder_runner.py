@@ -40,7 +40,7 @@ from saccade.runner.encoder.gpu_jpeg import GpuJpegs
 from saccade.runner.encoder.image_errors import is_of_the_device, unusable
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
-from saccade.runner.encoder.upload import Prepare, Upload, joined, pinned, use_on_current_stream
+from saccade.runner.encoder.upload import Prepare, Upload, joined, pin, pinned, use_on_current_stream
 from saccade.types import Geometry, Key, MediaItem, MediaTimes, Slice
 
 _HEAVY_SHARE = 4  # for so many threads there is one more, for images that take long to decode
@@ -162,8 +162,13 @@ class LocalEncoder:
         self.max_patches = max_patches  # per pass; a larger single image gets a pass of its own
         self.counters = EncoderCounters()
         heavy = max(1, threads // _HEAVY_SHARE)
-        decoder = MediaDecoder(threads, heavy, isolated=isolated, max_seconds=max_decode_seconds)
-        self._decoder = decoder
+        self._decoder = MediaDecoder(
+            threads,
+            heavy,
+            isolated=isolated,
+            max_seconds=max_decode_seconds,
+            pin=pin if self._on_cuda else None,
+        )
         waiting = remote.max_images if remote else 0  # threads that only wait for workers
         self._decoders = BoundedSemaphore(threads)
         self._stage: DecodeStage[Prepared | Restored] = DecodeStage(

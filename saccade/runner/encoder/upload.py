@@ -74,6 +74,15 @@ def pinned(shape: tuple[int, ...]) -> Pixels:
     return array
 
 
+def pin(memory: Pixels) -> Callable[[], None]:
+    """Host memory that exists already, for asynchronous copies. Returns what undoes it."""
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = memory.ctypes.data
+    if int(cuda.cudaHostRegister(address, memory.nbytes, 0)) != 0:
+        return lambda: None  # it is copied into pinned memory then
+    return lambda: cuda.cudaHostUnregister(address)
+
+
 def use_on_current_stream(parts: Iterable[Tensor]) -> None:
     """Tell the allocator that tensors of the upload's stream are read here, so that it reuses them later."""
     for patches in parts:
