@@ -18,6 +18,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from saccade.errors import RequestError
+from saccade.media.png_rows import has_all_rows
 from saccade.media.rgb import BAND, MIRRORED, as_image, to_rgb, upright
 from saccade.media.video_reader import VideoReaders
 from saccade.types import MediaItem, Size
@@ -158,7 +159,17 @@ def _decode_file(item: MediaItem) -> Pixels:
         check_stored_size(Size(*image.size), item)
         draft(image, item.reduction)
         image.load()
+        if item.header.format == "png":
+            _check_rows(image, item.data)
         return np.asarray(upright(to_rgb(image), item.header.orientation))
+
+
+def _check_rows(image: ImageFile, data: bytes) -> None:
+    """OSError if a PNG has fewer rows than its header says, which Pillow leaves black."""
+    last = image.im.crop((0, image.height - 1, *image.size))  # not by Image.crop, which has a limit of pixels
+    is_last_black = last.getbbox() is None
+    if (is_last_black or image.info.get("interlace")) and not has_all_rows(data):
+        raise OSError("rows are missing")
 
 
 def check_stored_size(stored: Size, item: MediaItem) -> None:

@@ -70,6 +70,11 @@ class MediaDecoder:
 
         return IsolatedJpeg(item, resized)
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that run."""
+        return (*self._workers.pids, *self._heavy.pids)
+
     def close(self) -> None:
         self._readers.close()
         self._workers.close()

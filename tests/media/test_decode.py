@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -174,3 +176,43 @@ def test_an_embedded_colour_profile_changes_no_pixel() -> None:
     plain, profiled = (saved(make_photo(), "JPEG", **how) for how in ({}, {"icc_profile": profile}))
     assert len(profiled) > len(plain)
     assert np.array_equal(decode(item(profiled)), decode(item(plain)))
+
+
+# --- what is missing ----------------------------------------------------------------------------------------------
+
+
+def png_with_rows(rows: int, *, height: int = 64, value: int = 128) -> bytes:
+    """A grey PNG whose zlib stream is whole and has so many rows."""
+    data = saved(Image.new("L", (64, height), value), "PNG")
+    raw = zlib.compress((b"\0" + bytes([value]) * 64) * rows)
+    chunk = struct.pack(">I", len(raw)) + b"IDAT" + raw + struct.pack(">I", zlib.crc32(b"IDAT" + raw))
+    return data[:33] + chunk + data[-12:]
+
+
+@pytest.mark.parametrize("rows", [1, 10, 63])
+def test_a_png_with_fewer_rows_than_its_header_says_is_damaged(rows: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode(item(png_with_rows(rows)))
+    assert caught.value.code == "image_parse_error"
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "I;16"])
+def test_a_png_that_ends_black_is_whole(mode: str) -> None:
+    image = Image.new("I", (65, 33)).convert("I;16") if mode == "I;16" else Image.new(mode, (65, 33))
+    assert decode(item(saved(image, "PNG"))).shape == (33, 65, 3)
+    assert not decode(item(png_with_rows(64, value=0))).any()
+
+
+def test_rows_of_an_interlaced_png_are_counted_pass_by_pass() -> None:
+    ihdr = struct.pack(">IIBBBBB", 5, 3, 8, 0, 0, 0, 1)
+    sizes = [(1, 1), (1, 1), (2, 0), (1, 1), (3, 1), (2, 2), (5, 1)]  # of the seven passes over 5x3
+
+    def interlaced(passes: int) -> bytes:
+        raw = b"".join((b"\0" + b"\x80" * width) * rows for width, rows in sizes[:passes] if width and rows)
+        parts = ((b"IHDR", ihdr), (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
+        chunks = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
+        return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+    assert (decode(item(interlaced(7))) == 128).all()
+    with pytest.raises(RequestError):
+        decode(item(interlaced(6)))

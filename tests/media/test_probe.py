@@ -19,7 +19,7 @@ from saccade.media import image_headers
 from saccade.media.probe import probe
 from saccade.options import MediaPolicy, Options
 from saccade.types import Size
-from tests.helpers.images import make_photo
+from tests.helpers.images import jpeg_of_scans, make_photo
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=4 << 20, max_image_pixels=100_000_000))
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
@@ -45,6 +45,10 @@ def png_header(width: int, height: int, *more: bytes) -> bytes:
     head = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     pixels = png_chunk(b"IDAT", zlib.compress(b""))
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(more) + pixels + png_chunk(b"IEND", b"")
+
+
+def passes(data: bytes) -> int:
+    return probe(data, POLICY).passes
 
 
 # --- what is read -------------------------------------------------------------------------------------------------
@@ -147,6 +151,32 @@ def test_a_gif_frame_larger_than_its_screen_enlarges_it_as_in_pillow() -> None:
     assert probe(bytes(data), POLICY).size == Image.open(io.BytesIO(bytes(data))).size == (30, 20)
 
 
+def test_the_scans_of_a_jpeg_are_counted_as_a_decoder_meets_them() -> None:
+    photo = make_photo(64, 48)
+    assert passes(saved(photo, "JPEG")) == 1
+    usual = passes(saved(photo, "JPEG", progressive=True))
+    assert usual == 10
+    assert passes(jpeg_of_scans(64, 48, 50)) == usual + 50
+    comment = b"\xff\xfe\x00\x06\xff\xd9\xff\xda"  # holds an end and a scan that are none
+    data = jpeg_of_scans(64, 48, 5)
+    last = data.rfind(b"\xff\xda")
+    assert passes(data[:last] + comment + data[last:]) == usual + 5
+    assert passes(data + data) == usual + 5, "what follows the end is another file"
+
+
+def test_scans_of_a_thumbnail_and_of_a_second_image_are_not_the_jpegs_own() -> None:
+    plain = saved(make_photo(64, 48), "JPEG")
+    thumbnail = jpeg_of_scans(16, 16, 40)
+    segment = b"\xff\xe2" + struct.pack(">H", len(thumbnail) + 2) + thumbnail
+    assert passes(plain[:2] + segment + plain[2:]) == 1
+    assert passes(plain + thumbnail) == 1
+
+
+def test_slow_codecs_have_a_higher_price() -> None:
+    prices = {name: passes(saved(make_photo(40, 30), name)) for name in FORMATS}
+    assert prices["JPEG"] == prices["BMP"] == 1 < prices["PNG"] == prices["GIF"] == prices["WEBP"] < prices["TIFF"]
+
+
 def test_bytes_after_the_image_are_ignored() -> None:
     for name in FORMATS:
         assert probe(saved(make_photo(8, 8), name) + b"<html>" * 100, POLICY).size == (8, 8)
@@ -209,6 +239,32 @@ def test_every_format_is_refused_by_its_pixels(name: str) -> None:
     with pytest.raises(RequestError, match="10x10 = 100 pixels, and at most 99") as caught:
         probe(saved(make_photo(10, 10), name), policy)
     assert caught.value.code == "image_too_large"
+
+
+@pytest.mark.parametrize("num_segments", [0, 30_000])
+def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded(num_segments: int) -> None:
+    data = jpeg_of_scans(64, 48, 2_000)
+    first = data.find(b"\xff\xda")
+    data = data[:first] + b"\xff\xfe\x00\x02" * num_segments + data[first:]  # more than are read
+    error = refusal(data)
+    assert error.code == "image_too_large" and "64x48" in error.message and "at most 500" in error.message
+
+
+def test_a_large_jpeg_may_have_fewer_scans_than_a_small_one() -> None:
+    small = MediaPolicy.of(Options(max_image_pixels=100_000))
+    data = jpeg_of_scans(400, 250, 40)
+    assert probe(data, POLICY).passes == 50
+    with pytest.raises(RequestError, match=r"has 50 scans, .* at most 32 are allowed at its size"):
+        probe(data, small)
+
+
+def test_a_bitmap_whose_runs_are_unpacked_in_python_is_refused_when_it_is_large() -> None:
+    def packed(side: int) -> bytes:
+        body = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 2, 0, 0, 256, 0) + bytes(1024) + b"\x00\x01"
+        return b"BM" + struct.pack("<IHHI", 14 + len(body), 0, 0, 14 + 40 + 1024) + body
+
+    assert probe(packed(100), POLICY).passes > 1
+    assert "takes as long to decode as" in refusal(packed(9_999)).message
 
 
 def test_pillows_own_limit_does_not_show(recwarn: pytest.WarningsRecorder) -> None:

@@ -1,0 +1,40 @@
+"""Whether a PNG has all its pixels. That inflates them again, so it is asked only where some look missing."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+_PIECE = 1 << 16
+
+
+def has_all_rows(data: bytes) -> bool:
+    """Of a PNG whose header was read before."""
+    width, height, depth, colour, _, _, interlace = struct.unpack_from(">IIBBBBB", data, 16)
+    passes = _ADAM7 if interlace else ((0, 0, 1, 1),)
+    missing = 0
+    for left, top, across, down in passes:
+        columns = max(0, -(-(width - left) // across))
+        rows = max(0, -(-(height - top) // down))
+        missing += rows * (1 + (columns * depth * _CHANNELS[colour] + 7) // 8) if columns else 0
+    inflate = zlib.decompressobj()
+    for part in _pixel_data(data):
+        rest = part
+        while rest and missing > 0 and not inflate.eof:
+            missing -= len(inflate.decompress(rest, _PIECE))
+            rest = inflate.unconsumed_tail
+    return missing <= 0
+
+
+def _pixel_data(data: bytes) -> Iterator[memoryview | bytes]:
+    """The bodies of the IDAT chunks."""
+    view = memoryview(data)
+    at = 8
+    while at + 12 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IDAT":
+            yield view[at + 8 : at + 8 + length]
+        at += 12 + length
