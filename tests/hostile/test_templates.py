@@ -191,7 +191,7 @@ def test_a_chat_that_was_given_up_leaves_no_answer_for_the_next(
 ) -> None:
     template_pool.render(messages=said("hello"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("saccade.processor.template_pool._Process._receive", _interrupted)
+        patch.setattr("saccade.helpers.process._Running._read", _interrupted)
         template_pool.render(messages=said("first"))
     assert "second" in template_pool.render(messages=said("second"))
 
