@@ -135,13 +135,14 @@ class _Running:
                 start_new_session=True,  # Ctrl-C is for the parent
             )
         self.pid = self._child.pid
+        self._is_killed = False
         self._socket = ours
         self._finish = weakref.finalize(self, _finish, self._child, ours)  # at the latest with this object
 
     @property
     def has_ended(self) -> bool:
         """Such as by the kernel, for want of memory, while it waited for work."""
-        return self._child.poll() is not None
+        return self._is_killed or self._child.poll() is not None
 
     def ask(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int], max_reply: int) -> Reply:
         """Raises OSError if the process has ended."""
@@ -159,6 +160,7 @@ class _Running:
         return Reply(Outcome(outcome), taken, self._read(length))
 
     def kill(self) -> None:
+        self._is_killed = True
         self._child.kill()
 
     def wait(self) -> None:
