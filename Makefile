@@ -14,13 +14,17 @@ FAST := tests/project/test_borders.py tests/project/test_vocabulary.py tests/sch
 	tests/server/api tests/server/request tests/server/test_config.py tests/server/test_generation.py tests/server/test_metrics.py \
 	tests/test_costs.py tests/test_fair_pool.py tests/test_sampling_params.py
 
-.PHONY: setup setup-serving test test-fast lint types tests ray-tests browser valkey serve bench evaluate clean
+.PHONY: setup setup-serving lock test test-fast lint types tests ray-tests browser valkey serve bench evaluate clean
 
 setup:
 	@PYTHON=$(PYTHON) tools/setup.sh everything
 
 setup-serving:
 	@PYTHON=$(PYTHON) tools/setup.sh serving
+
+# The versions that set-up, CI and the image install. `make lock UPGRADE=--upgrade` takes the newest.
+lock:
+	@PYTHON=$(PYTHON) tools/lock.sh $(UPGRADE)
 
 test: setup lint
 	+$(MAKE) --no-print-directory -j2 types tests  # types beside the first tests

@@ -8,10 +8,8 @@ wanted=$1
 venv=.venv
 python=${PYTHON:-python3}
 stamp=$venv/.installed
-extras=video,jpeg
-[ "$wanted" = serving ] || extras=dev
 
-recipe() { cat pyproject.toml constraints.txt | cksum; }
+recipe() { cat pyproject.toml requirements/*.txt | cksum; }
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
@@ -26,7 +24,7 @@ step() {
 }
 
 pip_install() {
-    "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt "$@"
+    "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "$@"
 }
 
 if [ -e "$venv" ] && ! { is_new_enough "$venv/bin/python" && belongs_here; }; then
@@ -43,7 +41,9 @@ if [ ! -e "$venv" ] && ! is_new_enough "$python"; then
 fi
 
 echo "saccade: installing for ${wanted/everything/tests and serving} into $venv; once, a minute or more."
-[ -e "$venv" ] || step 1/3 "an environment of $("$python" --version)" "$python" -m venv "$venv"
-step 2/3 "PyTorch, the largest part" pip_install torch
-step 3/3 "the rest" pip_install --editable ".[$extras]"
+[ -e "$venv" ] || step 1/4 "an environment of $("$python" --version)" "$python" -m venv "$venv"
+step 2/4 "packages of known hashes" pip_install --require-hashes --only-binary :all: --no-deps \
+    --requirement "requirements/$wanted.txt"
+step 3/4 "PyTorch, the largest part" pip_install --requirement requirements/torch.txt
+step 4/4 "Saccade itself" pip_install --no-deps --no-build-isolation --editable .
 printf '%s\n' "$PWD" "$(recipe)" "$wanted" >"$stamp"

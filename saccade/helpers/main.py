@@ -12,7 +12,6 @@ import os
 import resource
 import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -20,6 +19,7 @@ from saccade.helpers.process import REPLY, REQUEST, Outcome
 
 _MAX_FDS = 4
 _GRACE_SECONDS = 1  # after which the kernel ends what ignores its signal
+_REPEAT_SECONDS = 0.05  # of the signal: one that arrives during a finalizer is lost
 
 Answer = Callable[[bytes, Sequence[int]], bytes]
 """The body of a request and the descriptors that came with it -> the body of the reply."""
@@ -33,15 +33,24 @@ class Refused(Exception):
         self.body = body
 
 
+class _Slow(BaseException):
+    """The request took too long. No `except Exception` can swallow it."""
+
+
 def limit_memory(megabytes: int) -> None:
     """Of address space, for the rest of this process."""
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def serve(answer: Answer) -> None:
-    """Until the parent is gone. The signal of a request that takes too long ends the process."""
+def serve(answer: Answer, *, is_python: bool = False) -> None:
+    """Until the parent is gone. The signal of a request that takes too long ends the process.
+
+    Work in Python is ended alone, by an exception, if `is_python`; one long operation ends the process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if is_python:
+        signal.signal(signal.SIGPROF, _raise_slow)
     with socket.socket(fileno=0) as connection, suppress(ConnectionError):
         while (request := _receive(connection)) is not None:
             seconds, body, fds = request
@@ -56,26 +65,41 @@ def serve(answer: Answer) -> None:
 def _answered(
     answer: Answer, seconds: float, body: bytes, fds: Sequence[int]
 ) -> tuple[Outcome, float, bytes]:
-    before = time.process_time()
-    _limit_cpu(before, seconds)
+    before = _cpu_time()
     outcome, reply = Outcome.DONE, b""
     try:
-        reply = answer(body, fds)
+        _limit_cpu(before, seconds)
+        try:
+            reply = answer(body, fds)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
     except Refused as refused:
         outcome, reply = Outcome.FAILED, refused.body
     except MemoryError:
         outcome = Outcome.MEMORY
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    return outcome, time.process_time() - before, reply
+    except _Slow:
+        signal.setitimer(signal.ITIMER_PROF, 0)  # the signal may have come just before the other call
+        outcome = Outcome.SLOW
+    return outcome, _cpu_time() - before, reply
+
+
+def _cpu_time() -> float:
+    """In seconds. time.process_time() stands still between the kernel's ticks where this time has a limit."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _raise_slow(*_: object) -> None:
+    raise _Slow
 
 
 def _limit_cpu(now: float, seconds: float) -> None:
-    """The timer's signal ends the process; the kernel does where a library has taken the signal."""
+    """The timer's signal ends the work; the kernel ends the process where a library has taken the signal."""
     _, maximum = resource.getrlimit(resource.RLIMIT_CPU)
     last = math.ceil(now + seconds) + _GRACE_SECONDS
     last = last if maximum == resource.RLIM_INFINITY else min(last, maximum)
     resource.setrlimit(resource.RLIMIT_CPU, (last, maximum))
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds, _REPEAT_SECONDS)
 
 
 def _receive(connection: socket.socket) -> tuple[float, bytes, list[int]] | None:

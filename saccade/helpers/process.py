@@ -36,6 +36,7 @@ class Outcome(IntEnum):
     MEMORY = 3  # it needed more memory than it may
     DIED = 4  # never sent: the parent's own
     CANCELLED = 5  # so is this
+    UNAVAILABLE = 6  # and this: it cannot be started or stands still, and nothing is wrong with the request
 
 
 class Reply(NamedTuple):
@@ -47,10 +48,20 @@ class Reply(NamedTuple):
 class HelperProcess:
     """A process that is started on demand, and again after it has ended. One thread at a time asks it."""
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        """`module` is run with a socket as its stdin, these arguments, and these variables beside ours."""
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        max_reply: int = MAX_BODY,
+    ) -> None:
+        """`module` is run with a socket as its stdin, these arguments, and these variables beside ours.
+
+        `max_reply`: bytes of a reply.
+        """
         self._command = (sys.executable, "-m", module, *arguments)
         self._environment = environment or {}
+        self._max_reply = max_reply
         self._lock = threading.Lock()  # between a start, `cancel` and `close`
         self._running: _Running | None = None
         self._is_cancelled = False
@@ -59,12 +70,21 @@ class HelperProcess:
     def ask(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int] = ()) -> Reply:
         """Sends the parts as one body; `fds` go with it. RuntimeError after `close`."""
         try:
-            return self._started().ask(parts, seconds, fds)
-        except OSError:  # it has ended, says nothing, or cannot be started
-            return Reply(self._end(), seconds)
+            running = self._started()
+        except OSError:
+            return Reply(Outcome.UNAVAILABLE, 0.0)
+        try:
+            reply = running.ask(parts, seconds, fds, self._max_reply)
+        except TimeoutError:
+            return Reply(self._end(Outcome.UNAVAILABLE), seconds)
+        except OSError:  # it has ended
+            return Reply(self._end(Outcome.DIED), seconds)
         except BaseException:  # the caller gave up: the next one must not read its reply
-            self._end()
+            self._end(Outcome.DIED)
             raise
+        if reply.outcome is Outcome.MEMORY:  # which it might keep
+            self._end(Outcome.MEMORY)
+        return reply
 
     def cancel(self) -> None:
         """From another thread: end what it works on. Its `ask` returns CANCELLED."""
@@ -74,11 +94,12 @@ class HelperProcess:
                 self._running.kill()
 
     def close(self) -> None:
-        """A caller that waits sees that the process has died."""
+        """A caller that waits sees that the process has died. Returns when it has."""
         with self._lock:
             self._is_closed = True
             if self._running is not None:
                 self._running.kill()
+                self._running.wait()
 
     @property
     def pid(self) -> int | None:
@@ -94,7 +115,7 @@ class HelperProcess:
                 self._running = _Running(self._command, self._environment)
             return self._running
 
-    def _end(self) -> Outcome:
+    def _end(self, otherwise: Outcome) -> Outcome:
         """Why it ended."""
         with self._lock:
             running = self._running
@@ -102,7 +123,7 @@ class HelperProcess:
             status = running.end() if running else None
             if self._is_cancelled:
                 return Outcome.CANCELLED
-            return Outcome.SLOW if status in (-signal.SIGPROF, -signal.SIGXCPU) else Outcome.DIED
+            return Outcome.SLOW if status in (-signal.SIGPROF, -signal.SIGXCPU) else otherwise
 
 
 class _Running:
@@ -122,15 +143,16 @@ class _Running:
                 start_new_session=True,  # Ctrl-C is for the parent
             )
         self.pid = self._child.pid
+        self._is_killed = False
         self._socket = ours
         self._finish = weakref.finalize(self, _finish, self._child, ours)  # at the latest with this object
 
     @property
     def has_ended(self) -> bool:
         """Such as by the kernel, for want of memory, while it waited for work."""
-        return self._child.poll() is not None
+        return self._is_killed or self._child.poll() is not None
 
-    def ask(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int]) -> Reply:
+    def ask(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int], max_reply: int) -> Reply:
         """Raises OSError if the process has ended."""
         self._socket.settimeout(seconds + _HUNG_SECONDS)
         header = REQUEST.pack(seconds, sum(map(len, parts)))
@@ -141,12 +163,16 @@ class _Running:
         for part in parts:
             self._socket.sendall(part)
         outcome, taken, length = REPLY.unpack(self._read(REPLY.size))
-        if length > MAX_BODY:
+        if length > max_reply:
             raise ConnectionError(f"a helper process sends {length} bytes")
         return Reply(Outcome(outcome), taken, self._read(length))
 
     def kill(self) -> None:
+        self._is_killed = True
         self._child.kill()
+
+    def wait(self) -> None:
+        self._child.wait()
 
     def end(self) -> int | None:
         """The exit status: what ended it, if it had ended already."""

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from io import BufferedIOBase
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from saccade.errors import RequestError, quoted
+from saccade.errors import EngineUnavailable, RequestError, quoted
+from saccade.helpers.process import HelperPool, HelperProcess, Outcome
 from saccade.structured.schema import is_schema, unavailable
 
 MAX_SCHEMA_BYTES = 256 << 10
 ANY_OBJECT = '{"type":"object"}'
-_SECONDS = 30.0  # until a process counts as hung; CPU time is limited inside
+CPU_SECONDS = 2.0  # for one schema; the engine needs about as long to compile it again
+_PROCESSES = 4  # the server asks from fewer threads
+_RETRY_SECONDS = 1.0  # when a process cannot be started
 _MAX_CACHED = 256  # results of one scope: a hash and a sentence each
 EBNF_MARK = "\0ebnf\0"  # before a text that a process converts, and before the converted one
+_NO_UTF8 = "it has characters that UTF-8 does not have"
 TOO_COMPLEX = "it is too complex to be compiled; make it simpler"
+
+Took = Callable[[float], None]
 
 
 def check_schema(schema: Any, *, param: str = "response_format", scope: str = "") -> str:
@@ -60,10 +61,8 @@ def check_grammar(text: str, kind: str, *, param: str, scope: str = "") -> str:
 def _problem(text: str, scope: str) -> str | None:
     try:
         return CHECKS.problem(text, scope)
-    except TimeoutError:
-        return "it could not be compiled in time; make it simpler, or send it again"
     except UnicodeEncodeError:  # half of a surrogate pair
-        return "it has characters that UTF-8 does not have"
+        return _NO_UTF8
 
 
 def check_schema_text(text: str, *, param: str, scope: str = "") -> str:
@@ -115,109 +114,52 @@ class SchemaChecks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[_Process] = []
+        worker = "saccade.structured.schema_validation_worker"
+        self._processes = HelperPool([HelperProcess(worker) for _ in range(_PROCESSES)])
         self._cached: dict[str, OrderedDict[bytes, str | None]] = {}
 
-    def problem(self, text: str, scope: str = "") -> str | None:
-        """What is wrong with a schema, as the end of a sentence; None if it can be enforced."""
+    def problem(self, text: str, scope: str = "", took: Took | None = None) -> str | None:
+        """What is wrong with a schema, as the end of a sentence; None if it can be enforced.
+
+        `took` is told the CPU seconds of a text that is not in the cache.
+        """
         digest = hashlib.sha256(text.encode()).digest()
         with self._lock:
             cached = self._cached.setdefault(scope, OrderedDict())
             if digest in cached:
                 cached.move_to_end(digest)
                 return cached[digest]
-        found = self._ask(text)  # a TimeoutError is not cached: the machine may have been busy
+        found = self._ask(text, took)
         with self._lock:
             cached[digest] = found
             while len(cached) > _MAX_CACHED:
                 cached.popitem(last=False)
         return found
 
-    def lark_of_ebnf(self, text: str) -> tuple[str, str | None]:
+    def lark_of_ebnf(self, text: str, took: Took | None = None) -> tuple[str, str | None]:
         """A grammar in EBNF as Lark, or what is wrong with it. Not cached: it can be as long as the text."""
         try:
-            reply = self._ask(EBNF_MARK + text)
-        except TimeoutError:
-            return "", "it could not be read in time; make it simpler, or send it again"
+            reply = self._ask(EBNF_MARK + text, took)
         except UnicodeEncodeError:
-            return "", "it has characters that UTF-8 does not have"
+            return "", _NO_UTF8
         if reply is not None and reply.startswith(EBNF_MARK):
             return reply.removeprefix(EBNF_MARK), None
         return "", reply
 
-    def _ask(self, text: str) -> str | None:
-        """Uses one process per concurrent caller; callers limit their own number."""
-        process = self._take_idle() or _Process()
-        try:
-            found = process.ask(text)
-        except BaseException:
-            process.end()
-            raise
-        if found is None:
-            process.end()
-            return TOO_COMPLEX
-        with self._lock:
-            self._idle.append(process)
-        return found or None
-
-    def _take_idle(self) -> _Process | None:
-        with self._lock:
-            self._idle = [process for process in self._idle if process.is_ours]
-            return self._idle.pop() if self._idle else None
+    def _ask(self, text: str, took: Took | None) -> str | None:
+        body = text.encode()
+        reply = self._processes.use(lambda process: process.ask([body], CPU_SECONDS))
+        if took is not None:
+            took(reply.seconds)
+        if reply.outcome in (Outcome.UNAVAILABLE, Outcome.CANCELLED):  # which says nothing about the text
+            message = "the process that checks schemas cannot be started or stands still; try again"
+            raise EngineUnavailable(message, _RETRY_SECONDS)
+        return reply.body.decode() or None if reply.outcome is Outcome.DONE else TOO_COMPLEX
 
     def close(self) -> None:
-        with self._lock:
-            idle = self._idle
-            self._idle = []
-        for process in idle:
-            process.end()
-
-
-class _Process:
-    """A check process and its socket. It ends when the socket closes, so it never outlives its parent."""
-
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._parent = os.getpid()
-        command = [sys.executable, "-m", "saccade.structured.schema_validation_worker"]
-        with theirs:
-            end = theirs.fileno()
-            self._process = subprocess.Popen(command, stdin=end, stdout=end, stderr=subprocess.DEVNULL)
-        self._replies = self._socket.makefile("rb")
-
-    @property
-    def is_ours(self) -> bool:
-        """False after a fork, in the child."""
-        return self._parent == os.getpid()
-
-    def ask(self, text: str) -> str | None:
-        """The reply, which may be empty; None if the process died of the text. TimeoutError if it hangs."""
-        self._socket.settimeout(_SECONDS)
-        try:
-            self._socket.sendall(framed(text))
-            return read_frame(self._replies)
-        except ConnectionError:
-            return None
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._replies.close()
-        self._socket.close()
-
-
-def read_frame(stream: BufferedIOBase) -> str | None:
-    """Four bytes of length, then text. None at the end of the stream."""
-    size = stream.read(4)
-    if len(size) < 4:
-        return None
-    data = stream.read(int.from_bytes(size))
-    return data.decode() if len(data) == int.from_bytes(size) else None
-
-
-def framed(text: str) -> bytes:
-    data = text.encode()
-    return len(data).to_bytes(4) + data
+        """End the processes. Another check starts one again."""
+        for process in self._processes.helpers:
+            process.cancel()
 
 
 CHECKS = SchemaChecks()

@@ -1,7 +1,7 @@
 """The process that checks schemas and grammars: `python -m saccade.structured.schema_validation_worker`.
 
-It reads them from stdin and writes what is wrong with each, or an empty reply. It limits its own CPU time,
-memory and stack: a text that needs more ends the process, and the parent starts another one.
+The reply to each is what is wrong with it, or nothing. A text that needs too much CPU time, memory or stack
+ends the process.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
-import signal
-import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 from urllib.parse import unquote
@@ -21,11 +18,11 @@ from urllib.parse import unquote
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from saccade.helpers.main import limit_memory, serve
 from saccade.structured.schema import JSON_OPTIONS, compiled, is_schema, limits, rules_of
-from saccade.structured.schema_validation import EBNF_MARK, framed, read_frame
+from saccade.structured.schema_validation import EBNF_MARK
 
-CPU_SECONDS = 2.0  # for one schema; the engine needs about as long to compile it again
-_MEMORY_BYTES = 1 << 30
+_MEMORY_MB = 1024
 _STACK_BYTES = 2 << 20  # a quarter of the engine's, which compiles the same schema again
 _MAX_DEPTH = 64
 _MAX_REPEAT = 10_000  # in a pattern
@@ -303,26 +300,21 @@ def lark_of_ebnf(text: str) -> str:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there what it dies of
+    limit_memory(_MEMORY_MB)
     threading.stack_size(_STACK_BYTES)
-    schemas = os.fdopen(0, "rb")
-    while (text := read_frame(schemas)) is not None:
-        os.write(1, framed(_checked(text)))
+    serve(_answer)
 
 
-def _checked(text: str) -> str:
-    """The problem or "". The timer counts CPU time, and its signal ends the process."""
-    found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(_reply(text)))
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+def _answer(body: bytes, fds: Sequence[int]) -> bytes:
+    """In a thread, since it has the stack."""
+    replies: list[str] = []
+    thread = threading.Thread(target=lambda: replies.append(_reply(body.decode())))
     thread.start()
     thread.join()
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    if not found:
-        sys.exit(1)  # the thread failed, for example out of memory
-    return found[0]
+    if not replies:  # the thread failed
+        raise MemoryError
+    return replies[0].encode()
 
 
 def _reply(text: str) -> str:

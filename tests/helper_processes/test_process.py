@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -46,6 +48,7 @@ def test_the_time_that_counts_is_of_the_processor(helper: HelperProcess) -> None
     ask(helper, b"")  # started
     assert 0.2 < ask(helper, b"spin", 0.3).seconds <= 0.4  # what it may take: that is what it took
     assert ask(helper, b"x").seconds < 0.3
+    assert sum(ask(helper, b"x" * 100_000).seconds for _ in range(20)) > 0  # also of what is over before a tick
 
 
 def test_descriptors_go_with_a_request_and_are_closed_after_it(helper: HelperProcess) -> None:
@@ -72,11 +75,61 @@ def test_another_thread_ends_what_it_works_on(helper: HelperProcess) -> None:
     assert ask(helper, b"x").body == b"hello x"
 
 
-def test_a_closed_helper_starts_no_process(helper: HelperProcess) -> None:
+def test_one_that_was_cancelled_without_work_answers_the_next_request(helper: HelperProcess) -> None:
+    for _ in range(5):
+        assert ask(helper, b"x").body == b"hello x"
+        helper.cancel()
+
+
+def test_a_closed_helper_has_ended_and_starts_no_process(helper: HelperProcess) -> None:
     ask(helper, b"")
+    pid = helper.pid
     helper.close()
+    assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(RuntimeError):
         ask(helper, b"")
+
+
+def test_work_in_python_ends_alone() -> None:
+    helper = HelperProcess("tests.helpers.odd_helper", "python")
+    pids = set()
+    for _ in range(3):
+        assert ask(helper, b"spin", 0.1).outcome is Outcome.SLOW
+        assert ask(helper, b"x").body == b"python x"
+        pids.add(helper.pid)
+    assert len(pids) == 1
+    helper.close()
+
+
+def test_what_filled_its_memory_starts_anew(helper: HelperProcess) -> None:
+    ask(helper, b"")
+    pid = helper.pid
+    assert ask(helper, b"fill").outcome is Outcome.MEMORY
+    assert ask(helper, b"x").body == b"hello x" and helper.pid != pid
+
+
+def test_a_reply_is_no_longer_than_it_may_be() -> None:
+    helper = HelperProcess("tests.helpers.odd_helper", max_reply=10)
+    assert ask(helper, b"x" * 10).body == b"x" * 10
+    assert ask(helper, b"x" * 11).outcome is Outcome.DIED
+    helper.close()
+
+
+def test_one_that_stands_still_or_cannot_be_started_is_not_the_requests_fault(
+    helper: HelperProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saccade.helpers.process._HUNG_SECONDS", 0.0)
+    ask(helper, b"", 60.0)
+    os.kill(helper.pid or 0, signal.SIGSTOP)
+    assert ask(helper, b"x", 0.1).outcome is Outcome.UNAVAILABLE
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+    try:
+        outcome = ask(helper, b"x", 60.0).outcome
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert outcome is Outcome.UNAVAILABLE
+    assert ask(helper, b"x", 60.0).body == b"hello x"
 
 
 def test_a_pool_starts_no_more_helpers_than_are_asked_at_once(helper: HelperProcess) -> None:

@@ -28,4 +28,4 @@ def answer(body: bytes, fds: Sequence[int]) -> bytes:
 
 if __name__ == "__main__":
     limit_memory(512)
-    serve(answer)
+    serve(answer, is_python="python" in sys.argv)

@@ -5,6 +5,7 @@ The templates here misbehave when a message says so, as one in a hostile checkpo
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
@@ -23,7 +24,7 @@ import psutil
 import pytest
 
 from saccade import LLM, SamplingParams
-from saccade.errors import ConfigError, RequestError
+from saccade.errors import ConfigError, EngineUnavailable, RequestError
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
@@ -129,6 +130,28 @@ def test_a_template_that_cannot_be_compiled_is_the_operators_and_costs_one_proce
     assert len(caplog.records) == 3 and "line 1" in caplog.text
 
 
+def test_the_time_of_a_chat_is_told_also_if_it_was_slow(template_pool: TemplatePool) -> None:
+    times: list[float] = []
+    template_pool.render(times.append, messages=said("hello"))
+    with pytest.raises(TemplateEnded):
+        template_pool.render(times.append, messages=said("loops"))
+    quick, tried, slow = times
+    assert quick < tried < slow
+
+
+def test_a_process_that_cannot_be_started_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    template_pool = TemplatePool(TEMPLATE, 1.0, 1 << 20)
+    with monkeypatch.context() as patch, pytest.raises(EngineUnavailable, match="cannot be started"):
+        patch.setattr(subprocess, "Popen", _without_descriptors)
+        template_pool.render(messages=said("hello"))
+    assert "hello" in template_pool.render(messages=said("hello"))
+    template_pool.close()
+
+
+def _without_descriptors(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
 def test_what_cannot_fit_is_not_even_sent() -> None:
     before, template_pool = workers(), TemplatePool(TEMPLATE, 1.0, 1000)
     with pytest.raises(RequestError, match=r"have 5\d\d\d bytes, more than the context can hold") as caught:
@@ -191,7 +214,7 @@ def test_a_chat_that_was_given_up_leaves_no_answer_for_the_next(
 ) -> None:
     template_pool.render(messages=said("hello"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("saccade.processor.template_pool._Process._receive", _interrupted)
+        patch.setattr("saccade.helpers.process._Running._read", _interrupted)
         template_pool.render(messages=said("first"))
     assert "second" in template_pool.render(messages=said("second"))
 

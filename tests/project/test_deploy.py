@@ -74,12 +74,6 @@ def test_the_image_copies_files_that_exist() -> None:
     assert sources and all((ROOT / source).exists() for source in sources)
 
 
-def test_the_images_extras_are_there() -> None:
-    (extras,) = [rest.partition("=")[2] for name, rest in instructions() if name == "ARG" and rest.startswith("EXTRAS")]
-    project = (ROOT / "pyproject.toml").read_text()
-    assert all(re.search(rf"(?m)^{extra} = \[", project) for extra in extras.split(","))
-
-
 def test_the_page_about_installing_names_every_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     named = re.findall(r"(?m)^\| `saccade\[([\w-]+)\]`", (ROOT / "docs" / "install.md").read_text("utf-8"))

@@ -19,8 +19,9 @@ def project(tmp_path: Path) -> Path:
     """A folder with an environment that was set up for serving, and a Python that is too old."""
     folder = tmp_path / "project"
     (folder / "tools").mkdir(parents=True)
-    for name in ("pyproject.toml", "constraints.txt", "tools/setup.sh"):
+    for name in ("pyproject.toml", "tools/setup.sh"):
         shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "requirements", folder / "requirements")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
     write_stamp(folder, "serving")
     old = folder / "old-python"
@@ -30,7 +31,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def write_stamp(folder: Path, installed: str) -> None:
-    recipe = "cat pyproject.toml constraints.txt | cksum"
+    recipe = "cat pyproject.toml requirements/*.txt | cksum"
     number = subprocess.run(recipe, shell=True, cwd=folder, check=True, capture_output=True, text=True).stdout
     (folder / ".venv/.installed").write_text(f"{folder}\n{number}{installed}\n")
 
@@ -49,16 +50,18 @@ def test_an_environment_that_is_up_to_date_is_left_alone(project: Path) -> None:
     assert set_up(project, "serving").stdout == set_up(project, "everything").stdout == ""
 
 
-def test_more_is_installed_for_tests_and_when_the_project_file_changed(project: Path) -> None:
+def test_more_is_installed_for_tests_and_when_the_project_or_its_lock_changed(project: Path) -> None:
     python = project / ".venv/bin/python"
     python.unlink()
     python.write_text('#!/bin/sh\n[ "$2" = pip ] && exit 7\nexit 0\n')  # pip fails
     python.chmod(0o755)
     done = set_up(project, "everything")
-    assert done.returncode == 7 and "tests and serving" in done.stdout and "[2/3] PyTorch" in done.stdout
+    assert done.returncode == 7 and "tests and serving" in done.stdout and "[2/4] packages" in done.stdout
     assert set_up(project, "serving").returncode == 0
-    (project / "pyproject.toml").write_text("[project]\n")
-    assert set_up(project, "serving").returncode == 7
+    for name in ("pyproject.toml", "requirements/serving.txt"):
+        (project / name).write_text("")
+        assert set_up(project, "serving").returncode == 7
+        write_stamp(project, "serving")
 
 
 @pytest.mark.parametrize("harm", ["moved", "broken", "old"])

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from saccade.errors import RequestError
+from saccade.errors import EngineUnavailable, RequestError
+from saccade.helpers import process
+from saccade.helpers.process import HelperProcess, _Running
 from saccade.server.request.chat import read_chat, read_completion
 from saccade.server.request.fields import FieldReader
 from saccade.structured import schema_validation
@@ -190,8 +192,10 @@ def checks() -> Iterator[SchemaChecks]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What processes were asked."""
     texts: list[str] = []
-    ask = schema_validation._Process.ask
-    monkeypatch.setattr(schema_validation._Process, "ask", lambda self, text: (texts.append(text), ask(self, text))[1])
+    ask = HelperProcess.ask
+    monkeypatch.setattr(
+        HelperProcess, "ask", lambda self, parts, seconds: (texts.append(str(parts)), ask(self, parts, seconds))[1]
+    )
     return texts
 
 
@@ -237,8 +241,8 @@ def test_what_is_remembered_of_schemas_is_small_and_bounded(
 
 def test_one_process_checks_many_schemas(checks: SchemaChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    start = schema_validation._Process.__init__
-    monkeypatch.setattr(schema_validation._Process, "__init__", lambda self: (started.append(self), start(self))[1])
+    start = _Running.__init__
+    monkeypatch.setattr(_Running, "__init__", lambda self, *args: (started.append(self), start(self, *args))[1])
     for i in range(5):
         assert checks.problem(json.dumps({"const": i})) is None
     assert len(started) == 1
@@ -248,7 +252,7 @@ def test_one_process_checks_many_schemas(checks: SchemaChecks, monkeypatch: pyte
 def test_a_process_that_dies_of_a_schema_is_replaced(checks: SchemaChecks, name: str) -> None:
     assert checks.problem('{"const":1}') is None
     assert "too complex" in (checks.problem(json.dumps(REFUSED[name][0])) or "")
-    assert not checks._idle
+    assert all(process.pid is None for process in checks._processes.helpers)
     assert checks.problem('{"const":2}') is None
 
 
@@ -256,11 +260,26 @@ def test_a_check_without_an_answer_is_ended_and_not_remembered(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, _ = REFUSED["patterns that take minutes to intersect"]
-    monkeypatch.setattr(schema_validation, "_SECONDS", 0.01)
+    monkeypatch.setattr(process, "_HUNG_SECONDS", 0.01 - schema_validation.CPU_SECONDS)
     for _ in range(2):
-        with pytest.raises(RequestError, match="in time"):
+        with pytest.raises(EngineUnavailable, match="stands still"):
             check_schema(slow, scope="another")
     assert len(asked) == 2
+
+
+def test_the_time_of_a_check_is_told_unless_its_result_is_known(checks: SchemaChecks) -> None:
+    times: list[float] = []
+    checks.problem(json.dumps(REFUSED["patterns that take minutes to intersect"][0]), took=times.append)
+    assert times == [schema_validation.CPU_SECONDS]  # all that it may take
+    for _ in range(2):
+        checks.problem('{"const":1}', took=times.append)
+    assert len(times) == 2 and times[1] < times[0]
+
+
+def test_checks_that_were_closed_start_a_process_again(checks: SchemaChecks) -> None:
+    for _ in range(2):
+        assert checks.lark_of_ebnf('root ::= "a"')[1] is None
+        checks.close()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "5", "[" * 100_000], ids=lambda t: t[:5])
