@@ -194,7 +194,7 @@ _STATS = {
     "encoder_cache": {"hits": 0, "misses": 0, "slots_used": 0, "slots_total": 0},
     "tenants": {"": {"running": 0, "waiting": 0, "service": 0}},
     "gpu_memory": {"used": 0, "total": 0},
-    "kv_events": {"batches": 0, "overflows": 0},
+    "kv_events": {"batches": 0, "overflows": 0, "dropped": 0},
     "embedding_tiers": {"": dict.fromkeys((*TIER_COUNTERS, *TIER_GAUGES), 0)},
     "remote_encoders": dict.fromkeys(REMOTE_COUNTERS, 0),
     "encoder_cache_tenants": {"": {"hits": 0, "misses": 0, "slots": 0}},

@@ -156,6 +156,7 @@ def _event_counters(events: Mapping[str, int]) -> Values:
     return {
         "kv_event_batches": ("Batches of KV events published", events["batches"]),
         "kv_event_overflows": (missed, events["overflows"]),
+        "kv_event_dropped": ("Batches of KV events that nothing could take", events["dropped"]),
     }
 
 

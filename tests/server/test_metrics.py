@@ -139,8 +139,9 @@ def test_each_tier_of_embeddings_has_its_own_counts() -> None:
 
 
 def test_kv_events_are_counted_where_they_are_published() -> None:
-    found = samples(Metrics("tiny", lambda: {**STATS, "kv_events": {"batches": 7, "overflows": 2}}))
-    assert found["saccade:kv_event_batches_total"] == 7 and found["saccade:kv_event_overflows_total"] == 2
+    events = {"batches": 7, "overflows": 2, "dropped": 1}
+    found = samples(Metrics("tiny", lambda: {**STATS, "kv_events": events}))
+    assert {name: found[f"saccade:kv_event_{name}_total"] for name in events} == events
     assert not any("kv_event" in name for name in samples(Metrics("tiny", lambda: STATS)))
 
 

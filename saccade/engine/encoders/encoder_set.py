@@ -1,31 +1,27 @@
 """The encoder workers of a server: started, watched and restarted by the front door. Never imports torch.
 
-Owns a private folder with one socket for each worker, which engines connect to.
+Owns a folder with one socket for each worker, which engines connect to.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from saccade.engine.autoscale import Load
+from saccade.engine.encoders.socket_folder import SocketFolder
 from saccade.engine.ipc.client import CheckpointFiles
 from saccade.engine.ipc.messages import start_message
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.supervisor import EngineStatus, Launcher, WorkerSupervisor
 from saccade.engine.ipc.worker_places import WorkerPlaces
-from saccade.errors import ConfigError
 from saccade.options import Options
 from saccade.types import Geometry, Replica
 
 WORKER = (sys.executable, "-m", "saccade.engine.encoders.worker")
-
-_MAX_PATH = 90  # bytes; a socket's whole path may have 107
 
 logger = logging.getLogger("saccade.engine")
 
@@ -57,7 +53,7 @@ class EncoderSet:
         `bounds`: how few and how many there may be; None: always `count`. All have an address from the start.
         """
         _, high = bounds or (count, count)
-        self._folder = _private_folder() if high and name is None else None
+        self._folder = SocketFolder() if high and name is None else None
         folder = self._folder.name if self._folder else name
         self.addresses = tuple(f"{folder}/encoder-{index}" for index in range(high))
         self._files = (checkpoint.path, checkpoint.config, checkpoint.image_processor, options, largest)
@@ -79,7 +75,7 @@ class EncoderSet:
     async def stop(self) -> None:
         await self._places.stop()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
     def views(self) -> Sequence[EncoderView]:
         """By index; where autoscaling has none now, one that is stopped."""
@@ -113,15 +109,3 @@ class EncoderSet:
         if idle:
             logger.info("encoder %d is removed", max(idle))
             await self._places.retire(max(idle))
-
-
-def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    """Only this user may enter it."""
-    if sys.platform != "linux":
-        raise ConfigError("encoders need shared memory as Linux has it; leave out --encoders")
-    folder = tempfile.TemporaryDirectory(prefix="saccade-")
-    if len(os.fsencode(folder.name)) > _MAX_PATH:
-        name = folder.name
-        folder.cleanup()
-        raise ConfigError(f"{name} is too long for the path of a socket; set TMPDIR to a shorter one")
-    return folder

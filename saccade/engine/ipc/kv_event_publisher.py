@@ -1,37 +1,56 @@
-"""Publishes one engine's KV events over ZeroMQ, from the API process: steps never wait for a reader.
+"""Publishes one engine's KV events, from the API process: steps never wait for a reader.
 
-    PUB     topic | sequence number, 8 bytes, big endian | batch        to all readers
-    ROUTER  a reader asks with (empty, first number) and gets (empty, number, batch) ... (empty, -1, empty)
+Readers connect to a helper process, `kv_event_worker`: what libzmq keeps of what they send has no bound but
+the memory of its process. Owns the batches until that has them, and those that readers may ask for again.
 
-Numbers go on when the engine is started again. A reader that does not keep up misses batches, and sees that
-from their numbers. `kv_events.py` has the form of a batch.
+    request: numbers of the first batch that readers may ask for and of the next batch to come,
+             for each batch its number, whether readers get it now, its length, batch
+    reply: counts of what went wrong, whether the first batch is missing
+
+Numbers go on when the engine or the helper process is started again. A reader that does not keep up misses
+batches, and sees that from their numbers. `kv_events.py` has the form of a batch.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import struct
 import threading
 import time
 from collections import deque
-from importlib import import_module
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
 from saccade.engine.ipc.kv_events import CLEARED, encode_batch
+from saccade.engine.ipc.supervisor import FIRST_BACKOFF, MAX_BACKOFF
 from saccade.errors import ConfigError
+from saccade.helpers.process import HelperProcess, Outcome, Reply
 from saccade.options import Options
 from saccade.server_options import ServerOptions
 
-MAX_QUEUED = 1000  # batches that wait for one reader; readers that wait for the same batch share its memory
-REPLAY_BATCHES = 10_000  # kept for readers that ask for them again, and at most so many bytes:
-REPLAY_BYTES = 64 << 20
-_REPLAY_SECONDS = 1.0  # that a reader may take before it gets no more of its replay: others wait meanwhile
-_MAX_INCOMING = 4096  # bytes of what a reader sends: a topic, or a number
-_END = (-1).to_bytes(8, "big", signed=True)
+KEPT = struct.Struct(">QQ")
+RECORD = struct.Struct(">Q?I")
+REPLY = struct.Struct(">QQ?")  # overflows and failed replays since the last reply, and if a batch is missing
+MAX_BATCHES = 10_000  # that wait for the helper process or are kept for replays, and at most so many bytes:
+MAX_BYTES = 64 << 20
+_WORKER = "saccade.engine.ipc.kv_event_worker"
+_MAX_REQUEST = 4 << 20  # bytes, beyond the first batch
+_CPU_SECONDS = 10.0  # for a request: hundreds of times what it needs
+_BEAT_SECONDS = 1.0  # between requests, with batches or without
+_LOG_SECONDS = 10.0
 _PORT = re.compile(r"(tcp://[^\s/]+:)(\d{1,5})")
 _PATH = re.compile(r"ipc://\S+")
 _MAX_PORT = 65535
 _LOOPBACK = re.compile(r"ipc://.*|tcp://(127\.[\d.]+|localhost|\[::1\]):\d+")
+
+_ENDINGS = {
+    Outcome.SLOW: f"their process took more than {_CPU_SECONDS:g} s of CPU time at once",
+    Outcome.MEMORY: "their process had no memory left",
+    Outcome.DIED: "their process has ended",
+}
 
 logger = logging.getLogger("saccade.engine")
 
@@ -61,111 +80,163 @@ class KVEventEndpoints(NamedTuple):
 
 
 class KVEventPublisher:
-    """Its methods are for one thread. Another one of its own answers replays."""
+    """Its methods are for one thread. Another one hands batches over and starts the helper process again."""
 
     def __init__(self, endpoints: KVEventEndpoints, rank: int) -> None:
-        zmq = self._zmq = _zmq()
+        if find_spec("zmq") is None:
+            problem = "kv_events needs ZeroMQ; install it: pip install 'saccade[kv-events]'"
+            raise ConfigError(problem)
+        ends = [endpoint_of_rank(end, rank) if end else "" for end in endpoints[:2]]
         self.num_batches = 0
-        self.num_overflows = 0  # times that a reader's queue was full; it misses batches until it reads on
+        self.num_dropped = 0  # that the helper process never had
         self._rank = rank
-        self._topic = (endpoints.topic or "").encode()
-        self._can_replay = endpoints.replay is not None
-        self._kept: deque[tuple[int, bytes]] = deque()  # by number
-        self._kept_bytes = 0
-        self._lock = threading.Lock()  # of the two above
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PUB)
-        self._socket.sndhwm = MAX_QUEUED
-        self._socket.setsockopt(zmq.XPUB_NODROP, 1)  # the first batch that a reader cannot take is refused
-        replay = self._context.socket(zmq.ROUTER) if self._can_replay else None
-        try:
-            self._bind(self._socket, endpoints.publish)
-            if replay is not None:
-                replay.sndtimeo = int(_REPLAY_SECONDS * 1000)
-                replay.router_mandatory = 1  # wait for a reader that is slow instead of skipping batches
-                self._bind(replay, endpoints.replay)
-        except ConfigError:
-            self._context.destroy(linger=0)
-            raise
-        if replay is not None:
-            threading.Thread(target=self._answer, args=(replay,), name="kv-event-replay", daemon=True).start()
+        self._ends = ends
+        self._keeps_batches = bool(endpoints.replay)
+        self._changed = threading.Condition()  # guards the four below
+        self._batches: deque[bytes] = deque()  # those up to `num_batches`
+        self._num_bytes = 0
+        self._next = 0  # number of the batch to hand over next
+        self._is_closed = False
+        self._num_published = 0  # batches that a helper process had
+        self._num_overflows = 0  # times that a reader's queue was full; it misses batches until it reads on
+        self._num_failed = 0  # replays that were not logged yet
+        self._next_log = 0.0
+        self._helper = HelperProcess(_WORKER, *ends, endpoints.topic or "")
+        self._bind()
+        self._thread = threading.Thread(target=self._hand_over, name="kv-events", daemon=True)
+        self._thread.start()
 
-    def _bind(self, socket: Any, endpoint: str | None) -> None:
-        assert endpoint is not None
-        at = endpoint_of_rank(endpoint, self._rank)
-        socket.linger = 0
-        socket.maxmsgsize = _MAX_INCOMING
-        socket.ipv6 = "[" in at
-        try:
-            socket.bind(at)
-        except self._zmq.ZMQError as error:
-            reason = self._zmq.strerror(error.errno)
-            raise ConfigError(f"KV events cannot be had at {at}: {reason}; choose another address") from None
-        if not _LOOPBACK.fullmatch(at):
-            logger.warning(
-                "KV events hold the tokens of all prompts and outputs: let nothing but your router reach %s, "
-                "where whatever connects can read them",
-                at,
-            )
+    def _bind(self) -> None:
+        problem = _problem(self._ask(self._take()))
+        if problem:
+            self._helper.close()
+            raise ConfigError(f"KV events cannot be had: {problem}; choose another address")
+        for end in self._ends:
+            if end and not _LOOPBACK.fullmatch(end):
+                logger.warning(
+                    "KV events hold the tokens of all prompts and outputs: let nothing but your router "
+                    "reach %s, where whatever connects can read them",
+                    end,
+                )
 
     def publish(self, events: bytes) -> None:
         """Encoded events as one batch. Never waits."""
         batch = encode_batch(time.time(), events, self._rank)
-        number = self.num_batches
-        self.num_batches += 1
-        message = (self._topic, number.to_bytes(8, "big"), batch)
-        try:
-            self._socket.send_multipart(message, self._zmq.DONTWAIT)
-        except self._zmq.Again:
-            self.num_overflows += 1
-            self._socket.setsockopt(self._zmq.XPUB_NODROP, 0)  # to the others
-            self._socket.send_multipart(message, self._zmq.DONTWAIT)
-            self._socket.setsockopt(self._zmq.XPUB_NODROP, 1)
-        if self._can_replay:
-            self._keep(number, batch)
+        with self._changed:
+            self._batches.append(batch)
+            self._num_bytes += len(batch)
+            self.num_batches += 1
+            while len(self._batches) > MAX_BATCHES or self._num_bytes > MAX_BYTES:
+                self._forget_first()
+            self._changed.notify()
 
     def clear(self) -> None:
         """The engine is gone, with all blocks."""
         self.publish(CLEARED)
 
     def close(self) -> None:
-        self._socket.close()
-        self._context.term()  # ends the thread, and waits for it
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._helper.close()
+        self._thread.join()
+        for end in self._ends:
+            if end.startswith("ipc://"):
+                Path(end.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def stats(self) -> dict[str, int]:
-        return {"batches": self.num_batches, "overflows": self.num_overflows}
+        return {
+            "batches": self.num_batches,
+            "overflows": self._num_overflows,
+            "dropped": self.num_dropped,
+        }
 
-    # --- replay ---------------------------------------------------------------------------------------------
+    def check(self) -> None:
+        """The conservation law: the bytes are those of the batches, and none is before the first."""
+        with self._changed:
+            assert self._num_bytes == sum(map(len, self._batches)) <= MAX_BYTES
+            assert self.num_batches - len(self._batches) <= self._next <= self.num_batches
 
-    def _keep(self, number: int, batch: bytes) -> None:
-        with self._lock:
-            self._kept.append((number, batch))
-            self._kept_bytes += len(batch)
-            while len(self._kept) > REPLAY_BATCHES or self._kept_bytes > REPLAY_BYTES:
-                self._kept_bytes -= len(self._kept.popleft()[1])
+    def _forget_first(self) -> None:
+        first = self.num_batches - len(self._batches)
+        self._num_bytes -= len(self._batches.popleft())
+        if first >= self._next:
+            self._next = first + 1
+            self.num_dropped += first >= self._num_published
 
-    def _answer(self, socket: Any) -> None:
-        """Runs in its own thread until the context ends."""
-        while True:
-            try:
-                self._replay(socket, socket.recv_multipart())
-            except self._zmq.ContextTerminated:
-                socket.close()
-                return
-            except self._zmq.ZMQError as error:
-                logger.warning("a replay of KV events broke off: %s", error)  # its reader is slow or gone
+    # --- the thread -----------------------------------------------------------------------------------------
 
-    def _replay(self, socket: Any, request: list[bytes]) -> None:
-        if len(request) != 3 or request[1] or len(request[2]) != 8:
-            logger.warning("a replay of KV events was asked for in %d frames, not as in vLLM", len(request))
-            return
-        reader = request[0]
-        first = int.from_bytes(request[2], "big")
-        with self._lock:
-            wanted = [(number, batch) for number, batch in self._kept if number >= first]
-        for number, batch in wanted:
-            socket.send_multipart((reader, b"", number.to_bytes(8, "big"), batch))
-        socket.send_multipart((reader, b"", _END, b""))
+    def _hand_over(self) -> None:
+        """Until `close`. A helper process that lived longer than the longest back-off is started at once."""
+        backoff = FIRST_BACKOFF
+        began = time.monotonic()
+        while not self._is_closed:
+            problem = _problem(self._ask(self._take()))
+            if not problem:
+                self._wait(self._has_batches, _BEAT_SECONDS)
+                problem = "" if self._helper.pid else _ENDINGS[Outcome.DIED]
+            if problem and not self._is_closed:
+                if time.monotonic() - began > MAX_BACKOFF:
+                    backoff = FIRST_BACKOFF
+                logger.warning("KV events: %s; they can be had again in about %.1f s", problem, backoff)
+                self._wait(lambda: False, backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF)
+                began = time.monotonic()
+
+    def _wait(self, is_due: Callable[[], bool], seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or is_due(), seconds)
+
+    def _has_batches(self) -> bool:
+        return self._next < self.num_batches
+
+    def _take(self) -> list[bytes]:
+        """A request with the next batches, if there are any."""
+        with self._changed:
+            first = self.num_batches - len(self._batches)
+            parts = [KEPT.pack(first if self._keeps_batches else self.num_batches, self.num_batches)]
+            num_bytes = 0
+            while self._has_batches() and num_bytes <= _MAX_REQUEST:
+                batch = self._batches[self._next - first]
+                parts += (RECORD.pack(self._next, self._next >= self._num_published, len(batch)), batch)
+                num_bytes += len(batch)
+                self._next += 1
+            self._num_published = max(self._num_published, self._next)
+            if not self._keeps_batches:
+                for _ in range(first, self._next):
+                    self._forget_first()
+        return parts
+
+    def _ask(self, request: list[bytes]) -> Reply:
+        """A helper process that is new says that it has not all that is kept, and gets that."""
+        try:
+            reply = self._helper.ask(request, _CPU_SECONDS)
+        except RuntimeError:  # closed
+            return Reply(Outcome.CANCELLED, 0.0)
+        if reply.outcome is Outcome.DONE:
+            overflows, failed, is_missing = REPLY.unpack(reply.body)
+            self._tell(overflows, failed)
+        else:
+            is_missing = True
+            self._helper.cancel()  # where it has not ended
+        if is_missing:
+            with self._changed:
+                self._next = self.num_batches - len(self._batches)
+        return reply
+
+    def _tell(self, overflows: int, failed: int) -> None:
+        """Readers cannot fill the log."""
+        self._num_overflows += overflows
+        self._num_failed += failed
+        if self._num_failed and time.monotonic() >= self._next_log:
+            self._next_log = time.monotonic() + _LOG_SECONDS
+            problem = "not asked for as in vLLM, or not taken within a second"
+            logger.warning("KV events: %d replays were %s", self._num_failed, problem)
+            self._num_failed = 0
+
+
+def _problem(reply: Reply) -> str:
+    return reply.body.decode() if reply.outcome is Outcome.FAILED else _ENDINGS.get(reply.outcome, "")
 
 
 def _check(name: str, endpoint: str, num_ranks: int) -> None:
@@ -184,11 +255,3 @@ def endpoint_of_rank(endpoint: str, rank: int) -> str:
     if found:
         return f"{found[1]}{int(found[2]) + rank}"
     return f"{endpoint}_dp{rank}" if rank else endpoint
-
-
-def _zmq() -> Any:
-    try:
-        return import_module("zmq")
-    except ModuleNotFoundError:
-        message = "kv_events needs ZeroMQ; install it: pip install 'saccade[kv-events]'"
-        raise ConfigError(message) from None

@@ -72,7 +72,7 @@ class WorkerPlaces(Generic[Worker]):
     async def retire(self, index: int) -> None:
         """End a worker; its place may get another one."""
         await self.workers[index].stop()
-        self.workers[index] = self._make(index)
+        self.workers[index] = await asyncio.to_thread(self._make, index)  # which may start a process
         self.used.remove(index)
 
     def autoscale(self, load: Callable[[], Load], shrink: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hmac
 import importlib
+import select
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from saccade.logs import set_up_worker
 NAMESPACE = "saccade"  # in which Ray knows encoder workers by name
 TOKEN_BYTES = 32  # first on the connection: the port is open to the cluster's network
 _CONNECT_SECONDS = 60.0
-_TOKEN_SECONDS = 5.0
+_MAX_WAITING = 64  # connections that have sent no token
 _SILENT_SECONDS = 30  # without an acknowledgement: the connection is lost
 
 
@@ -65,22 +67,47 @@ class WorkerActor:
         yield from self._worker.encode(engine, body)
 
     def _accept(self, listener: socket.socket) -> socket.socket:
-        """The first connection that has the token. OSError if there is none in time."""
-        listener.settimeout(_CONNECT_SECONDS)
-        while True:
-            connection, _ = listener.accept()
-            if self._knows_token(connection):
-                keep_alive(connection)
-                return connection
-            connection.close()
+        """The first connection that has the token. TimeoutError if there is none in time.
+
+        Others wait beside it, and of too many the oldest is closed: none can keep the server's out.
+        """
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        listener.setblocking(False)
+        waiting: list[socket.socket] = []
+        try:
+            while (seconds := deadline - time.monotonic()) > 0:
+                for connection in select.select(waiting, [], [], 0)[0]:
+                    waiting.remove(connection)
+                    if self._knows_token(connection):
+                        keep_alive(connection)
+                        return connection
+                    connection.close()
+                if len(waiting) > _MAX_WAITING:
+                    waiting.pop(0).close()
+                if listener in select.select([listener, *waiting], [], [], seconds)[0]:
+                    waiting += _accepted(listener)
+            raise TimeoutError(f"the server did not connect within {_CONNECT_SECONDS:g} s")
+        finally:
+            for connection in waiting:
+                connection.close()
 
     def _knows_token(self, connection: socket.socket) -> bool:
-        connection.settimeout(_TOKEN_SECONDS)
+        """It sent something, or is gone."""
         try:
-            token = connection.recv(TOKEN_BYTES, socket.MSG_WAITALL)
+            token = connection.recv(TOKEN_BYTES)
         except OSError:
             return False
         return hmac.compare_digest(token, self._token)
+
+
+def _accepted(listener: socket.socket) -> list[socket.socket]:
+    """None if it is gone already."""
+    try:
+        connection, _ = listener.accept()
+    except BlockingIOError:
+        return []
+    connection.setblocking(False)
+    return [connection]
 
 
 def keep_alive(connection: socket.socket) -> None:

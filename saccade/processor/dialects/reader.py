@@ -135,18 +135,19 @@ class TextReader:
         return 0
 
     def name_until(self, markers: Sequence[str]) -> Reading[tuple[str, str]]:
-        """A short name and the marker that ends it."""
-        pieces: list[str] = []
-
-        def emit(text: str) -> None:
-            pieces.append(text)
-            if sum(map(len, pieces)) > _MAX_NAME:
+        """A short name and the marker that ends it. A longer one is not read."""
+        pattern, _ = _search(tuple(markers))
+        window = _MAX_NAME + max(map(len, markers))
+        while True:
+            found = pattern.search(self._text, self._at, self._at + window)
+            if found:
+                return self.skip(found.start() - self._at).strip(), self.skip(len(found[0]))
+            if len(self._text) - self._at >= window:
                 raise Unreadable
-
-        marker = yield from self.copy_until(markers, emit)
-        if not marker:
-            raise Unreadable("incomplete")
-        return "".join(pieces).strip(), marker
+            if self.is_ended:
+                self._pass(len(self._text), _drop)
+                raise Unreadable("incomplete")
+            yield
 
 
 def _drop(_: str) -> None:

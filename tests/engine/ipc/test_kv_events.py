@@ -1,4 +1,4 @@
-"""KV events over real sockets: readers that keep up, that stall and that come late; engines that die; settings."""
+"""KV events over real sockets: readers that keep up and that come late; engines that die; settings."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from itertools import count
 import pytest
 import zmq
 
-from saccade.engine.ipc import kv_event_publisher
 from saccade.engine.ipc.client import EngineClient
 from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints, KVEventPublisher, endpoint_of_rank
-from saccade.engine.ipc.kv_events import CLEARED, block_hash, encode_events
+from saccade.engine.ipc.kv_events import block_hash, encode_events
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
 from saccade.options import Options
@@ -74,82 +73,6 @@ def test_a_reader_that_joins_in_the_middle_rebuilds_the_cache_of_a_scheduler(
     assert len(pool._by_digest) > 30 and len(pool.host.by_digest) > 10
     assert reader.index.device.keys() == {block_hash(digest) for digest in pool._by_digest}
     assert reader.index.host == {block_hash(digest) for digest in pool.host.by_digest}
-
-
-def publish_until_heard(publisher: KVEventPublisher, socket: zmq.Socket[bytes]) -> None:
-    """Only when a subscription has arrived does a publisher send to it."""
-    while not socket.poll(10):
-        publisher.publish(CLEARED)
-
-
-def test_a_stalled_reader_misses_batches_which_is_counted_and_others_get_all(
-    endpoints: KVEventEndpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_event_publisher, "MAX_QUEUED", 20)
-    publisher = KVEventPublisher(endpoints, 0)
-    context = zmq.Context()
-    stalled, quick = (context.socket(zmq.SUB) for _ in range(2))
-    stalled.rcvhwm = 1
-    quick.rcvtimeo = 10_000
-    for socket in (stalled, quick):
-        socket.subscribe(b"")
-        socket.connect(endpoints.publish)
-        publish_until_heard(publisher, socket)
-    while quick.poll(100):
-        quick.recv_multipart()
-    large = b"\x91\xc6" + (1 << 20).to_bytes(4, "big") + bytes(1 << 20)  # no event, but a list of a megabyte
-    first = publisher.num_batches
-    for number in range(first, first + 60):
-        publisher.publish(large)
-        _, heard, _ = quick.recv_multipart()
-        assert int.from_bytes(heard, "big") == number
-    assert publisher.stats() == {"batches": first + 60, "overflows": 1}
-    numbers = []
-    while not numbers or numbers[-1] < first + 60:  # it reads on, and sees that some are missing
-        publisher.publish(CLEARED)
-        while stalled.poll(10):
-            numbers.append(int.from_bytes(stalled.recv_multipart()[1], "big"))
-    assert 20 <= len([number for number in numbers if number < first + 60]) < 60
-    context.destroy(linger=0)
-    publisher.close()
-
-
-def test_what_is_kept_for_replays_is_bounded(
-    publisher: KVEventPublisher, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_event_publisher, "REPLAY_BATCHES", 5)
-    for _ in range(9):
-        publisher.publish(CLEARED)
-    assert reader.replay() == [4, 5, 6, 7, 8]
-    monkeypatch.setattr(kv_event_publisher, "REPLAY_BYTES", 3 * len(publisher._kept[0][1]))
-    publisher.publish(CLEARED)
-    assert reader.replay() == [7, 8, 9]
-    assert publisher._kept_bytes == sum(len(batch) for _, batch in publisher._kept)
-
-
-def test_a_replay_that_is_asked_for_wrongly_ends_nothing(publisher: KVEventPublisher, reader: Reader) -> None:
-    publisher.publish(CLEARED)
-    for frames in ((b"",), (b"", b"1234"), (b"x", bytes(8)), (b"", bytes(8), b"")):
-        reader._replay.send_multipart(frames)
-    assert reader.replay() == [0]
-
-
-def test_a_reader_that_sends_too_much_is_not_read(
-    publisher: KVEventPublisher, reader: Reader, caplog: pytest.LogCaptureFixture
-) -> None:
-    publisher.publish(CLEARED)
-    with caplog.at_level(logging.WARNING):
-        reader._replay.send_multipart((b"", bytes(2000)))  # wrong, but read
-        reader._replay.send_multipart((b"", bytes(1 << 20)))  # ends its connection; it comes back with another
-        assert reader.replay() == [0]
-    assert len(caplog.records) == 1 and "asked for" in caplog.text
-
-
-def test_without_replays_nothing_is_kept(endpoints: KVEventEndpoints) -> None:
-    publisher = KVEventPublisher(KVEventEndpoints(endpoints.publish), 0)
-    publisher.publish(CLEARED)
-    assert publisher.num_batches == 1 and not publisher._kept
-    publisher.close()
 
 
 # --- engines --------------------------------------------------------------------------------------------------------

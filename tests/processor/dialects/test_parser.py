@@ -211,7 +211,27 @@ def test_a_broken_call_does_not_hide_the_next_one() -> None:
 
 
 _PIECES = [text for _, text, *_ in READABLE] + [text for _, text, *_ in BROKEN if len(text) < 200]
-_WORDS = ["<think>", "</think>", "\n", " ", "{", "}", '"', "\\", "[", "]", "look", "(", ")", "=", ",", "1", "é"]
+_OPENED = {  # by dialect: a call up to its name
+    "qwen3_coder": "<tool_call><function=",
+    "glm45": "<tool_call>",
+    "deepseek_v31": "<｜tool▁call▁begin｜>",
+    "deepseek_v32": f'<{DSML}invoke name="',
+    "gemma4": "<|tool_call>call:",
+    "functiongemma": "<start_function_call>call:",
+    "mistral": "[TOOL_CALLS]look[CALL_ID]",
+}
+_WORDS = [*_OPENED.values(), "y" * 250, "y" * 300]
+_WORDS += ["<think>", "</think>", "\n", " ", "{", "}", '"', "\\", "[", "]", "look", "(", ")", "=", ",", "1", "é"]
+
+
+@pytest.mark.parametrize("name", _OPENED)
+def test_after_a_name_that_is_too_long_a_call_is_found_wherever_the_text_is_cut(name: str) -> None:
+    broken = _OPENED[name] + "y" * 300
+    for dialect, text, _, calls in READABLE:
+        if dialect == name:
+            seen = parse(name, broken + text)
+            assert seen.content.startswith(broken) and seen.calls == calls
+            assert seen == parse(name, *broken, text) == parse(name, *broken, *text)
 
 
 @settings(max_examples=300, deadline=None)
