@@ -27,7 +27,7 @@ _NOT_IN_URLS = re.compile(r"[\x00-\x20\x7f-\xa0\\\u2000-\u200f\u2028-\u202f\u300
 _UNTOUCHED = "/?&=;:@!$'()*+,~%-._[]"
 _PRIVATE: Mapping[int, tuple[Network, ...]] = {
     4: tuple(map(ipaddress.IPv4Network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"))),
-    6: (ipaddress.IPv6Network("fc00::/7"),),
+    6: (ipaddress.IPv6Network("fc00::/7"), ipaddress.IPv6Network("fec0::/10")),
 }
 _METADATA = frozenset({"100.100.100.200", "fd00:ec2::254"})  # cloud metadata services inside those networks
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -136,7 +136,13 @@ def is_public(address: str) -> bool:
     except ValueError:  # for example with a zone: link-local
         return False
     reached = _with_embedded(parsed)
-    return all(each.is_global and not each.is_multicast and not each.is_reserved for each in reached)
+    return all(map(_is_global, reached))
+
+
+def _is_global(address: Address) -> bool:
+    """`is_global` alone is also true of multicast and of the old private network of IPv6, fec0::/10."""
+    is_special = address.is_multicast or address.is_reserved
+    return address.is_global and not is_special and not _is_in_private_network(address)
 
 
 def is_public_or_private(address: str) -> bool:
@@ -151,8 +157,11 @@ def is_public_or_private(address: str) -> bool:
 
 
 def _is_private(address: Address) -> bool:
-    is_inside = any(address in net for net in _PRIVATE[address.version])
-    return address.is_loopback or (is_inside and str(address) not in _METADATA)
+    return address.is_loopback or (_is_in_private_network(address) and str(address) not in _METADATA)
+
+
+def _is_in_private_network(address: Address) -> bool:
+    return any(address in net for net in _PRIVATE[address.version])
 
 
 def _with_embedded(address: Address) -> Iterator[Address]:

@@ -224,6 +224,43 @@ def test_websockets_are_ignored_and_proxying_is_refused(strict: RunningServer) -
         assert statuses(read_all(sock)) in ([200, 200, 405], [405], [200, 405])  # the last one cuts off who still waits
 
 
+# --- what two parsers could read differently ----------------------------------------------------------------------
+
+CHUNKS = b"2\r\n{}\r\n0\r\n\r\n"
+CHUNKED = "transfer-encoding: chunked"
+AMBIGUOUS = {  # headers and body
+    "a length and chunks": (["content-length: 4", CHUNKED], CHUNKS),
+    "chunks and a length": ([CHUNKED, "content-length: 4"], CHUNKS),
+    "two lengths": (["content-length: 2", "content-length: 3"], b"{}"),
+    "a list of lengths": (["content-length: 2, 2"], b"{}"),
+    "a length with a sign": (["content-length: +2"], b"{}"),
+    "a length beyond 64 bits": (["content-length: 18446744073709551618"], b"{}"),
+    "a space before the colon": (["content-length : 2"], b"{}"),
+    "chunks twice": ([CHUNKED, CHUNKED], CHUNKS),
+    "chunks not at last": (["transfer-encoding: chunked, identity"], CHUNKS),
+    "chunks that are none": (["transfer-encoding: xchunked"], CHUNKS),
+    "a folded line": (["transfer-encoding:\r\n chunked"], CHUNKS),
+    "a bare line feed": (["a: b\ncontent-length: 2"], b"{}"),
+    "a bare carriage return": (["a: b\rcontent-length: 2"], b"{}"),
+    "a zero byte": (["a: b\0", "content-length: 2"], b"{}"),
+    "a line feed in an extension": ([CHUNKED], b"2;a\n{}\r\n0\r\n\r\n"),
+    "a line feed after a chunk": ([CHUNKED], b"2\r\n{}\n0\r\n\r\n"),
+    "a chunk's size beyond 64 bits": ([CHUNKED], b"10000000000000002\r\n{}\r\n0\r\n\r\n"),
+    "a chunk's size with a prefix": ([CHUNKED], b"0x2\r\n{}\r\n0\r\n\r\n"),
+    "a length in a trailer": ([CHUNKED], b"2\r\n{}\r\n0\r\ncontent-length: 4\r\n\r\n"),
+    "an upgrade with both": (["connection: upgrade", "upgrade: websocket", "content-length: 4", CHUNKED], CHUNKS),
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_what_two_parsers_could_read_differently_is_a_400_and_the_end(strict: RunningServer, case: str) -> None:
+    """A request hidden behind it, which a proxy takes for a part of its body, is not answered."""
+    headers, body = AMBIGUOUS[case]
+    with raw_connection(strict) as sock:
+        sock.sendall(message("/nowhere", body, *headers) + message("/version", method="GET"))
+        assert statuses(read_all(sock)) == [400]
+
+
 # --- half-closed, pipelined, gone -----------------------------------------------------------------------------------
 
 

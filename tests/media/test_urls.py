@@ -78,6 +78,8 @@ def test_characters_outside_ascii_in_a_path_are_percent_encoded() -> None:
         ("fe80::1", False),
         ("fe80::1%eth0", False),
         ("fd00::1", False),
+        ("fec0::1", False),
+        ("feff::1", False),
         ("ff02::1", False),
         ("::ffff:10.0.0.1", False),
         ("64:ff9b::a00:1", False),
@@ -92,7 +94,7 @@ def test_only_addresses_of_the_public_internet_are_public(address: str, expected
 
 
 @pytest.mark.parametrize(
-    "address", ["10.1.2.3", "172.16.0.1", "192.168.1.1", "100.64.0.1", "127.0.0.1", "::1", "fd12::1"]
+    "address", ["10.1.2.3", "172.16.0.1", "192.168.1.1", "100.64.0.1", "127.0.0.1", "::1", "fd12::1", "fec0::1"]
 )
 def test_private_addresses_are_reached_where_the_operator_allows_them(address: str) -> None:
     assert is_public_or_private(address) and not is_public(address)
