@@ -8,18 +8,18 @@ DIR/lock                       held while a server uses the folder
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from saccade.batch.batch_file import result_lines
 from saccade.batch.batch_records import STOPPABLE, BatchRecord, FileRecord
 from saccade.errors import ConfigError, RequestError, quoted
 
@@ -231,15 +231,6 @@ class FileDraft:
     def close(self) -> None:
         self._out.close()
         self._partial.unlink(missing_ok=True)
-
-
-def result_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Each result, and whether it is an error."""
-    with path.open("rb") as stream:
-        for line in stream:
-            if line.endswith(b"\n"):
-                entry: Mapping[str, object] = json.loads(line)
-                yield line, entry["error"] is not None
 
 
 def _load(folder: Path, kind: type[Record]) -> dict[str, Record]:

@@ -116,7 +116,7 @@ def test_two_servers_do_not_share_a_folder(store: BatchStore, tmp_path: Path) ->
 
 def test_results_become_two_files_and_a_second_try_replaces_them(store: BatchStore) -> None:
     batch = store.create_batch("a", CHAT, saved(store).id, None)
-    lines = (b'{"id":"batch_req_1","error":null}\n', b'{"id":"batch_req_2","error":{}}\n', b'{"cut')
+    lines = (b'{"id": "1", "error": null}\n', b'{"id": "2", "error": {}}\n', b'{"cut')
     for _ in range(2):
         store.results(batch).write_bytes(b"".join(lines))
         store.finish(batch, "completed")
