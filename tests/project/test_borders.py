@@ -34,7 +34,7 @@ MODELS = {"models", "models.layers", "models.vision", "models.cuda"}  # families
 # top-level module, package or sub-package -> what it may import from saccade (itself always)
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "plain_files": set(),
+    "plain_files": {"errors"},
     "types": {"errors"},
     "sampling_params": {"errors"},
     "trusted_proxies": {"errors"},
@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "helpers": set(),
     "logs": set(),
     "torch_utils": set(),
-    "checkpoint": {"errors"},
+    "checkpoint": {"errors", "plain_files"},
     "costs": {"types", "checkpoint"},
     "vision_graph_sizes": {"types", "checkpoint"},
     "media": {"errors", "types", "options", "helpers"},
@@ -84,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.replicas": NOUNS | {"engine", "engine.ipc", "scheduler"},
     "llm": NOUNS | {"processor", "structured", "engine"},
     "async_llm": NOUNS | {"processor", "engine.ipc"},
-    "server.http": {"errors", "types", "options", "server_options", "server"},
+    "server.http": {"errors", "types", "plain_files", "options", "server_options", "server"},
     "server.request": NOUNS
     | {"media", "structured", "processor", "processor.dialects", "plan", "batch", "server", "server.http"},
     "server.api": NOUNS
@@ -95,9 +95,9 @@ ALLOWED: dict[str, set[str]] = {
     | {"engine.replicas", "engine.ray_cluster", "processor.dialects", "batch"}
     | {"server.http", "server.request", "server.api"},
     "svg": set(),
-    "evaluation": {"errors", "types", "options", "costs", "svg"},
+    "evaluation": {"errors", "types", "plain_files", "options", "costs", "svg"},
     "plan": NOUNS | {"checkpoint", "processor", "processor.families", "scheduler", "runner", "svg"},
-    "bench": {"errors", "svg"},
+    "bench": {"errors", "plain_files", "svg"},
     "batch": {"errors", "helpers", "plain_files"},
     "cli": NOUNS
     | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation", "bench", "plan"}
