@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +25,7 @@ from saccade.server.config import load_settings
 from saccade.server.http.tls import tls_context
 from saccade.server.tenant_file import read_tenants
 from saccade.server_options import ServerOptions
-
-
-@contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """Files may grow to so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+from tests.helpers.full_disk import full_disk
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def finished(path: Path, check: Callable[[int, str | None], None]) -> set[int]:
         else:
             return done
         if line.endswith(b"\n") or line[: len(_START)] != _START[: len(line)]:
-            position = f"line {line[:40]!r} of {path} is no result of a batch"
+            position = f"line {line[:40]!r} of {path.name} is no result of a batch"
             raise ConfigError(f"{position}; choose another file, or remove that line")
         stream.truncate(end)
     return done

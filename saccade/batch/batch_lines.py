@@ -101,7 +101,7 @@ def batch_lines(
     try:
         stream = open_plain(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
     with stream:
         lines = BatchLines(stream.fileno())
         start = Start(1, 0)

@@ -74,10 +74,10 @@ def _check(lines: BatchLines, results: Path, line: int, custom_id: str | None) -
     try:
         expected = lines.custom_id(line)
     except ConfigError as error:
-        raise ConfigError(f"{results} belongs to another input: {error}") from None
+        raise ConfigError(f"{results.name} belongs to another input: {error}") from None
     if custom_id != expected:
         both = f"{custom_id!r} there and {expected!r} in the input"
-        raise ConfigError(f"{results} belongs to another input: line {line} is {both}")
+        raise ConfigError(f"{results.name} belongs to another input: line {line} is {both}")
 
 
 class HttpSender:

@@ -76,7 +76,7 @@ class BatchJobs:
         self, server: ServerOptions, tenants: Tenants, gate: AdmissionGate, max_chars: Callable[[], int]
     ) -> None:
         assert server.batch_dir is not None
-        self.store = BatchStore(Path(server.batch_dir), server.batch_storage_mb << 20)
+        self.store = BatchStore(Path(server.batch_dir), server.batch_storage_mb << 20, server.batch_dir_bytes)
         self._tenants = tenants
         self._max_chars = max_chars
         self._app: ASGIApp | None = None
@@ -126,8 +126,15 @@ class BatchJobs:
         self.store.close()
 
     async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
-        """For work of the store. Its own threads: a slow disk delays no prompt."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk_pool, work, *args)
+        """For work of the store, in its own threads: a slow disk delays no prompt. ApiError if it is full."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._disk_pool, work, *args)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            logger.error("the folder of --batch-dir failed: %s", error)
+            message = f"the server's folder of files cannot be written: {error.strerror}; nothing was changed"
+            raise ApiError(507, message, code="storage_full") from None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -204,8 +211,10 @@ class BatchJobs:
             if job.why == _SHUTDOWN:
                 return
             self.store.finish(record, job.why)
-        except (ConfigError, RequestError, OSError) as error:
+        except (ConfigError, RequestError) as error:
             self.store.finish(record, "failed", str(error))
+        except OSError as error:
+            self.store.suspend(record, error)
         counts = f"{record.completed} of {record.total} requests answered, {record.failed} failed"
         logger.info("%s is %s: %s", record.id, record.status, counts)
 
@@ -247,7 +256,7 @@ class BatchJobs:
         def on_result(result: BatchResult) -> None:
             record.failed += result.is_error
             record.completed += not result.is_error
-            self.store.check_bytes(record.owner, results.stat().st_size)
+            self.store.check_results(record)
 
         await run_batch(lines, results, partial(self._send_from, job), self._concurrency, on_start, on_result)
 

@@ -17,10 +17,11 @@ from saccade.batch.batch_records import BatchRecord
 from saccade.helpers.process import HelperProcess, Reply
 from saccade.server import batch_jobs
 from saccade.server.batch_jobs import BatchJobs
-from saccade.server.errors import json_response
+from saccade.server.errors import ApiError, json_response
 from saccade.server.http.auth import Tenants
 from saccade.server.http.limits import AdmissionGate
 from saccade.server_options import ServerOptions
+from tests.helpers.full_disk import full_disk
 
 CHAT = "/v1/chat/completions"
 WAITS = {"id": "w", "wait": True}
@@ -272,3 +273,34 @@ def test_a_batch_that_is_being_read_ends_at_once(
         assert all(other.status == "validating" for other in waits)
 
     asyncio.run(run())
+
+
+def test_a_full_disk_stops_a_batch_which_the_next_start_goes_on_with(tmp_path: Path) -> None:
+    async def run() -> None:
+        world = World(tmp_path)
+        record = world.batch(*({"id": str(n), "wait": n > 1} for n in range(6)))
+        await until(lambda: record.completed == 2 and world.app.open)
+        with full_disk(world.jobs.store.results(record).stat().st_size + 10):
+            world.app.go.set()
+            await until(lambda: record.is_final)
+            with pytest.raises(ApiError, match="cannot be written: File too large; nothing was changed") as error:
+                await world.jobs.in_thread(write_whole_file, tmp_path)
+            assert error.value.status == 507
+        assert record.status == "failed" and "the next start of the server goes on" in str(record.error)
+        world.jobs.store.check_conservation()
+        await world.jobs.close()
+        world.jobs = world.start()
+        world.jobs.resume()
+        resumed = world.jobs.store.batch("", record.id)
+        await until(lambda: resumed.is_final)
+        assert (resumed.status, resumed.completed) == ("completed", 6)
+        assert world.lines(resumed.output_file_id) == [f"c{n}" for n in range(6)]
+        assert world.app.asked["0"] == world.app.asked["1"] == 1
+        world.jobs.store.check_conservation()
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def write_whole_file(folder: Path) -> None:
+    (folder / "more").write_bytes(bytes(1 << 20))
