@@ -142,6 +142,9 @@ class ServerOptions:
     )
     batch_concurrency: int = _option(4, "requests of batches that run at the same time, beside live ones")
     batch_storage_mb: int = _option(1024, "MiB that the files of one API key may have in --batch-dir")
+    batch_dir_mb: int | None = _option(
+        None, "MiB that --batch-dir may have in all; automatic: 16 times --batch-storage-mb"
+    )
     drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
     heartbeat_timeout: float = _option(60.0, "seconds without a heartbeat until the engine is restarted")
     strict_params: bool = _option(False, "refuse requests with unknown fields")
@@ -160,8 +163,9 @@ class ServerOptions:
         _check_range("encoders", self.encoders, *self.encoder_range, at_least=0)
         for name in _COUNTS:
             _positive(name, getattr(self, name))
-        if self.max_connections is not None:
-            _positive("max_connections", self.max_connections)
+        for name in ("max_connections", "batch_dir_mb"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
         share = self.max_client_share
         _require(0 < share <= 1, "max_client_share", share, "above 0 and at most 1")
         for name in ("uuid_cache_mb", "drain_timeout", "min_body_rate"):
@@ -217,6 +221,10 @@ class ServerOptions:
         """Files that SIGHUP reads again."""
         return self.api_keys is not None or self.ssl_certfile is not None
 
+    @property
+    def batch_dir_bytes(self) -> int:
+        return (self.batch_dir_mb or _OWNERS_WORTH * self.batch_storage_mb) << 20
+
     def proxy_networks(self) -> list[Network]:
         """What `trusted_proxies` names."""
         return [network_of(text) for text in self.trusted_proxies]
@@ -250,6 +258,7 @@ def _check_range(name: str, count: int, low: int, high: int, *, at_least: int) -
         raise UsageError(f"{given} must not fall, and be from 1 to {MAX_REPLICAS}")
 
 
+_OWNERS_WORTH = 16  # API keys that may fill their part of --batch-dir
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_REPLICAS = 64  # and encoder workers
 _COUNTS = (

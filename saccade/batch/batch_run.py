@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import httpcore
+import msgspec
 
-from saccade.batch.batch_file import BatchRequest, BatchResult, finished, read_requests
+from saccade.batch.batch_file import BatchResult, finished
+from saccade.batch.batch_lines import BatchLines, BatchRequest
 from saccade.errors import ConfigError
 
 BUSY = (429, 503)
 _MAX_TRIES = 200
 _MAX_WAIT_SECONDS = 30.0
+_MAX_DOUBLINGS = 9  # until the longest wait
 
 Send = Callable[[BatchRequest], Awaitable[BatchResult]]
 
@@ -27,7 +31,7 @@ class BatchCounts(NamedTuple):
 
 
 async def run_batch(
-    source: Path,
+    lines: BatchLines,
     results: Path,
     send: Send,
     concurrency: int,
@@ -38,51 +42,42 @@ async def run_batch(
 
     A server that is gone raises ConfigError; what was written stays, and another run goes on from there.
     """
-    done = finished(results)
-    total = _check(source, done, results)
-    on_start(total, len(done))
+    done = finished(results, partial(_check, lines, results))
+    on_start(len(lines), len(done))
     failed = 0
-    waiting = (request for request in read_requests(source) if request.line not in done)
+    waiting = lines.requests(done)
     with results.open("ab") as out:
 
         def write(result: BatchResult) -> None:
             nonlocal failed
             failed += result.is_error
-            _append(out, result)
+            out.write(result.line())
+            out.flush()
             on_result(result)
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(max(1, min(concurrency, total - len(done)))):
+                for _ in range(max(1, min(concurrency, len(lines) - len(done)))):
                     group.create_task(_worker(waiting, send, write))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-    return BatchCounts(total, len(done), failed)
+    return BatchCounts(len(lines), len(done), failed)
 
 
 async def _worker(waiting: Iterator[BatchRequest], send: Send, write: Callable[[BatchResult], None]) -> None:
     for request in waiting:  # shared by all workers, which run in one thread
-        write(BatchResult(request, 0, "", None) if request.problem else await send(request))
+        write(BatchResult(request, 0, "", b"") if request.problem else await send(request))
 
 
-def _append(out: BinaryIO, result: BatchResult) -> None:
-    out.write(result.line())
-    out.flush()
-
-
-def _check(source: Path, done: Mapping[int, str | None], results: Path) -> int:
-    """The number of requests. ConfigError if the results are those of another file."""
-    total = 0
-    left = set(done)
-    for request in read_requests(source):
-        total += 1
-        left.discard(request.line)
-        if request.line in done and done[request.line] != request.custom_id:
-            both = f"{done[request.line]!r} there and {request.custom_id!r} in {source}"
-            raise ConfigError(f"{results} belongs to another input: line {request.line} is {both}")
-    if left:
-        raise ConfigError(f"{results} belongs to another input: {source} has no line {min(left)}")
-    return total
+def _check(lines: BatchLines, results: Path, line: int, custom_id: str | None) -> None:
+    """ConfigError if a result is that of another file."""
+    try:
+        expected = lines.custom_id(line)
+    except ConfigError as error:
+        raise ConfigError(f"{results.name} belongs to another input: {error}") from None
+    if custom_id != expected:
+        both = f"{custom_id!r} there and {expected!r} in the input"
+        raise ConfigError(f"{results.name} belongs to another input: line {line} is {both}")
 
 
 class HttpSender:
@@ -97,15 +92,14 @@ class HttpSender:
         self._timeout = {"connect": 10.0, "read": timeout, "write": timeout, "pool": timeout}
 
     async def __call__(self, request: BatchRequest) -> BatchResult:
-        body = json.dumps(request.body).encode()
         for tried in range(_MAX_TRIES):
-            response = await self._post(request.url, body)
+            response = await self._post(request.url, request.body)
             headers = {name.lower(): value for name, value in response.headers}
             if response.status not in BUSY or tried == _MAX_TRIES - 1:
                 break
             await asyncio.sleep(retry_seconds(headers.get(b"retry-after"), tried))
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        return BatchResult(request, response.status, request_id, parsed(response.content))
+        return BatchResult(request, response.status, request_id, in_one_line(response.content))
 
     async def close(self) -> None:
         await self._pool.aclose()
@@ -124,12 +118,15 @@ class HttpSender:
 
 def retry_seconds(retry_after: bytes | None, tried: int) -> float:
     """What the server asks for, or ever longer."""
-    asked = float(retry_after) if retry_after is not None and retry_after.isdigit() else 0.1 * 2**tried
-    return min(asked, _MAX_WAIT_SECONDS)
+    if retry_after is not None and retry_after.isdigit():
+        return min(float(retry_after), _MAX_WAIT_SECONDS)
+    return min(0.1 * (1 << min(tried, _MAX_DOUBLINGS)), _MAX_WAIT_SECONDS)
 
 
-def parsed(content: bytes) -> object:
+def in_one_line(content: bytes) -> bytes:
+    """An answer as JSON, whatever a proxy has made of it."""
     try:
-        return json.loads(content)
-    except ValueError:
-        return content[:1000].decode("utf-8", "replace")
+        msgspec.json.decode(content, type=msgspec.Raw)
+        return msgspec.json.format(content, indent=-1) if b"\n" in content else content
+    except (ValueError, RecursionError):
+        return json.dumps(content[:1000].decode("utf-8", "replace")).encode()

@@ -8,26 +8,34 @@ DIR/lock                       held while a server uses the folder
 from __future__ import annotations
 
 import fcntl
-import json
+import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from saccade.batch.batch_file import result_lines
 from saccade.batch.batch_records import STOPPABLE, BatchRecord, FileRecord
 from saccade.errors import ConfigError, RequestError, quoted
+from saccade.plain_files import open_plain, read_plain
+
+logger = logging.getLogger("saccade.server")
 
 MAX_FILES = 1000  # of one owner
 MAX_BATCHES = 1000  # of one owner; the oldest finished one makes place for a new one
+MAX_ALL_FILES = 20_000  # their records are in memory, as those of batches
+MAX_ALL_BATCHES = 20_000
 WINDOW = "24h"
 _WINDOW_SECONDS = 24 * 3600
 _MAX_NAME_CHARS = 255
+_MAX_RECORD_BYTES = 1 << 20
 
 Record = TypeVar("Record", FileRecord, BatchRecord)
 
@@ -35,15 +43,19 @@ Record = TypeVar("Record", FileRecord, BatchRecord)
 class BatchStore:
     """May be called from several threads. Reading takes no lock, so that it never waits for a disk."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        """`max_bytes`: of all files of one owner, results that are being made included."""
+    def __init__(self, folder: Path, max_bytes: int, max_all_bytes: int) -> None:
+        """The bytes of one owner and of all: files, and results that are being made."""
         self._max_bytes = max_bytes
+        self._max_all_bytes = max_all_bytes
+        self._bytes: Counter[str] = Counter()  # of files and results, by owner
+        self._num_files: Counter[str] = Counter()  # by owner
+        self._results: dict[str, int] = {}  # bytes of a batch's results so far
         self._lock = threading.RLock()
         self._drafts: dict[FileDraft, str] = {}  # owners of files that are being written
         try:
             for part in ("files", "batches"):
                 (folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._guard = (folder / "lock").open("w")
+            self._guard = open_plain(folder / "lock", "wb")
             fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another server uses the folder of batch_dir={folder}; name another") from None
@@ -52,13 +64,31 @@ class BatchStore:
         self._folder = folder
         self._files = _load(folder / "files", FileRecord)
         self._batches = _load(folder / "batches", BatchRecord)
-        for path in (folder / "files").iterdir():
-            is_known = path.stem in self._files and path.suffix in (".json", ".data")
-            if not is_known:
+        for record in self._files.values():
+            self._add(record, 1)
+        for batch in self.unfinished():
+            self._count_results(batch)
+        keep = {f"{name}{kind}" for name in self._files for kind in (".json", ".data")}
+        keep |= {f"{name}.json" for name in self._batches}
+        keep |= {self.results(batch).name for batch in self.unfinished()}
+        for path in (*(folder / "files").iterdir(), *(folder / "batches").iterdir()):
+            if path.name not in keep:
                 path.unlink()
 
     def close(self) -> None:
         self._guard.close()
+
+    def check_conservation(self) -> None:
+        """What is counted is what the folder has."""
+        with self._lock:
+            held: Counter[str] = Counter()
+            for file in self._files.values():
+                held[file.owner] += self.data(file.id).stat().st_size
+            for batch in self._batches.values():
+                results = self.results(batch)
+                held[batch.owner] += results.stat().st_size if results.exists() else 0
+            assert +self._bytes == +held, (self._bytes, held)
+            assert +self._num_files == Counter(file.owner for file in self._files.values())
 
     # --- files ----------------------------------------------------------------------------------------------
 
@@ -78,9 +108,12 @@ class BatchStore:
     @contextmanager
     def draft(self, owner: str) -> Iterator[FileDraft]:
         """A file to write into. What is not saved is removed."""
-        count = len(self.files(owner)) + list(self._drafts.values()).count(owner)
+        count = self._num_files[owner] + list(self._drafts.values()).count(owner)
         if count >= MAX_FILES:
             message = f"you have {count} files and {MAX_FILES} may be; delete some"
+            raise RequestError(message, code="storage_full")
+        if len(self._files) + len(self._drafts) >= MAX_ALL_FILES:
+            message = f"this server has {MAX_ALL_FILES} files and no more may be; delete some"
             raise RequestError(message, code="storage_full")
         draft = FileDraft(self, owner, f"file-{secrets.token_hex(12)}")
         self._drafts[draft] = owner
@@ -91,18 +124,37 @@ class BatchStore:
             del self._drafts[draft]
 
     def check_bytes(self, owner: str, more: int) -> None:
-        """RequestError if the owner may not store so many more."""
-        held = sum(record.size for record in self.files(owner))
-        held += sum(draft.size for draft, of in list(self._drafts.items()) if of == owner)
+        """RequestError if the owner, or the server, may not store so many more."""
+        drafts = list(self._drafts.items())
+        held = self._bytes[owner] + sum(draft.size for draft, of in drafts if of == owner)
         if held + more > self._max_bytes:
             limit = f"{self._max_bytes} may be (--batch-storage-mb)"
             message = f"your files have {held} bytes, {more} would be added and {limit}; delete some"
+            raise RequestError(message, code="storage_full")
+        held = self._bytes.total() + sum(draft.size for draft, _ in drafts)
+        if held + more > self._max_all_bytes:
+            limit = f"{self._max_all_bytes} may be (--batch-dir-mb)"
+            message = f"the files of all clients have {held} bytes, {more} would be added and {limit}"
             raise RequestError(message, code="storage_full")
 
     def add_file(self, record: FileRecord) -> None:
         with self._lock:
             _write(self._folder / "files" / f"{record.id}.json", msgspec.json.encode(record))
+            if record.id in self._files:
+                self._add(self._files[record.id], -1)
             self._files[record.id] = record
+            self._add(record, 1)
+
+    def _add(self, record: FileRecord, count: int) -> None:
+        self._num_files[record.owner] += count
+        if not self._num_files[record.owner]:
+            del self._num_files[record.owner]
+        self._add_bytes(record.owner, count * record.size)
+
+    def _add_bytes(self, owner: str, count: int) -> None:
+        self._bytes[owner] += count
+        if not self._bytes[owner]:  # an owner without files takes no memory
+            del self._bytes[owner]
 
     def delete_file(self, owner: str, file_id: str) -> None:
         with self._lock:
@@ -114,7 +166,7 @@ class BatchStore:
                     raise RequestError(message, code="file_in_use", param="file_id")
             (self._folder / "files" / f"{file_id}.json").unlink(missing_ok=True)
             self.data(file_id).unlink(missing_ok=True)
-            del self._files[file_id]
+            self._add(self._files.pop(file_id), -1)
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -127,7 +179,10 @@ class BatchStore:
 
     def batches(self, owner: str) -> list[BatchRecord]:
         """The newest first."""
-        return [record for record in list(self._batches.values())[::-1] if record.owner == owner]
+        return [record for record in self._newest() if record.owner == owner]
+
+    def _newest(self) -> list[BatchRecord]:
+        return list(self._batches.values())[::-1]
 
     def unfinished(self) -> list[BatchRecord]:
         return [record for record in list(self._batches.values()) if not record.is_final]
@@ -151,18 +206,40 @@ class BatchStore:
             return record
 
     def _make_place(self, owner: str) -> None:
-        own = self.batches(owner)
-        if len(own) < MAX_BATCHES:
-            return
-        finished = [record for record in own if record.is_final]
-        if not finished:
-            message = f"{len(own)} of your batches are unfinished and {MAX_BATCHES} may be"
-            raise RequestError(message, code="overloaded")
-        (self._folder / "batches" / f"{finished[-1].id}.json").unlink(missing_ok=True)
-        del self._batches[finished[-1].id]
+        limits = (
+            ("your", self.batches(owner), MAX_BATCHES),
+            ("all clients'", self._newest(), MAX_ALL_BATCHES),
+        )
+        for whose, records, maximum in limits:
+            if len(records) < maximum:
+                continue
+            finished = [record for record in records if record.is_final]
+            if not finished:
+                message = f"{len(records)} of {whose} batches are unfinished and {maximum} may be"
+                raise RequestError(message, code="overloaded")
+            self._forget(finished[-1])
+
+    def _forget(self, record: BatchRecord) -> None:
+        (self._folder / "batches" / f"{record.id}.json").unlink(missing_ok=True)
+        self.results(record).unlink(missing_ok=True)
+        self._count_results(record)
+        del self._batches[record.id]
 
     def results(self, record: BatchRecord) -> Path:
         return self._folder / "batches" / f"{record.id}.jsonl"
+
+    def check_results(self, record: BatchRecord) -> None:
+        """RequestError if its results so far are more than may be stored."""
+        self._count_results(record)
+        self.check_bytes(record.owner, 0)
+
+    def _count_results(self, record: BatchRecord) -> None:
+        with self._lock:
+            results = self.results(record)
+            size = results.stat().st_size if results.exists() else 0
+            self._add_bytes(record.owner, size - self._results.pop(record.id, 0))
+            if size:
+                self._results[record.id] = size
 
     def save(self, record: BatchRecord) -> None:
         with self._lock:
@@ -175,18 +252,38 @@ class BatchStore:
                 return
             record.status = status
             record.times = {**record.times, status: int(time.time())}
-            self.save(record)
+            try:
+                self.save(record)
+            except OSError as failure:
+                again = "the next start of the server takes it up as it was before"
+                logger.error("%s is %s, which cannot be written: %s; %s", record.id, status, failure, again)
 
     def finish(self, record: BatchRecord, status: str, error: str | None = None) -> None:
         """Makes files of the results. Under ids of the batch's own: a second try replaces the first's."""
         unique = record.id.removeprefix("batch_")
         results = self.results(record)
-        if results.exists():
-            record.output_file_id = self._save_results(record, f"file-{unique}-output", has_error=False)
-            record.error_file_id = self._save_results(record, f"file-{unique}-error", has_error=True)
+        try:
+            if results.exists():
+                record.output_file_id = self._save_results(record, f"file-{unique}-output", has_error=False)
+                record.error_file_id = self._save_results(record, f"file-{unique}-error", has_error=True)
+        except OSError as failure:
+            self.suspend(record, failure)
+            return
         record.error = error
         self.move(record, status)
         results.unlink(missing_ok=True)
+        self._count_results(record)
+
+    def suspend(self, record: BatchRecord, failure: OSError) -> None:
+        """The disk is full: it has failed for this run of the server. On the disk it stays as it is."""
+        with self._lock:
+            kept = "its results so far are kept, and the next start of the server goes on"
+            record.error = f"the folder of --batch-dir cannot be written: {failure.strerror}; {kept}"
+            record.output_file_id = record.error_file_id = None
+            record.status = "failed"
+            self._count_results(record)
+            record.times = {**record.times, "failed": int(time.time())}
+            logger.error("%s stops: %s", record.id, record.error)
 
     def _save_results(self, record: BatchRecord, file_id: str, *, has_error: bool) -> str | None:
         draft = FileDraft(self, record.owner, file_id, is_limited=False)
@@ -225,21 +322,17 @@ class FileDraft:
         os.replace(self._partial, self._store.data(self._id))
         shown = "".join(char for char in filename if char.isprintable())[:_MAX_NAME_CHARS]
         record = FileRecord(self._id, self._owner, shown, purpose, self.size, int(time.time()))
-        self._store.add_file(record)
+        try:
+            self._store.add_file(record)
+        except OSError:
+            self._store.data(self._id).unlink()
+            raise
         return record
 
     def close(self) -> None:
-        self._out.close()
+        with suppress(OSError):  # what finds no place is not wanted either
+            self._out.close()
         self._partial.unlink(missing_ok=True)
-
-
-def result_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Each result, and whether it is an error."""
-    with path.open("rb") as stream:
-        for line in stream:
-            if line.endswith(b"\n"):
-                entry: Mapping[str, object] = json.loads(line)
-                yield line, entry["error"] is not None
 
 
 def _load(folder: Path, kind: type[Record]) -> dict[str, Record]:
@@ -247,7 +340,7 @@ def _load(folder: Path, kind: type[Record]) -> dict[str, Record]:
     records = []
     for path in folder.glob("*.json"):
         try:
-            records.append(msgspec.json.decode(path.read_bytes(), type=kind))
+            records.append(msgspec.json.decode(read_plain(path, _MAX_RECORD_BYTES), type=kind))
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(f"batch_dir: {path} cannot be read ({error}); remove it") from None
     return {
@@ -258,11 +351,15 @@ def _load(folder: Path, kind: type[Record]) -> dict[str, Record]:
 def _write(path: Path, content: bytes) -> None:
     """A reader sees the old content or the new, also after a crash."""
     partial = path.with_suffix(".new")
-    with open(partial, "wb", opener=_private) as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb", opener=_private) as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _private(path: str, flags: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saccade.bench.load import LoadResult, Result
+from saccade.plain_files import write_whole
 
 SHARES = (50, 90, 99)
 LATE_MS = 5.0  # of the clients' p99: beyond it times are the clients' too
@@ -121,16 +123,17 @@ def client_warning(load: LoadResult) -> str | None:
 def write_csv(path: Path, results: Sequence[Result], names: Sequence[str]) -> None:
     """A line for each request."""
     begin = min((result.due for result in results), default=0.0)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["part", "has_images", "at_s", "ttft_ms", "e2e_ms", "prompt_tokens", "output_tokens", "error"]
-        )
-        for part, has_images, due, sample in results:
-            ttft = f"{1e3 * (sample.token_times[0] - due):.2f}" if sample.token_times else ""
-            times = [f"{due - begin:.4f}", ttft, f"{1e3 * (sample.end - due):.2f}"]
-            tokens = [sample.prompt_tokens, sample.output_tokens]
-            writer.writerow([names[part], int(has_images), *times, *tokens, sample.error or ""])
+    file = io.StringIO(newline="")
+    writer = csv.writer(file)
+    writer.writerow(
+        ["part", "has_images", "at_s", "ttft_ms", "e2e_ms", "prompt_tokens", "output_tokens", "error"]
+    )
+    for part, has_images, due, sample in results:
+        ttft = f"{1e3 * (sample.token_times[0] - due):.2f}" if sample.token_times else ""
+        times = [f"{due - begin:.4f}", ttft, f"{1e3 * (sample.end - due):.2f}"]
+        tokens = [sample.prompt_tokens, sample.output_tokens]
+        writer.writerow([names[part], int(has_images), *times, *tokens, sample.error or ""])
+    write_whole(path, file.getvalue())
 
 
 def as_json(row: Figures) -> dict[str, Any]:

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 
 from saccade.bench.workloads import WORKLOADS, Job, Shape
 from saccade.errors import ConfigError
+from saccade.plain_files import read_text
 
 FIELDS = ("at", "words", "input_tokens", "output_tokens", "images")
+_MAX_BYTES = 1 << 30
 _MAX_SIDE = 65_535  # of a JPEG
 
 
@@ -36,10 +38,7 @@ class TraceRequest(NamedTuple):
 
 def read_trace(path: Path) -> tuple[TraceRequest, ...]:
     """In the order of arrival. ConfigError with the line and the field where one cannot be used."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the trace {path} cannot be read: {error}") from None
+    text = read_text(path, _MAX_BYTES, f"the trace {path}")
     found = sorted(_requests(path, text), key=lambda request: request.at)
     if not found:
         raise ConfigError(f"the trace {path} has no requests; it needs a JSON object a line")

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from saccade.errors import ConfigError
+from saccade.plain_files import open_plain
 
 SETTINGS_BYTES = 8 << 20  # published ones have at most a tenth
 INDEX_BYTES = 64 << 20  # the largest MoE models have 10 MB
@@ -28,7 +29,7 @@ def read_text(file: Path, maximum: int = SETTINGS_BYTES) -> str:
     try:
         if not file.is_file():
             raise ConfigError(f"{file} is missing or no plain file; download it again")
-        with file.open("rb") as stream:
+        with open_plain(file) as stream:
             data = stream.read(maximum + 1)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); check its permissions") from None

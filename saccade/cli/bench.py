@@ -36,6 +36,7 @@ from saccade.cli.bench_checks import check
 from saccade.cli.bench_max_images import max_images
 from saccade.cli.get_json import get_json
 from saccade.errors import ConfigError
+from saccade.plain_files import write_whole
 
 _WARM_UP = 4  # requests before the load, not counted
 _ROUNDS = 3  # of each client in the closed loops before a search for goodput
@@ -142,7 +143,7 @@ def _once(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo, trace: tup
     rows = figures_by_group(load.results, names, slo)
     print(table(rows))
     if args.plot:
-        args.plot.write_text(distributions(groups(load.results, names), slo), encoding="utf-8")
+        write_whole(args.plot, distributions(groups(load.results, names), slo))
     if args.csv:
         write_csv(args.csv, load.results, names)
     whole = as_json(rows[args.workload])
@@ -169,7 +170,7 @@ def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
     rate = found.rate if found else 0.0
     print(summary(trials, slo))
     if args.plot:
-        args.plot.write_text(rates(trials, slo), encoding="utf-8")
+        write_whole(args.plot, rates(trials, slo))
     _write(args, {"goodput_per_s": rate, "trials": [{"rate": t.rate, **as_json(t.figures)} for t in trials]})
     _complain(*loads)  # the highest rates are meant to be too high
     return 0 if found else 1
@@ -240,7 +241,7 @@ def _served_model(url: str, key: str | None) -> str:
 def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
     if args.json:
         given = {name: value for name, value in vars(args).items() if name not in ("run", "api_key")}
-        args.json.write_text(json.dumps({"arguments": given, **found}, indent=1, default=str) + "\n")
+        write_whole(args.json, json.dumps({"arguments": given, **found}, indent=1, default=str) + "\n")
 
 
 def _complain(*loads: LoadResult) -> int:

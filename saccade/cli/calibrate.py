@@ -13,6 +13,7 @@ from pathlib import Path
 from saccade import LLM, SamplingParams, costs
 from saccade.bench.workloads import jpeg
 from saccade.media.decode import decode
+from saccade.plain_files import write_whole
 from saccade.plan.calibration import calibration_for
 from saccade.plan.fit import Figure, fit
 from saccade.plan.hardware import Hardware
@@ -51,7 +52,7 @@ def calibrate(file: Path, model: str | None, options: Mapping[str, str]) -> int:
     for figure in figures:
         predicted = figure.predict(replace(timing, calibration=found)) * 1e3
         print(f"{figure.name:<32}{figure.seconds * 1e3:10.2f} ms measured {predicted:10.2f} ms predicted")
-    file.write_text(json.dumps({"hardware": asdict(hardware), **asdict(found)}, indent=1) + "\n")
+    write_whole(file, json.dumps({"hardware": asdict(hardware), **asdict(found)}, indent=1) + "\n")
     print(f"written: {file}; saccade plan MODEL --calibration {file} uses it")
     return 0
 

@@ -14,6 +14,7 @@ from saccade.media.load import load_image
 from saccade.media.video_probe import is_video_file
 from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy, Options
+from saccade.plain_files import open_plain
 from saccade.processor import families
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.base import Family
@@ -120,9 +121,9 @@ def _count_pages(file: str, document: Document, prices: _Prices, policy: MediaPo
 
 def _start(file: str) -> bytes:
     try:
-        with open(file, "rb") as stream:
+        with open_plain(file) as stream:
             return stream.read(1024)
-    except (OSError, ValueError):
+    except OSError:
         return b""  # reading it as an image reports the error
 
 

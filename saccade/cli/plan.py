@@ -11,6 +11,7 @@ from typing import Any
 
 from saccade.errors import ConfigError
 from saccade.options import Options
+from saccade.plain_files import write_whole
 from saccade.plan.alternatives import alternatives
 from saccade.plan.calibration import calibration_for, read_calibration
 from saccade.plan.chart import svg
@@ -49,7 +50,7 @@ def _plan(args: argparse.Namespace, options: Options) -> int:
     others = alternatives(made)
     print(json.dumps(as_json(made, others), indent=2) if args.json else table(made, others))
     if args.plot:
-        args.plot.write_text(svg(made), encoding="utf-8")
+        write_whole(args.plot, svg(made))
     return 0
 
 

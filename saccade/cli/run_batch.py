@@ -15,9 +15,12 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from saccade.batch.batch_file import BatchResult
+from saccade.batch.batch_lines import batch_lines, line_helper
 from saccade.batch.batch_run import BatchCounts, HttpSender, run_batch
 from saccade.cli.run_batch_arguments import files_of
+from saccade.errors import ConfigError
 from saccade.evaluation.serving import serving_with
+from saccade.plain_files import open_plain
 
 
 class _Server(NamedTuple):
@@ -27,14 +30,21 @@ class _Server(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     source, results = files_of(args)
-    with source.open("rb"), results.open("ab"):  # before a model is loaded
-        pass
+    _check_files(source, results)  # before a model is loaded
     with _server(args) as server:
         counts = asyncio.run(_run(args, source, results, server))
     again = f", {counts.resumed} of them before" if counts.resumed else ""
     failed = f", {counts.failed} failed" if counts.failed else ""
     print(f"saccade: {counts.total} results in {results}{again}{failed}", file=sys.stderr)
     return 1 if counts.failed else 0
+
+
+def _check_files(source: Path, results: Path) -> None:
+    for path, mode in ((source, "rb"), (results, "ab")):
+        try:
+            open_plain(path, mode).close()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
 
 
 async def _run(args: argparse.Namespace, source: Path, results: Path, server: _Server) -> BatchCounts:
@@ -48,9 +58,16 @@ async def _run(args: argparse.Namespace, source: Path, results: Path, server: _S
         def step(result: BatchResult) -> None:
             bar.update()
 
+        helper = line_helper()
         try:
-            return await run_batch(source, results, sender, args.concurrency, start, step)
+            with batch_lines(source, helper) as lines:
+                helper.close()
+                return await run_batch(lines, results, sender, args.concurrency, start, step)
+        except OSError as error:
+            again = "the results so far stay; the same command goes on from there"
+            raise ConfigError(f"{results} cannot be written: {error.strerror or error}; {again}") from None
         finally:
+            helper.close()
             await sender.close()
 
 

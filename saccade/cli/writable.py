@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from saccade.errors import ConfigError
@@ -11,7 +12,7 @@ def check_writable(flag: str, path: Path) -> None:
     """By opening it: permissions alone do not tell. What was not there before is not there after."""
     is_new = not path.exists()
     try:
-        path.open("ab").close()
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be written: {error.strerror or error}") from None
     if is_new:

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -25,6 +24,7 @@ from saccade.evaluation.serving import serving
 from saccade.evaluation.tune import Measured, advise, choose_sizes, measure, with_images_only, with_max_pixels
 from saccade.evaluation.tune import as_json as tuned_json
 from saccade.options import Options
+from saccade.plain_files import write_whole
 
 _INTERRUPTED = 130  # as a shell reports Ctrl-C
 
@@ -169,7 +169,7 @@ def tune(target: Target, sizes: Sequence[int] | None, output: Output) -> int:
     if output.json is not None:
         write_json(output.json, tuned_json(measured, advice, questions))
     if output.plot is not None:
-        Path(output.plot).write_text(svg(measured, advice, questions), encoding="utf-8")
+        write_whole(output.plot, svg(measured, advice, questions))
     for file in output.markdown:
         rewrite(file, "saccade tune", f"```\n{text}\n```")
     return 0
@@ -201,4 +201,4 @@ def _print_tuned(measured: Sequence[Measured], questions: QuestionSet) -> str:
 
 
 def write_json(file: str, found: dict[str, Any]) -> None:
-    Path(file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(found, indent=1) + "\n")

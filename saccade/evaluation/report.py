@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from saccade.errors import ConfigError
 from saccade.evaluation.questions import QuestionSet
 from saccade.evaluation.run import Answered, accuracy
 from saccade.evaluation.scoring import Rule, chance, field_chance, json_fields
+from saccade.plain_files import read_text, write_whole
 
+_MAX_BYTES = 64 << 20
 _ANSWERED = "not refused"  # the line for replies that are no refusals
 
 
@@ -145,7 +146,7 @@ def _reply_json(one: Answered) -> dict[str, Any]:
 
 def check_markers(file: str, command: str) -> None:
     """Check the file before the run, which may take an hour."""
-    if not re.search(_block(command), _read(file), re.DOTALL):
+    if not re.search(_block(command), read_text(file, _MAX_BYTES), re.DOTALL):
         message = f"{file} has no lines <!-- {command} --> and <!-- end of {command} --> to write between"
         raise ConfigError(message)
 
@@ -153,16 +154,9 @@ def check_markers(file: str, command: str) -> None:
 def rewrite(file: str, command: str, text: str) -> None:
     """Put `text` between the two marker lines of a Markdown file."""
     block = f"<!-- {command} -->\n{text.strip()}\n<!-- end of {command} -->"
-    content = re.sub(_block(command), lambda _: block, _read(file), flags=re.DOTALL)
-    Path(file).write_text(content, encoding="utf-8")
+    content = re.sub(_block(command), lambda _: block, read_text(file, _MAX_BYTES), flags=re.DOTALL)
+    write_whole(file, content)
 
 
 def _block(command: str) -> str:
     return rf"<!-- {re.escape(command)} -->.*?<!-- end of {re.escape(command)} -->"
-
-
-def _read(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import ConfigError
+from saccade.plain_files import read_text
 from saccade.plan.hardware import PRESETS, Hardware, read_hardware
 
 SHARES = ("gemm", "tower", "bandwidth")
+_MAX_BYTES = 1 << 20
 _FILE = Path(__file__).with_name("calibrations.json")
 
 
@@ -39,9 +41,10 @@ def calibration_for(hardware: Hardware) -> Calibration:
 
 def read_calibration(path: Path) -> tuple[Calibration, Hardware | None]:
     """A file that `saccade bench --calibrate` wrote, or one made by hand; with the machine it is for."""
+    text = read_text(path, _MAX_BYTES, f"--calibration {path}")
     try:
-        values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--calibration {path} cannot be read ({error})") from None
     machine = values.pop("hardware", None) if isinstance(values, dict) else None
     return read_values(values, str(path)), read_hardware(machine, str(path)) if machine else None

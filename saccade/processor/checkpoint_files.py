@@ -19,6 +19,7 @@ from saccade.checkpoint.schema import IMAGES, PROCESSOR, Table
 from saccade.errors import ConfigError
 from saccade.media.hashing import digest_of
 from saccade.options import Options
+from saccade.plain_files import open_plain
 from saccade.processor import late_interaction
 from saccade.processor.families import FAMILIES, built_in_template, is_known
 from saccade.processor.tasks import Task, task_of
@@ -273,7 +274,7 @@ def _identifying(path: Path) -> Iterator[bytes]:
     """The config files, and of weight files name, size and header: to hash all weights would take seconds."""
     for file in filter(Path.is_file, sorted([*path.glob("*.json"), *path.glob("*.tiktoken")])):
         yield os.fsencode(file.name)
-        with file.open("rb") as stream:
+        with open_plain(file) as stream:
             yield hashlib.file_digest(stream, "sha256").digest()
     for file in filter(Path.is_file, sorted(path.glob("*.safetensors"))):
         yield os.fsencode(file.name)
@@ -288,6 +289,6 @@ def _identifying_overrides(overrides: Mapping[str, Any]) -> Iterator[bytes]:
 
 def _safetensors_header(file: Path) -> bytes:
     """Eight bytes of length, then JSON with every tensor's name, dtype, shape and offsets."""
-    with file.open("rb") as stream:
+    with open_plain(file) as stream:
         length = int.from_bytes(stream.read(8), "little")
         return stream.read(min(length, files.HEADER_BYTES))

@@ -1,35 +1,37 @@
 """Runs the batches of a folder through the server's own routes, few requests at a time.
 
-A batch's file is read and its results are written in a thread with a loop of its own: a long line delays no
-stream. Its requests run on the server's loop and pass the same gate and limits as those of its API key.
+A batch's file is read in a helper process, and its results are written in a thread with a loop of its own:
+no line delays a stream. Its requests run on the server's loop and pass the gate and limits of its API key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.types import ASGIApp
 
-from saccade.batch.batch_file import BatchRequest, BatchResult
+from saccade.batch.batch_file import BatchResult, result_lines
+from saccade.batch.batch_lines import BatchLines, BatchRequest, batch_lines
 from saccade.batch.batch_records import STOPPABLE, BatchRecord
-from saccade.batch.batch_run import BUSY, parsed, retry_seconds, run_batch
-from saccade.batch.batch_store import BatchStore, result_lines
+from saccade.batch.batch_run import BUSY, retry_seconds, run_batch
+from saccade.batch.batch_store import BatchStore
 from saccade.errors import ConfigError, RequestError
+from saccade.fair_pool import FairPool, Owner
+from saccade.helpers.process import HelperProcess, Reply
 from saccade.server.errors import ApiError
 from saccade.server.http.auth import Tenants
 from saccade.server.http.in_process import Answer, post
 from saccade.server.http.limits import AdmissionGate
-from saccade.server.http.text_limit import TextTally
 from saccade.server_options import ServerOptions
 
 logger = logging.getLogger("saccade.server")
@@ -38,7 +40,8 @@ MAX_LINES = 50_000
 _MAX_RUNNING = 8  # batches, one of each owner; the others wait
 _GATE_SHARE = 4  # batches take at most one in so many of the gate's open requests
 _DISK_THREADS = 2
-_CHUNK = 1 << 16
+_READERS = 2  # helper processes that read at a time
+_LINE_HELPER = "saccade.server.batch_line_helper"
 _UNNAMED_CLIENT = "address:batches"  # no tenant and no peer has this name
 _SHUTDOWN = "shutdown"
 
@@ -56,6 +59,14 @@ class _Job:
         self.has_begun = False
         self.stopped = asyncio.Event()
         self.why = ""  # it stops: the status it gets, or _SHUTDOWN
+        self.helper: HelperProcess | None = None  # while it reads the file
+
+    def stop(self, why: str) -> None:
+        """Its sending and its reading, wherever they are."""
+        self.why = why
+        self.stopped.set()
+        if self.helper is not None:
+            self.helper.close()
 
 
 class BatchJobs:
@@ -65,17 +76,18 @@ class BatchJobs:
         self, server: ServerOptions, tenants: Tenants, gate: AdmissionGate, max_chars: Callable[[], int]
     ) -> None:
         assert server.batch_dir is not None
-        self.store = BatchStore(Path(server.batch_dir), server.batch_storage_mb << 20)
+        self.store = BatchStore(Path(server.batch_dir), server.batch_storage_mb << 20, server.batch_dir_bytes)
         self._tenants = tenants
         self._max_chars = max_chars
         self._app: ASGIApp | None = None
         self._concurrency = min(server.batch_concurrency, max(1, gate.max_open // _GATE_SHARE))
         self._turns = asyncio.Semaphore(self._concurrency)  # of requests
-        self._owners: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._jobs: dict[str, _Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(_MAX_RUNNING, thread_name_prefix="saccade-batch")
         self._disk_pool = ThreadPoolExecutor(_DISK_THREADS, thread_name_prefix="saccade-files")
+        self._readers = FairPool(_READERS, "saccade-batch-lines", max_running=1)
         self._is_closed = False
 
     def connect(self, app: ASGIApp) -> None:
@@ -107,15 +119,22 @@ class BatchJobs:
         """Unfinished batches stay so on disk. What only reads still works."""
         self._is_closed = True
         for job in self._jobs.values():
-            job.why = _SHUTDOWN
-            job.stopped.set()
+            job.stop(_SHUTDOWN)
+        self._readers.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._pool.shutdown(wait=False)
         self.store.close()
 
     async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
-        """For work of the store. Its own threads: a slow disk delays no prompt."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk_pool, work, *args)
+        """For work of the store, in its own threads: a slow disk delays no prompt. ApiError if it is full."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._disk_pool, work, *args)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            logger.error("the folder of --batch-dir failed: %s", error)
+            message = f"the server's folder of files cannot be written: {error.strerror}; nothing was changed"
+            raise ApiError(507, message, code="storage_full") from None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -132,7 +151,7 @@ class BatchJobs:
         try:
             if not seconds:
                 await self._end(job, "expired")
-            async with self._owners[record.owner]:
+            async with self._owners.setdefault(record.owner, asyncio.Lock()):
                 if not job.why:
                     job.has_begun = True
                     await loop.run_in_executor(self._pool, self._work, job)
@@ -144,12 +163,11 @@ class BatchJobs:
 
     async def _end(self, job: _Job, status: str) -> None:
         """Stops it where it runs. One that waits for its turn ends at once."""
-        job.why = status
+        job.stop(status)
         if not job.has_begun:
             await self.in_thread(self.store.finish, job.record, status)
         elif status == "cancelled":
             await self.in_thread(self.store.move, job.record, "cancelling")
-        job.stopped.set()
 
     async def _send(self, job: _Job, url: str, body: bytes) -> Answer:
         answering = asyncio.ensure_future(self._answer(job.record.owner, url, body))
@@ -183,8 +201,8 @@ class BatchJobs:
         record = job.record
         try:
             if record.status != "cancelling":  # before the server started
-                check_lines(self.store.data(record.input_file_id), self._max_chars())
-                asyncio.run(self._send_all(job))
+                with self._lines(job) as lines:
+                    asyncio.run(self._send_all(job, lines))
             is_cancelled = record.status == "cancelling"
             if not is_cancelled:
                 self.store.move(record, "finalizing")
@@ -193,12 +211,38 @@ class BatchJobs:
             if job.why == _SHUTDOWN:
                 return
             self.store.finish(record, job.why)
-        except (ConfigError, RequestError, OSError) as error:
+        except (ConfigError, RequestError) as error:
             self.store.finish(record, "failed", str(error))
+        except OSError as error:
+            self.store.suspend(record, error)
         counts = f"{record.completed} of {record.total} requests answered, {record.failed} failed"
         logger.info("%s is %s: %s", record.id, record.status, counts)
 
-    async def _send_all(self, job: _Job) -> None:
+    @contextmanager
+    def _lines(self, job: _Job) -> Iterator[BatchLines]:
+        """Read in the owner's turn. _Stopped when the job was stopped meanwhile."""
+        job.helper = helper = HelperProcess(_LINE_HELPER, str(self._max_chars()))
+        owner = job.record.owner
+        account = self._tenants.account(owner)
+        turn = Owner(owner or _UNNAMED_CLIENT, weight=account.settings.weight if account else 1.0)
+
+        def in_turn(work: Callable[[], Reply]) -> Reply:
+            try:
+                return self._readers.submit(turn, work).result()
+            finally:  # the pool may be closed, too, and the helper
+                if job.why:
+                    raise _Stopped
+
+        try:
+            with batch_lines(self.store.data(job.record.input_file_id), helper, MAX_LINES, in_turn) as lines:
+                if not len(lines):
+                    raise ConfigError("the file has no lines; each must be a request")
+                helper.close()
+                yield lines
+        finally:
+            helper.close()
+
+    async def _send_all(self, job: _Job, lines: BatchLines) -> None:
         record = job.record
         results = self.store.results(record)
 
@@ -212,39 +256,15 @@ class BatchJobs:
         def on_result(result: BatchResult) -> None:
             record.failed += result.is_error
             record.completed += not result.is_error
-            self.store.check_bytes(record.owner, results.stat().st_size)
+            self.store.check_results(record)
 
-        source = self.store.data(record.input_file_id)
-        await run_batch(
-            source, results, partial(self._send_from, job), self._concurrency, on_start, on_result
-        )
+        await run_batch(lines, results, partial(self._send_from, job), self._concurrency, on_start, on_result)
 
     async def _send_from(self, job: _Job, request: BatchRequest) -> BatchResult:
         endpoint = job.record.endpoint
         if request.url != endpoint:
             problem = f"line {request.line}: url is {request.url} and the batch's endpoint is {endpoint}"
-            return BatchResult(request._replace(problem=problem), 0, "", None)
-        body = json.dumps(request.body).encode()
-        sending = asyncio.run_coroutine_threadsafe(self._send(job, request.url, body), job.loop)
+            return BatchResult(request._replace(problem=problem), 0, "", b"")
+        sending = asyncio.run_coroutine_threadsafe(self._send(job, request.url, request.body), job.loop)
         answer = await asyncio.wrap_future(sending)
-        return BatchResult(request, answer.status, answer.request_id, parsed(answer.content))
-
-
-def check_lines(path: Path, max_chars: int) -> None:
-    """ConfigError if there are too many, or one is larger than any request of this model. Parses none."""
-    count = 0
-    tally: TextTally | None = None
-    with path.open("rb") as stream:
-        while chunk := stream.readline(_CHUNK):
-            count += tally is None
-            tally = tally or TextTally(max_chars)
-            try:
-                tally.take(chunk)
-            except ApiError as error:
-                raise ConfigError(f"line {count}: {error.message}") from None
-            if chunk.endswith(b"\n"):
-                tally = None
-            if count > MAX_LINES:
-                raise ConfigError(f"the file has more than {MAX_LINES} lines; split it")
-    if not count:
-        raise ConfigError("the file has no lines; each must be a request")
+        return BatchResult(request, answer.status, answer.request_id, answer.content)

@@ -11,18 +11,19 @@ import logging
 import re
 import typing
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.errors import UsageError
+from saccade.errors import ConfigError, UsageError
 from saccade.option_fields import defaults_of
 from saccade.options import Options
+from saccade.plain_files import read_text
 from saccade.server_options import ServerOptions
 from saccade.vllm_keywords import translated, with_nearest
 from saccade.vllm_table import TABLE
 
 logger = logging.getLogger("saccade.server")
 
+_MAX_BYTES = 1 << 20  # of a config file
 _PREFIX = "SACCADE_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -163,8 +164,10 @@ def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
     import yaml  # a third of the time of --help, which reads no file
 
     try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = yaml.safe_load(read_text(file, _MAX_BYTES, f"the config file {file}"))
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+    except yaml.YAMLError as error:
         reason = " ".join(str(error).split())  # YAML's messages have lines and a drawing
         raise UsageError(f"the config file {file} cannot be read: {reason}") from None
     if content is None:

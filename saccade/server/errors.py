@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from saccade.engine.ipc.client import EngineUnavailable
-from saccade.errors import ConfigError, RequestError
+from saccade.errors import ConfigError, EngineUnavailable, RequestError
 
 _STATUS_OF_CODE = {
     "overloaded": 429,

@@ -47,7 +47,8 @@ from saccade.server.http.connections import Connection
 from saccade.server.http.listener import Listener
 from saccade.server.http.origins import is_loopback
 from saccade.server.http.parser import BoundedHttp
-from saccade.server.http.tls import load_certificate, tls_context
+from saccade.server.http.tls import tls_context
+from saccade.server.reload import Reloader
 from saccade.server.service import Engine, Service
 from saccade.server_options import ServerOptions
 from saccade.structured.schema import is_available
@@ -232,8 +233,7 @@ class _Running:
         self._sock = sock
         self._stop: asyncio.Task[None] | None = None
         self._skip_drain = asyncio.Event()
-        self._reload_lock = asyncio.Lock()
-        self._reloads: set[asyncio.Task[None]] = set()
+        self._reloader = Reloader(service.server, service.tenants, tls)
         app = create_app(service)
         self._routes = sorted({str(getattr(route, "path", "")) for route in app.routes})
         config = uvicorn.Config(
@@ -256,7 +256,7 @@ class _Running:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         if self._service.server.has_files_to_reload:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reloader.begin)
         serving = asyncio.create_task(self.http.serve([]))
         starting = asyncio.create_task(self._start_engine())
         reporting = asyncio.create_task(self._report_throughput())
@@ -267,6 +267,7 @@ class _Running:
         finally:
             for task in (starting, reporting, warming):
                 task.cancel()
+            self._reloader.close()
             await self._engine.stop()
             await self._encoders.stop()
             await self._service.close()
@@ -305,40 +306,6 @@ class _Running:
             self._stop = asyncio.create_task(self._drain())
         else:
             self._skip_drain.set()
-
-    def _on_hangup(self) -> None:
-        task = asyncio.create_task(self._reload())
-        self._reloads.add(task)
-        task.add_done_callback(self._reloads.discard)
-
-    async def _reload(self) -> None:
-        """A file with a mistake changes nothing. One reload at a time, so that the latest file wins."""
-        async with self._reload_lock:
-            if self._service.server.api_keys is not None:
-                await self._reload_tenants()
-            if self._tls is not None:
-                self._reload_certificate(self._tls)
-
-    def _reload_certificate(self, tls: ssl.SSLContext) -> None:
-        server = self._service.server
-        try:
-            load_certificate(
-                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server
-            )  # a bad pair would spoil the one in use
-            load_certificate(tls, server)
-        except ConfigError as error:
-            logger.error("the certificate stays as it was: %s", error)
-        else:
-            logger.info("%s was read again", server.ssl_certfile)
-
-    async def _reload_tenants(self) -> None:
-        tenants = self._service.tenants
-        try:
-            tenants.apply(await self._service.in_thread(tenants.read))
-        except ConfigError as error:
-            logger.error("all tenants stay as they were: %s", error)
-        else:
-            logger.info("%s was read again: %d tenants", self._service.server.api_keys, len(tenants))
 
     async def _drain(self) -> None:
         gate = self._service.gate

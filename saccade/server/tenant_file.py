@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import stat
 import tomllib
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.errors import ConfigError, quoted
+from saccade.plain_files import read_plain
 from saccade.types import OTHER_LABEL
 
 logger = logging.getLogger("saccade.server")
@@ -82,14 +82,11 @@ def check_unique(tenants: Mapping[str, TenantSettings], where: str) -> None:
 
 def _tables(file: Path) -> dict[str, Any]:
     try:
-        with file.open("rb") as stream:
-            mode = os.fstat(stream.fileno()).st_mode
-            data = stream.read(_MAX_BYTES + 1)
+        data = read_plain(file, _MAX_BYTES)
+        mode = file.stat().st_mode
     except OSError as error:
         reason = f"cannot be read ({error.strerror}); check --api-keys and its permissions"
         raise ConfigError(f"{file} {reason}") from None
-    if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{file} has more than {_MAX_BYTES} bytes; a file of tenants may have so many")
     try:
         tables = tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from saccade.batch.batch_file import BatchRequest, BatchResult, finished, read_request, read_requests
-from saccade.batch.batch_run import BatchCounts, run_batch
+from saccade.batch import line_helper
+from saccade.batch.batch_file import BatchResult, finished
+from saccade.batch.batch_lines import BatchRequest, batch_lines
+from saccade.batch.batch_lines import line_helper as reader
+from saccade.batch.batch_run import BatchCounts, in_one_line, retry_seconds, run_batch
+from saccade.batch.line_helper import Place, Start, read_piece
 from saccade.cli.main import main
 from saccade.errors import ConfigError
+from saccade.helpers.process import HelperProcess
 from tests.helpers.serving import RunningServer, chat_body
 
 CHAT = "/v1/chat/completions"
@@ -27,25 +33,36 @@ class Sender:
     """Answers with the custom_id, counts who is in flight, and is gone after some."""
 
     def __init__(self, gone_after: int | None = None) -> None:
-        self.sent: list[str | None] = []
+        self.sent: list[str] = []
         self.open = self.most_open = 0
         self._gone_after = gone_after
 
     async def __call__(self, request: BatchRequest) -> BatchResult:
         if len(self.sent) == self._gone_after:
             raise ConfigError("no answer")
-        self.sent.append(request.custom_id)
+        custom_id = json.loads(request.custom_id)
+        self.sent.append(custom_id)
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         await asyncio.sleep(0)
         self.open -= 1
-        status = int(request.body.get("status", 200))
-        body = {"said": request.custom_id} if status == 200 else {"error": {"code": "bad", "message": "no"}}
-        return BatchResult(request, status, "r", body)
+        status = int(json.loads(request.body).get("status", 200))
+        body = {"said": custom_id} if status == 200 else {"error": {"code": "bad", "message": "no"}}
+        return BatchResult(request, status, "r", json.dumps(body).encode())
 
 
 def run(source: Path, results: Path, sender: Sender, concurrency: int = 3) -> BatchCounts:
-    return asyncio.run(run_batch(source, results, sender, concurrency))
+    helper = reader()
+    try:
+        with batch_lines(source, helper) as lines:
+            return asyncio.run(run_batch(lines, results, sender, concurrency))
+    finally:
+        helper.close()
+
+
+def places_of(path: Path) -> list[Place]:
+    with path.open("rb") as stream:
+        return read_piece(stream.fileno(), Start(1, 0), lambda body: None).places
 
 
 def results_in(path: Path) -> dict[str, Any]:
@@ -72,7 +89,7 @@ def test_one_bad_line_stops_no_other(tmp_path: Path) -> None:
     source.write_text(line("a") + "{broken\n\n" + line("b", {"status": 400}) + line("c", url="/etc") + line("d"))
     assert run(source, results, Sender()) == BatchCounts(5, 0, 3)
     found = results_in(results)
-    assert found["batch_req_2"]["error"]["message"] == "line 2: it is not JSON"
+    assert found["batch_req_2"]["error"]["message"] == "line 2: it is not JSON in UTF-8"
     assert found["batch_req_4"]["error"] == {"code": "bad", "message": "no"}
     assert found["batch_req_5"]["response"] is None and "url must be" in found["batch_req_5"]["error"]["message"]
     assert found["batch_req_6"]["response"]["status_code"] == 200
@@ -86,7 +103,7 @@ def test_a_run_goes_on_where_an_earlier_one_ended(files: tuple[Path, Path], dama
     files[1].write_bytes(before + damage)
     sender = Sender()
     assert run(*files, sender) == BatchCounts(10, 4, 0)
-    assert sorted(sender.sent) == [f"r{index}" for index in range(4, 10)]  # type: ignore[type-var]
+    assert sorted(sender.sent) == [f"r{index}" for index in range(4, 10)]
     assert files[1].read_bytes().startswith(before) and len(results_in(files[1])) == 10
 
 
@@ -102,7 +119,7 @@ def test_a_file_of_something_else_stays_as_it_was(content: str, tmp_path: Path) 
     path = tmp_path / "notes"
     path.write_text(content)
     with pytest.raises(ConfigError, match="no result of a batch"):
-        finished(path)
+        finished(path, lambda line, custom_id: None)
     assert path.read_text() == content
 
 
@@ -114,21 +131,93 @@ def test_a_file_of_something_else_stays_as_it_was(content: str, tmp_path: Path) 
         (line("a", method="GET"), "POST"),
         (line("a", body=[]), "body must be"),
         (line("a", {"stream": True}), "streams nothing"),
+        (line("a", None, url="u" * 10_000), "url must be"),
         ("[]", "not an object"),
-        ("[" * 100_000, "not JSON"),
+        (line("\ud800"), "not JSON in UTF-8"),
+        (line("x" * 513), "custom_id"),
+        (line("a", {"stream": "\ud800"}), "not JSON in UTF-8"),
+        ('{"a": ' + "[" * 100_000, "not JSON"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_told(entry: str, words: str) -> None:
-    problem = read_request(entry.encode(), 7).problem
-    assert problem is not None and problem.startswith("line 7: ") and words in problem
+def test_what_is_wrong_with_a_line_is_told(entry: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_text(f"\n{entry}")
+    (place,) = places_of(path)
+    assert place.line == 2 and words in place.problem
 
 
 def test_a_long_line_is_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saccade.batch.batch_file.MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(line_helper, "MAX_LINE_BYTES", 200)
     path = tmp_path / "in"
     path.write_text(line("a", {"x": "y" * 500}) + line("b"))
-    first, second = read_requests(path)
-    assert "more than 200 bytes" in (first.problem or "") and second.custom_id == "b" and second.line == 2
+    first, second = places_of(path)
+    assert "more than 200 bytes" in first.problem and not second.problem and second.line == 2
+
+
+def test_custom_ids_and_bodies_are_passed_on_byte_by_byte(tmp_path: Path) -> None:
+    """Spaces, escapes and numbers come out as they went in, also where other parts of a line look the same."""
+    source, results = tmp_path / "in", tmp_path / "out"
+    mark = "\ufeff"  # as some editors write it
+    body = r'{"t": "\u00e9é", "x":1.50 , "y": {"body":{}}}'
+    text = f'{{"body": {body} ,"custom_id":"\\u0061é\\n","x":{{}}, "method":"POST", "url":"{CHAT}"}}\r\n'
+    source.write_text(f"{mark}{text}\n{text}", newline="")
+    sent: list[BatchRequest] = []
+
+    async def send(request: BatchRequest) -> BatchResult:
+        sent.append(request)
+        return BatchResult(request, 200, "r", b'{"a":  1.0}')
+
+    with batch_lines(source, reader()) as lines:
+        asyncio.run(run_batch(lines, results, send, 1))
+    assert [(request.line, request.body.decode()) for request in sent] == [(1, body), (3, body)]
+    assert results.read_text().splitlines()[0] == (
+        r'{"id": "batch_req_1", "custom_id": "\u0061é\n", "response": '
+        '{"status_code": 200, "request_id": "r", "body": {"a":  1.0}}, "error": null}'
+    )
+
+
+def test_a_file_of_many_lines_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_helper, "_PIECE_LINES", 3)
+    monkeypatch.setattr(line_helper, "_PIECE_BYTES", 300)
+    path = tmp_path / "in"
+    path.write_text("".join(line(f"r{index}", {"x": "y" * 20 * index}) for index in range(20)))
+    sizes, start, is_last = [], Start(1, 0), False
+    with path.open("rb") as stream:
+        while not is_last:
+            piece = read_piece(stream.fileno(), start, lambda body: None)
+            sizes.append(len(piece.places))
+            start, is_last = piece.end, piece.is_last
+    assert max(sizes) == 3 and sizes[-2] == 1 and sum(sizes) == 20
+
+
+def test_a_file_that_takes_too_long_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saccade.batch.batch_lines._SECONDS", 0.02)
+    path = tmp_path / "in"
+    path.write_bytes(b'{"a": "' + b"x" * (100 << 20))
+    with pytest.raises(ConfigError, match="lines from 1 on cannot be read: they take more"):
+        run(path, tmp_path / "out", Sender())
+
+
+def test_an_input_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "/dev/zero"):
+        command = ["run-batch", str(tmp_path / name), str(tmp_path / "out"), "--url", "http://127.0.0.1:1"]
+        assert main(command) == 1
+        with pytest.raises(ConfigError, match="not a plain file"), batch_lines(tmp_path / name, HelperProcess("none")):
+            pass
+
+
+def test_waits_are_bounded_however_often_a_server_was_busy() -> None:
+    assert retry_seconds(None, 0) == 0.1 and retry_seconds(None, 10**6) == 30
+    assert retry_seconds(b"7", 0) == 7 and retry_seconds(b"9" * 1000, 0) == 30
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [(b'{"a": 1.0}', b'{"a": 1.0}'), (b'{\n "a": 1.0\n}', b'{"a":1.0}'), (b"<p>\n", b'"<p>\\n"'), (b"", b'""')],
+)
+def test_an_answer_becomes_json_in_one_line(content: bytes, line: bytes) -> None:
+    assert in_one_line(content) == line
 
 
 def test_the_command_runs_a_batch_on_a_server(server: RunningServer, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +12,16 @@ from saccade.batch import batch_store
 from saccade.batch.batch_records import FileRecord
 from saccade.batch.batch_store import BatchStore
 from saccade.errors import ConfigError, RequestError
+from tests.helpers.full_disk import full_disk
 
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[BatchStore]:
-    store = BatchStore(tmp_path, max_bytes=100)
+    store = BatchStore(tmp_path, 100, 1000)
     yield store
+    store.check_conservation()
     store.close()
 
 
@@ -65,6 +68,76 @@ def test_an_owner_has_a_limit_of_bytes_and_files_being_written_count(store: Batc
     saved(store, b"x" * 60)
 
 
+def test_all_owners_together_have_a_limit_of_bytes_and_of_files(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy may name any number of owners."""
+    for number in range(10):
+        saved(store, b"x" * 100, owner=f"name-{number}")
+    with pytest.raises(RequestError, match=r"all clients have 1000 bytes, 1 would .* \(--batch-dir-mb\)") as error:
+        saved(store, b"x", owner="another")
+    assert error.value.code == "storage_full"
+    store.delete_file("name-0", store.files("name-0")[0].id)
+    saved(store, b"x", owner="another")
+    monkeypatch.setattr(batch_store, "MAX_ALL_FILES", 10)
+    with pytest.raises(RequestError, match="this server has 10 files"):
+        saved(store, b"", owner="third")
+
+
+def test_results_that_are_being_made_count(store: BatchStore) -> None:
+    batch = store.create_batch("a", CHAT, saved(store, b"x" * 50).id, None)
+    store.results(batch).write_bytes(b"y" * 40)
+    store.check_results(batch)
+    store.check_conservation()
+    with pytest.raises(RequestError, match="have 90 bytes"):
+        saved(store, b"x" * 11)
+    store.results(batch).write_bytes(b'{"error": null}\n' * 4)
+    with pytest.raises(RequestError, match="have 114 bytes"):
+        store.check_results(batch)
+
+
+def test_a_full_disk_leaves_nothing_half_written(store: BatchStore, tmp_path: Path) -> None:
+    kept = saved(store, b"x" * 90, owner="b")
+    before = sorted(tmp_path.rglob("*"))
+    with full_disk(50):  # a record has more
+        for data in (b"x" * 60, b"x"):
+            with pytest.raises(OSError, match="File too large"):
+                saved(store, data)
+        with pytest.raises(OSError, match="File too large"):
+            store.create_batch("b", CHAT, kept.id, None)
+    assert sorted(tmp_path.rglob("*")) == before and store.files("a") == [] and store.batches("b") == []
+    saved(store, b"x" * 100)
+
+
+def test_a_batch_stops_at_a_full_disk_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    before = BatchStore(tmp_path, 10_000, 10_000)
+    batch = before.create_batch("a", CHAT, saved(before).id, None)
+    before.move(batch, "in_progress")
+    lines = b'{"id": "1", "error": null}\n' * 200
+    before.results(batch).write_bytes(lines)
+    before.check_results(batch)
+    with full_disk(1000):
+        before.finish(batch, "completed")
+    assert batch.status == "failed" and "its results so far are kept" in str(batch.error)
+    assert batch.view()["output_file_id"] is None and before.files("a")[0].purpose == "batch"
+    before.check_conservation()
+    before.close()
+    after = BatchStore(tmp_path, 10_000, 10_000)
+    (again,) = after.unfinished()
+    assert again.status == "in_progress" and after.results(again).read_bytes() == lines
+    after.finish(again, "completed")
+    assert after.data(str(again.output_file_id)).read_bytes() == lines
+    after.check_conservation()
+    after.close()
+
+
+def test_a_status_that_cannot_be_written_is_still_told(store: BatchStore) -> None:
+    batch = store.create_batch("a", CHAT, saved(store).id, None)
+    with full_disk(50):
+        store.finish(batch, "cancelled")
+    assert store.batch("a", batch.id).status == "cancelled"
+
+
 def test_an_owner_has_a_limit_of_files(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_store, "MAX_FILES", 1)
     saved(store)
@@ -81,6 +154,12 @@ def test_the_oldest_finished_batch_makes_place(store: BatchStore, monkeypatch: p
     store.finish(first, "completed")
     second = store.create_batch("a", CHAT, file.id, None)
     assert store.batches("a") == [second]
+    monkeypatch.setattr(batch_store, "MAX_ALL_BATCHES", 1)
+    other = saved(store, owner="b")
+    with pytest.raises(RequestError, match="1 of all clients' batches are unfinished"):
+        store.create_batch("b", CHAT, other.id, None)
+    store.finish(second, "completed")
+    assert store.batches("b") == [] and store.create_batch("b", CHAT, other.id, None) and store.batches("a") == []
 
 
 def test_the_input_of_an_unfinished_batch_is_not_deleted(store: BatchStore) -> None:
@@ -94,7 +173,7 @@ def test_the_input_of_an_unfinished_batch_is_not_deleted(store: BatchStore) -> N
 
 
 def test_a_restart_finds_all_records_and_removes_what_was_not_saved(tmp_path: Path) -> None:
-    before = BatchStore(tmp_path, 100)
+    before = BatchStore(tmp_path, 100, 1000)
     file = saved(before)
     batch = before.create_batch("a", CHAT, file.id, {"k": "v"})
     before.move(batch, "in_progress")
@@ -102,21 +181,30 @@ def test_a_restart_finds_all_records_and_removes_what_was_not_saved(tmp_path: Pa
     before.close()
     (tmp_path / "files" / "file-lost.data").write_bytes(b"x")
     (tmp_path / "files" / f"{file.id}.partial").write_bytes(b"x")
-    after = BatchStore(tmp_path, 100)
+    for name in ("batch_lost.jsonl", f"{done.id}.jsonl", f"{batch.id}.new"):
+        (tmp_path / "batches" / name).write_bytes(b"x")
+    after = BatchStore(tmp_path, 100, 1000)
     assert after.files("a") == [file] and after.unfinished() == [batch]
     assert after.batch("a", done.id).status == "completed"
     assert {path.name for path in (tmp_path / "files").iterdir()} == {f"{file.id}.json", f"{file.id}.data"}
+    assert {path.name for path in (tmp_path / "batches").iterdir()} == {f"{batch.id}.json", f"{done.id}.json"}
     after.close()
 
 
 def test_two_servers_do_not_share_a_folder(store: BatchStore, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another server"):
-        BatchStore(tmp_path, 100)
+        BatchStore(tmp_path, 100, 1000)
+
+
+def test_a_pipe_in_the_place_of_the_lock_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    with pytest.raises(ConfigError, match="cannot be used: No such device"):
+        BatchStore(tmp_path, 100, 1000)
 
 
 def test_results_become_two_files_and_a_second_try_replaces_them(store: BatchStore) -> None:
     batch = store.create_batch("a", CHAT, saved(store).id, None)
-    lines = (b'{"id":"batch_req_1","error":null}\n', b'{"id":"batch_req_2","error":{}}\n', b'{"cut')
+    lines = (b'{"id": "1", "error": null}\n', b'{"id": "2", "error": {}}\n', b'{"cut')
     for _ in range(2):
         store.results(batch).write_bytes(b"".join(lines))
         store.finish(batch, "completed")

@@ -14,15 +14,17 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from saccade.batch.batch_records import BatchRecord
-from saccade.errors import ConfigError
+from saccade.helpers.process import HelperProcess, Reply
 from saccade.server import batch_jobs
-from saccade.server.batch_jobs import BatchJobs, check_lines
-from saccade.server.errors import json_response
+from saccade.server.batch_jobs import BatchJobs
+from saccade.server.errors import ApiError, json_response
 from saccade.server.http.auth import Tenants
 from saccade.server.http.limits import AdmissionGate
 from saccade.server_options import ServerOptions
+from tests.helpers.full_disk import full_disk
 
 CHAT = "/v1/chat/completions"
+WAITS = {"id": "w", "wait": True}
 
 
 class App:
@@ -65,11 +67,16 @@ class World:
         return jobs
 
     def batch(self, *bodies: dict[str, Any], owner: str = "", **fields: Any) -> BatchRecord:
+        entries = (
+            {"custom_id": f"c{number}", "method": "POST", "url": CHAT, "body": body, **fields}
+            for number, body in enumerate(bodies)
+        )
+        return self.batch_of(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries), owner)
+
+    def batch_of(self, data: bytes, owner: str = "") -> BatchRecord:
         store = self.jobs.store
         with store.draft(owner) as draft:
-            for number, body in enumerate(bodies):
-                entry = {"custom_id": f"c{number}", "method": "POST", "url": CHAT, "body": body, **fields}
-                draft.write(json.dumps(entry).encode() + b"\n")
+            draft.write(data)
             file = draft.save("in.jsonl", "batch")
         record = store.create_batch(owner, CHAT, file.id, None)
         self.jobs.add(record)
@@ -185,12 +192,115 @@ def test_a_line_for_another_endpoint_is_an_error_of_its_own(tmp_path: Path) -> N
     asyncio.run(run())
 
 
-def test_lines_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("data", "why"), [(b"{}\n" * 3, "more than 2 lines"), (b"", "no lines"), (b"\n", "no lines")])
+def test_a_file_with_too_many_lines_or_none_fails(
+    data: bytes, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batch_jobs, "MAX_LINES", 2)
-    file = tmp_path / "in.jsonl"
-    file.write_bytes(b"{}\n{}")
-    check_lines(file, 1000)
-    for content, why in ((b"{}\n" * 3, "more than 2 lines"), (b"", "no lines"), (b"{}\n" + b"[" * 200_000, "line 2")):
-        file.write_bytes(content)
-        with pytest.raises(ConfigError, match=why):
-            check_lines(file, 1000)
+
+    async def run() -> None:
+        world = World(tmp_path)
+        record = world.batch_of(data)
+        await until(lambda: record.is_final)
+        assert record.status == "failed" and why in str(record.error)
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_a_body_that_no_server_could_answer_is_refused_alone_and_before_it_is_decoded(tmp_path: Path) -> None:
+    async def run() -> None:
+        world = World(tmp_path)
+        record = world.batch({"id": "0", "x": [[]] * 110_000}, {"id": "1"})
+        await until(lambda: record.is_final)
+        assert (record.status, record.failed, record.completed) == ("completed", 1, 1)
+        error = json.loads(world.jobs.store.data(str(record.error_file_id)).read_bytes())
+        assert error["custom_id"] == "c0" and "line 1: the body holds more than" in error["error"]["message"]
+        assert world.app.asked == {"1": 1}
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_a_restart_goes_on_after_an_id_that_no_text_can_have(tmp_path: Path) -> None:
+    """`\\ud800` is no character: as a result it would be another one than in the input."""
+
+    async def run() -> None:
+        world = World(tmp_path)
+        entry = json.dumps({"custom_id": "\ud800", "method": "POST", "url": CHAT, "body": {"id": "0"}})
+        good = {"custom_id": "\u00e9", "method": "POST", "url": CHAT, "body": {"id": "1"}}
+        record = world.batch_of(f"{entry}\n{json.dumps(good)}\n{json.dumps({**good, 'body': WAITS})}".encode())
+        await until(lambda: world.app.open and record.completed + record.failed == 2)
+        await world.jobs.close()
+        world.app.go.set()
+        world.jobs = world.start()
+        world.jobs.resume()
+        resumed = world.jobs.store.batch("", record.id)
+        await until(lambda: resumed.is_final)
+        assert (resumed.status, resumed.completed, resumed.failed) == ("completed", 2, 1), resumed.error
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_batch_that_is_being_read_ends_at_once(
+    is_cancelled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is ended; a server that ends leaves the batch for its next start."""
+    helpers: list[HelperProcess] = []
+
+    class Stuck(HelperProcess):
+        def ask(self, parts: Any, seconds: float, fds: Any = ()) -> Reply:
+            helpers.append(self)
+            return super().ask([b"spin"], 1000)
+
+    monkeypatch.setattr(batch_jobs, "HelperProcess", Stuck)
+    monkeypatch.setattr(batch_jobs, "_LINE_HELPER", "tests.helpers.odd_helper")
+
+    async def run() -> None:
+        world = World(tmp_path)
+        record = world.batch({"id": "0"})
+        waits = world.batch({"id": "1"}, owner="b"), world.batch({"id": "2"}, owner="c")  # for a turn to be read
+        await until(lambda: len(helpers) == 2 and all(helper.pid for helper in helpers))
+        if is_cancelled:
+            await world.jobs.cancel(record)
+            await until(lambda: record.is_final)
+            assert record.status == "cancelled" and helpers[0].pid is None
+            assert all(other.status == "validating" for other in waits)
+        await world.jobs.close()
+        assert all(helper.pid is None for helper in helpers)
+        assert all(other.status == "validating" for other in waits)
+
+    asyncio.run(run())
+
+
+def test_a_full_disk_stops_a_batch_which_the_next_start_goes_on_with(tmp_path: Path) -> None:
+    async def run() -> None:
+        world = World(tmp_path)
+        record = world.batch(*({"id": str(n), "wait": n > 1} for n in range(6)))
+        await until(lambda: record.completed == 2 and world.app.open)
+        with full_disk(world.jobs.store.results(record).stat().st_size + 10):
+            world.app.go.set()
+            await until(lambda: record.is_final)
+            with pytest.raises(ApiError, match="cannot be written: File too large; nothing was changed") as error:
+                await world.jobs.in_thread(write_whole_file, tmp_path)
+            assert error.value.status == 507
+        assert record.status == "failed" and "the next start of the server goes on" in str(record.error)
+        world.jobs.store.check_conservation()
+        await world.jobs.close()
+        world.jobs = world.start()
+        world.jobs.resume()
+        resumed = world.jobs.store.batch("", record.id)
+        await until(lambda: resumed.is_final)
+        assert (resumed.status, resumed.completed) == ("completed", 6)
+        assert world.lines(resumed.output_file_id) == [f"c{n}" for n in range(6)]
+        assert world.app.asked["0"] == world.app.asked["1"] == 1
+        world.jobs.store.check_conservation()
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def write_whole_file(folder: Path) -> None:
+    (folder / "more").write_bytes(bytes(1 << 20))

@@ -109,7 +109,7 @@ def test_a_file_with_a_uuid_is_kept_under_it(server: RunningServer, photo: str) 
 
 
 def test_a_file_of_another_tenant_does_not_exist(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path, max_bytes=1000)
+    store = BatchStore(tmp_path, 1000, 1000)
     with store.draft("alice") as draft:
         draft.write(b"her picture")
         record = draft.save("a.jpg", "vision")

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from saccade.errors import ConfigError
+from saccade.plain_files import read_plain
 from saccade.server_options import ServerOptions
+
+_MAX_BYTES = 16 << 20  # of a file; the authorities of a whole system have a fifth of a MiB
+
+
+class Certificate:
+    """With its chain and key, as their files were when they were read: loading it waits for no disk."""
+
+    def __init__(self, server: ServerOptions) -> None:
+        """ConfigError if they cannot be used; a bad pair would spoil the one in use."""
+        cert, key = server.ssl_certfile, server.ssl_keyfile
+        assert cert is not None
+        try:
+            self._chain = read_plain(cert, _MAX_BYTES)
+            self._key = self._chain if key is None else read_plain(key, _MAX_BYTES)
+            self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        except OSError as error:
+            problem = f"ssl_certfile={cert} and ssl_keyfile={key or cert} cannot be used: {_reason(error)}"
+            rule = "they must be a PEM certificate, with its chain, and its key"
+            raise ConfigError(f"{problem}; {rule}") from None
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Also one in use: new connections get this certificate."""
+        with _in_memory(self._chain) as chain, _in_memory(self._key) as key:
+            context.load_cert_chain(chain, key, password=_refuse_password)
 
 
 def tls_context(server: ServerOptions) -> ssl.SSLContext | None:
@@ -15,10 +43,11 @@ def tls_context(server: ServerOptions) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    load_certificate(context, server)
+    Certificate(server).load_into(context)
     if server.ssl_ca_certs is not None:
         try:
-            context.load_verify_locations(server.ssl_ca_certs)
+            with _in_memory(read_plain(server.ssl_ca_certs, _MAX_BYTES)) as authorities:
+                context.load_verify_locations(authorities)
         except OSError as error:
             problem = f"ssl_ca_certs={server.ssl_ca_certs} cannot be used"
             raise ConfigError(f"{problem}: {_reason(error)}; it must be a file of PEM certificates") from None
@@ -26,15 +55,12 @@ def tls_context(server: ServerOptions) -> ssl.SSLContext | None:
     return context
 
 
-def load_certificate(context: ssl.SSLContext, server: ServerOptions) -> None:
-    """Also into a context in use: new connections get the new certificate."""
-    cert, key = server.ssl_certfile, server.ssl_keyfile
-    assert cert is not None
-    try:
-        context.load_cert_chain(cert, key, password=_refuse_password)
-    except OSError as error:
-        problem = f"ssl_certfile={cert} and ssl_keyfile={key or cert} cannot be used: {_reason(error)}"
-        raise ConfigError(f"{problem}; they must be a PEM certificate, with its chain, and its key") from None
+@contextmanager
+def _in_memory(data: bytes) -> Iterator[str]:
+    """The name of a file that has them: the ssl module reads files alone, and would wait at a pipe."""
+    with os.fdopen(os.memfd_create("saccade-pem"), "wb", buffering=0) as file:
+        file.write(data)
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def _refuse_password() -> str:

@@ -20,7 +20,7 @@ from saccade.errors import ConfigError, UsageError
 from saccade.server.http.connections import Connections
 from saccade.server.http.listener import Listener
 from saccade.server.http.parser import BoundedHttp
-from saccade.server.http.tls import load_certificate, tls_context
+from saccade.server.http.tls import Certificate, tls_context
 from saccade.server_options import ServerOptions
 
 
@@ -149,7 +149,7 @@ def test_a_new_certificate_serves_new_connections(files: dict[str, str], tmp_pat
     context = tls_context(options)
     assert context is not None
     other = make_certificate(tmp_path, "renewed")
-    load_certificate(context, ServerOptions(**other))
+    Certificate(ServerOptions(**other)).load_into(context)
     server, client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ours = context.wrap_bio(client, server, server_side=True)
     theirs = trusting(other).wrap_bio(server, client, server_hostname="127.0.0.1")
