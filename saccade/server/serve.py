@@ -332,7 +332,7 @@ class _Running:
     async def _reload_tenants(self) -> None:
         tenants = self._service.tenants
         try:
-            tenants.apply(await self._service.in_thread(tenants.read))
+            tenants.apply(await self._service.turns.take_own(tenants.read))
         except ConfigError as error:
             logger.error("all tenants stay as they were: %s", error)
         else:

@@ -20,7 +20,7 @@ async def create_chat_completion(service: Service, exchange: Exchange) -> None:
     request = await service.read(read_chat, exchange)
     async with service.generating(request, exchange) as generation:
         shape = ChatEvents(service, request, exchange.caller.request_id, generation)
-        await send_events(exchange.writer, generation, shape, stream=request.response_options.stream)
+        await send_events(service, exchange, generation, shape, stream=request.response_options.stream)
 
 
 class ChatEvents(EventShape):

@@ -27,7 +27,7 @@ async def create_message(service: Service, exchange: Exchange) -> None:
     with request.source_paths.renaming():
         async with service.generating(chat, exchange) as generation:
             shape = MessageEvents(service.names[0], chat, exchange.caller.request_id, generation)
-            await send_events(exchange.writer, generation, shape, stream=chat.response_options.stream)
+            await send_events(service, exchange, generation, shape, stream=chat.response_options.stream)
 
 
 class MessageEvents(EventShape):

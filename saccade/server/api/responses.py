@@ -30,7 +30,7 @@ async def create_response(service: Service, exchange: Exchange) -> None:
         async with service.generating(chat, exchange) as generation:
             request_id = exchange.caller.request_id
             shape = ResponseEvents(service.names[0], chat, request.echo, request_id, generation)
-            await send_events(exchange.writer, generation, shape, stream=chat.response_options.stream)
+            await send_events(service, exchange, generation, shape, stream=chat.response_options.stream)
 
 
 class ResponseEvents(EventShape):
