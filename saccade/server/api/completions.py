@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from saccade.server.api.chunks import DONE, Envelope
@@ -26,7 +27,8 @@ async def create_completion(service: Service, exchange: Exchange) -> None:
         exchange.lease.release()
         shape = CompletionEvents(service, request, exchange.caller.request_id, generation)
         with renaming({"response_format": options.structure_field}.get):
-            await send_events(service, exchange, generation, shape, stream=options.stream)
+            run = partial(service.in_thread, exchange.caller)
+            await send_events(exchange.writer, generation, shape, run, stream=options.stream)
 
 
 class CompletionEvents(EventShape):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
-from saccade.server.http.request_context import Exchange
 from saccade.server.http.response import ResponseWriter
-from saccade.server.service import Service
 
 InThread = Callable[..., Awaitable[Any]]
+"""Runs a function with arguments in a thread, when it is the caller's turn."""
+
 Event = Mapping[str, Any] | bytes
 """The data of one server-sent event, named after its `type` if it has one; or the event as its bytes."""
 
@@ -45,11 +44,14 @@ class EventShape(Protocol):
 
 
 async def send_events(
-    service: Service, exchange: Exchange, generation: Generation, shape: EventShape, *, stream: bool
+    writer: ResponseWriter,
+    generation: Generation,
+    shape: EventShape,
+    in_thread: InThread,
+    *,
+    stream: bool,
 ) -> None:
     """Run the generation to its end. An error before the first byte still gets its HTTP status."""
-    in_thread = partial(service.in_thread, exchange.caller)
-    writer = exchange.writer
     if stream:
         await _stream(writer, generation, shape, in_thread)
         return
