@@ -76,7 +76,7 @@ class ServerOptions:
     api_keys: str | None = _option(
         None,
         "TOML file of tenants: a table each with keys, weight, requests_per_minute, tokens_per_minute, "
-        "pixels_per_minute, open_requests; SIGHUP reads it again",
+        "pixels_per_minute, processor_seconds_per_minute, open_requests; SIGHUP reads it again",
     )
     tenant_header: str | None = _option(
         None, "header in which a proxy names the tenant, such as X-Tenant; needs --trusted-proxies"
@@ -128,6 +128,11 @@ class ServerOptions:
     min_body_rate: float = _option(32.0, "KiB a second that bodies must reach; 0: any within --body-timeout")
     write_timeout: float = _option(60.0, "seconds that a response waits for its client to read")
     max_parts: int = _option(4096, "messages and content parts of one request")
+    max_waiting_megapixels: int = _option(
+        1000,
+        "megapixels of images and frames, as they were sent, that the requests of one caller may wait for; "
+        "a single request always may",
+    )
     max_schema_checks: int = _option(128, "requests of one caller whose JSON schemas wait to be checked")
     uuid_cache_mb: int = _option(64, "MiB of images that clients may name again by uuid; 0 keeps none")
     operator_routes: bool = _option(
@@ -263,6 +268,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_REPLICAS = 64  # and encoder workers
 _COUNTS = (
     *("ray_cpus", "max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"),
+    "max_waiting_megapixels",
     *("batch_concurrency", "batch_storage_mb"),
 )
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")

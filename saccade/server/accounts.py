@@ -1,4 +1,4 @@
-"""Rate limits of a tenant: token buckets of requests, tokens and pixels a minute, and its open requests."""
+"""Rate limits of a tenant: requests, tokens, pixels and processor seconds a minute, and its open requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from saccade.server.tenant_file import Limits, TenantSettings
 
 _SECONDS = 60  # all limits are per minute
 _RETRY_AFTER_OPEN = 1.0
-_KINDS = ("requests", "tokens", "pixels")  # in the order of `Limits`
+_PROCESSOR = "processor-seconds"
+_KINDS = ("requests", "tokens", "pixels", _PROCESSOR)  # in the order of `Limits`
 LIMIT_HEADERS = [f"x-ratelimit-{what}-{kind}" for kind in _KINDS for what in ("limit", "remaining", "reset")]
 _ADVICE = {
     "requests": "send fewer",
@@ -64,7 +65,7 @@ class Bucket:
         """0: `amount` can be taken now."""
         return max(0.0, self.used + amount - self.limit) * _SECONDS / self.limit
 
-    def take(self, amount: int) -> None:
+    def take(self, amount: float) -> None:
         self._used = self.used + amount
 
     def give_back(self, amount: int) -> None:
@@ -144,6 +145,20 @@ class Account:
             count = f"{self.num_open} of your requests are open, counted with n, and {limit} may be"
             message = f"{count}; {outputs} more were asked for; try again when some have ended"
             raise LimitExceeded("open_requests", message, _RETRY_AFTER_OPEN)
+
+    def check_processor(self) -> None:
+        """LimitExceeded if the processor seconds of a minute are used up."""
+        bucket = self._buckets.get(_PROCESSOR)
+        if bucket is not None and bucket.used >= bucket.limit:
+            wait = math.ceil(bucket.seconds_until(1))
+            used = f"your requests took {bucket.used:.1f} processor seconds beside the model's own"
+            message = f"{used} and your limit is {bucket.limit} a minute; try again in {wait} s"
+            raise LimitExceeded("processor_seconds", message, wait)
+
+    def use_processor(self, seconds: float) -> None:
+        """They are over and cannot be refused: what exceeds the limit, later requests wait for."""
+        if _PROCESSOR in self._buckets:
+            self._buckets[_PROCESSOR].take(seconds)
 
     def enter(self, outputs: int, more: int) -> None:
         """Holds `more` of the `outputs` of a request. LimitExceeded if they may not be open."""

@@ -39,6 +39,7 @@ from saccade.server.http.request_context import Exchange
 from saccade.server.http.root_path import RootPath
 from saccade.server.metrics import CONTENT_TYPE
 from saccade.server.service import Service
+from saccade.server.turns import Work
 from saccade.server.web_ui import STATIC, page_file
 from saccade.server.worker_rows import worker_rows
 
@@ -106,8 +107,20 @@ def _post_routes(service: Service) -> list[Route]:
         "/v1/batches": _json_handler(create_batch),
     }
     return [
-        Route(path, Endpoint(service, handlers[path]), methods=["POST"], name=path) for path in openapi.BODIES
+        Route(path, Endpoint(service, handlers[path], _INPUTS.get(path, ())), methods=["POST"], name=path)
+        for path in openapi.BODIES
     ]
+
+
+_POOLED = ("input", "documents", "text_1", "text_2", "data_1", "data_2", "queries", "items", "query")
+_INPUTS: dict[str, tuple[str, ...]] = {
+    "/v1/completions": ("prompt",),
+    "/detokenize": ("tokens",),
+    "/v1/embeddings": _POOLED,
+    "/pooling": _POOLED,
+    **dict.fromkeys((*openapi.SCORE_ROUTES, *openapi.RERANK_ROUTES), _POOLED),
+}
+"""Fields with token ids or several prompts, which are limited one by one when they are built."""
 
 
 def _json_handler(handler: JsonHandler) -> Handler:
@@ -253,7 +266,7 @@ def _engine_view(service: Service) -> dict[str, Any]:
         "restarts": status.restarts,
         **_worker_views(service),
         "open_requests": service.gate.num_open,
-        "schema_checks_waiting": service.schema_checks_waiting,
+        "schema_checks_waiting": service.turns.num_waiting(Work.SCHEMA),
         "max_model_len": info.limits.max_model_len if info else None,
         "block_size": info.limits.block_size if info else None,
         "requests": service.metrics.request_counts(),

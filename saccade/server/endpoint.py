@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -61,16 +61,18 @@ class EndpointBase(ABC):
 class Endpoint(EndpointBase):
     """Admits a request with a JSON body for its handler."""
 
-    def __init__(self, service: Service, handler: Handler) -> None:
+    def __init__(self, service: Service, handler: Handler, inputs: Sequence[str] = ()) -> None:
+        """`inputs`: fields with token ids or several prompts."""
         super().__init__(service)
         self._handler = handler
+        self._inputs = inputs
 
     async def _run(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         service = self._service
         caller = scope["caller"]
         service.check_open(caller)
         with service.gate.lease(caller.client, caller.account) as lease:
-            tally = TextTally(service.max_chars)
+            tally = TextTally(service.max_chars, self._inputs)
             upload = await read_body(Request(scope, receive), service.server, lease, tally)
             lease.enter()
             async with while_connected(receive):

@@ -17,6 +17,7 @@ from saccade.processor.dialects.parser import PLAIN, OutputFormat
 from saccade.processor.dialects.reader import Problem
 from saccade.processor.output import RequestOutputBuilder, best_outputs
 from saccade.server.accounts import Account, Charge
+from saccade.server.http.limits import ByteLease
 from saccade.server.metrics import Finished, Metrics
 from saccade.server.request_record import RequestRecord
 from saccade.types import Bill, Logprobs, Prompt, Request, TokenEvent
@@ -95,7 +96,9 @@ class Generation:
         self._where = [billed.prompt.where for billed in prompts]
         self.outputs = outputs
         self._max_tokens = 0
+        self._account: Account | None = None
         self._charge: Charge | None = None  # until it is settled
+        self._lease: ByteLease | None = None  # that holds its pixels
         self._reserved_tokens = 0
         self._is_refused = False  # the engine had no place for it
         self._timing = timing
@@ -113,6 +116,7 @@ class Generation:
         for stream in self._streams:
             stream.cancel()
         self._settle()
+        self._release_pixels()
         self._fill_record()
 
     def _fill_record(self) -> None:
@@ -124,8 +128,19 @@ class Generation:
         record.completion_tokens = sum(stream.num_tokens for stream in self._streams)
         record.usage = self.outputs[0].usage
 
+    def hold_pixels(self, lease: ByteLease) -> None:
+        """Until its first token. ApiError if too many of the client's wait."""
+        lease.hold_pixels(self._pixels)
+        self._lease = lease
+
+    def _release_pixels(self) -> None:
+        if self._lease is not None:
+            self._lease.release_pixels()
+            self._lease = None
+
     def charge(self, account: Account, reserved_tokens: int) -> None:
         """Charges a tenant for the prompts and, in advance, the outputs. ApiError if its limits refuse it."""
+        self._account = account
         self._charge = account.take(tokens=self._prompt_tokens + reserved_tokens, pixels=self._pixels)
         self._reserved_tokens = reserved_tokens
 
@@ -145,6 +160,15 @@ class Generation:
         generated = sum(stream.num_tokens for stream in self._streams)
         charge.give_back(tokens=self._reserved_tokens - generated)  # negative: more than was reserved
         self._metrics.tenants.used(charge.label, self._prompt_tokens, generated, self._pixels)
+        self._charge_decoding()
+
+    def _charge_decoding(self) -> None:
+        """Of images, as the engine reports it: it is no step, which the fair queue counts."""
+        assert self._account is not None
+        usages = (output.usage for output in self.outputs[:: self.per_prompt])
+        seconds = sum(usage.decode_ms for usage in usages if usage is not None) / 1e3
+        self._account.use_processor(seconds)
+        self._metrics.tenants.worked(self._account.settings.label, seconds)
 
     @property
     def _prompt_tokens(self) -> int:
@@ -222,6 +246,7 @@ class Generation:
         last = self._last[index]
         if self._first is None:
             self._first = now
+            self._release_pixels()
             self._metrics.first_token(now - self._timing.arrived, has_media=self._has_media)
         if last is not None:
             self._metrics.next_tokens(now - last, count, has_media=self._has_media)

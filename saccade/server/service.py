@@ -1,6 +1,6 @@
 """What the routes share: checked requests become prompts with a bill, prompts become running generations.
 
-Owns the thread pools, the admission gate and the cache of media uuids. Knows no JSON of any API.
+Owns the turns of clients, the admission gate and the cache of media uuids. Knows no JSON of any API.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable, ReplicaView
 from saccade.engine.ipc.messages import ControlAction
 from saccade.errors import ConfigError, RequestError, quoted
-from saccade.fair_pool import FairPool, QueueFull
 from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig
@@ -30,17 +28,16 @@ from saccade.processor.dialects.parser import PLAIN, OutputFormat, OutputFormats
 from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
-from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
 from saccade.sampling_params import SamplingParams
 from saccade.server.accounts import Account
 from saccade.server.batch_jobs import BatchJobs
-from saccade.server.errors import overloaded
+from saccade.server.bodies import BodyReader
 from saccade.server.generation import BilledPrompt, Generation, SubmitsRequests, Timing
 from saccade.server.http.auth import Tenants
+from saccade.server.http.body_check import check_chars
 from saccade.server.http.connections import Connections, connection_limit
-from saccade.server.http.limits import AdmissionGate, decode_object
+from saccade.server.http.limits import AdmissionGate
 from saccade.server.http.request_context import Caller, Exchange
-from saccade.server.http.text_limit import check_chars, check_text
 from saccade.server.metrics import Metrics
 from saccade.server.request.chat import (
     ChatRequest,
@@ -54,6 +51,7 @@ from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messag
 from saccade.server.request.media_files import StoredFiles
 from saccade.server.request.media_uuids import UuidCache
 from saccade.server.tracing import traces_to
+from saccade.server.turns import Turns, Work
 from saccade.server_options import ServerOptions
 from saccade.structured.schema_validation import CHECKS
 from saccade.types import Bill, Prompt, Request, Tenant
@@ -61,11 +59,6 @@ from saccade.types import Bill, Prompt, Request, Tenant
 logger = logging.getLogger("saccade.server")
 
 DEFAULT_MAX_WAITING = 256
-_THREADS = 4
-_SCHEMA_THREADS = 2  # each waits for one process that checks schemas
-_DOCUMENT_THREADS = 2  # each waits for one process that reads PDFs
-_MAX_DOCUMENTS = 16  # requests with documents of one client in the queue
-_MAX_PLANS = 4  # of one client in the queue
 _RETRY_AFTER_START = 5.0
 _USUAL_REQUESTS = 16  # without max_tokens, so many take a minute's tokens until they end
 _SCHEMA_FIELDS = ("response_format", *STRUCTURED, "tools", "text", "output_config")
@@ -141,11 +134,8 @@ class Service:
         files = StoredFiles(self.batches, processor.policy)
         uuids = UuidCache(server.uuid_cache_mb << 20)
         self._media = MediaResolver(fetcher, uuids, files, processor.policy, self.metrics)
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
-        self._schema_pool = FairPool(_SCHEMA_THREADS, "saccade-schema", server.max_schema_checks)
-        self._document_pool = FairPool(_DOCUMENT_THREADS, "saccade-document", _MAX_DOCUMENTS)
-        self._plan_pool = FairPool(1, "saccade-plan", _MAX_PLANS)
-        self._template_pool = ThreadPoolExecutor(_TEMPLATE_THREADS, thread_name_prefix="saccade-template")
+        self.turns = Turns(server, self.gate.max_open, self.metrics)
+        self._bodies = BodyReader(self.turns, server.max_body_mb)
         self._requests = processor.request_builder(options.seed)
         self._request_numbers = itertools.count()
 
@@ -176,55 +166,31 @@ class Service:
         self.gate.check(caller.client, caller.account.settings.weight)
         self._check_started()
         caller.account.check_open()
+        caller.account.check_processor()
         caller.account.take(requests=1)
         self.metrics.tenants.arrived(caller.account.settings.label)
 
-    async def decode(self, exchange: Exchange, inputs: Sequence[str] = ()) -> dict[str, Any]:
-        """The body as a JSON object. RequestError if its text cannot fit the context.
-
-        Fields of `inputs` hold several prompts, whose text is checked one by one when they are built.
-        """
-        body = await self.in_thread(decode_object, exchange.upload.take())
-        rest = {name: value for name, value in body.items() if name not in inputs} if inputs else body
-        await self.in_thread(check_text, rest, self.max_chars)
-        return body
+    async def decode(self, exchange: Exchange) -> dict[str, Any]:
+        """The body as a JSON object. RequestError if its text cannot fit the context."""
+        return await self._bodies.read(exchange)
 
     async def read(self, reader: Reader[Result], exchange: Exchange, *args: Any) -> Result:
         """The checked request in a body."""
         return await self.check(reader, await self.decode(exchange), exchange.caller, *args)
 
     async def check(self, reader: Reader[Result], body: dict[str, Any], caller: Caller, *args: Any) -> Result:
-        """Check a body in a thread. One JSON schema may take seconds, so schemas have their own fair pool.
+        """Check a body in a thread. One JSON schema may take seconds, so schemas have turns of their own.
 
         Results of schema checks are cached per tenant, so that timing reveals nothing of other tenants.
         """
         if not any(body.get(name) for name in _SCHEMA_FIELDS):
-            return await self.in_thread(reader, body, self.fields, *args)
-        check = partial(reader, body, self.fields.for_scope(self._tenant(caller)), *args)
-        try:
-            return await asyncio.wrap_future(self._schema_pool.submit(caller.client, check))
-        except QueueFull as full:
-            self.metrics.refused("overloaded")
-            limit = f"{self.server.max_schema_checks} may (--max-schema-checks)"
-            waiting = f"{full.count} of your requests wait for their JSON schemas to be checked"
-            raise overloaded(429, f"{waiting} and {limit}; try again soon") from None
+            return await self.in_thread(caller, reader, body, self.fields, *args)
+        scoped = self.fields.for_scope(self._tenant(caller))
+        return await self.turns.take(Work.SCHEMA, caller, partial(reader, body, scoped, *args))
 
-    @property
-    def schema_checks_waiting(self) -> int:
-        return self._schema_pool.num_waiting
-
-    async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
+    async def in_thread(self, caller: Caller, work: Callable[..., Result], *args: Any) -> Result:
         """For work of a millisecond or more: on the event loop it would delay the tokens of all streams."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
-
-    async def in_turn(self, caller: Caller, work: Callable[[], Result]) -> Result:
-        """For half a second of work that no request waits for: one at a time, clients take turns."""
-        try:
-            return await asyncio.wrap_future(self._plan_pool.submit(caller.client, work))
-        except QueueFull as full:
-            self.metrics.refused("overloaded")
-            waiting = f"{full.count} of your plans wait and {_MAX_PLANS} may"
-            raise overloaded(429, f"{waiting}; try again soon") from None
+        return await self.turns.take(Work.PROMPT, caller, partial(work, *args))
 
     def serves(self, name: str) -> bool:
         """The path of a model folder is accepted too, but never shown."""
@@ -241,11 +207,8 @@ class Service:
             await self.batches.close()
         await self._fetcher.close()
         self.processor.close()
-        for pool in (self._pool, self._template_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
-        self._schema_pool.close()
-        self._document_pool.close()
-        self._plan_pool.close()
+        self.turns.close()
+        self._bodies.close()
         CHECKS.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
@@ -255,7 +218,7 @@ class Service:
         if self.processor.checkpoint.chat_template is None:
             return
         try:
-            await asyncio.get_running_loop().run_in_executor(self._template_pool, self.processor.form)
+            await self.turns.take_own(self.processor.form)
         except (ConfigError, RequestError) as error:
             logger.warning("the chat template does not work: %s", error)
 
@@ -273,10 +236,12 @@ class Service:
         caller.record.fetch_ended = time.perf_counter() if fetched else 0.0
         # Not `self.salt`: a uuid gives access to bytes, so it is never shared between tenants.
         owner = salt_of(caller.tenant, request.response_options.cache_salt)
-        resolved = messages = await self.in_thread(self._media.resolved, messages, links, fetched, owner)
+        resolved = messages = await self.in_thread(
+            caller, self._media.resolved, messages, links, fetched, owner
+        )
         if any(link.kind == "file" for link in links):
-            messages = await self._open_documents(messages, caller)
-        # Its own pool: templates are rendered in other processes, and slow ones occupy a thread for long.
+            opened = partial(self.processor.open_documents, messages)
+            messages = await self.turns.take(Work.DOCUMENT, caller, opened)
         render = partial(
             self.processor.render,
             messages,
@@ -285,7 +250,7 @@ class Service:
             continue_final_message=request.continue_final_message,
             chat_template_kwargs=request.chat_template_kwargs,
         )
-        rendered = await asyncio.get_running_loop().run_in_executor(self._template_pool, render)
+        rendered = await self.turns.take(Work.TEMPLATE, caller, render)
         build = partial(
             self.processor.from_rendered,
             rendered,
@@ -293,22 +258,11 @@ class Service:
             salt=self.salt(caller, request.response_options),
         )
         with renaming(request.renamed.get):
-            prompt = await self.in_thread(lambda: self._truncated(build(), request.response_options))
+            prompt = await self.in_thread(caller, lambda: self._truncated(build(), request.response_options))
         self._media.remember(links, resolved, owner)
         self._count_mistyped(links, prompt)
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms, caller.record)
         return self._with_bill(prompt), timing
-
-    async def _open_documents(self, messages: Messages, caller: Caller) -> Messages:
-        """In a pool of its own: a PDF may take seconds to read, and clients take turns."""
-        work = partial(self.processor.open_documents, messages)
-        try:
-            opened: Messages = await asyncio.wrap_future(self._document_pool.submit(caller.client, work))
-        except QueueFull as full:
-            self.metrics.refused("overloaded")
-            waiting = f"{full.count} of your requests wait for their documents to be read"
-            raise overloaded(429, f"{waiting} and {_MAX_DOCUMENTS} may; try again soon") from None
-        return opened
 
     def salt(self, caller: Caller, response_options: ResponseOptions) -> bytes:
         """The salt of a request's content keys: other salts find nothing of it in the caches."""
@@ -339,7 +293,7 @@ class Service:
             else:
                 self.check_ids(len(prompt), "prompt")
         build = partial(self._build_prompt, request, salt)
-        built = [await self.in_thread(build, prompt) for prompt in request.prompts]
+        built = [await self.in_thread(caller, build, prompt) for prompt in request.prompts]
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, 0.0, caller.record)
         return [self._with_bill(prompt) for prompt in built], timing
 
@@ -367,7 +321,7 @@ class Service:
         output_format = self._formats.after(billed.prompt.text or "")
         shown = output_format.shown_markers(finds_calls=request.tools.calls)
         with self.generation([billed], response_options, timing, output_format, shown) as generation:
-            await self.start(generation, [billed], response_options, exchange.caller)
+            await self.start(generation, [billed], response_options, exchange)
             del billed  # the engine has the images now and counts their bytes
             exchange.lease.release()
             with renaming({"response_format": response_options.structure_field}.get):
@@ -395,17 +349,19 @@ class Service:
         generation: Generation,
         prompts: Sequence[BilledPrompt],
         response_options: ResponseOptions,
-        caller: Caller,
+        exchange: Exchange,
     ) -> None:
         """Submit one request per output. RequestError with the bill if a prompt does not fit the context.
 
         Before that the tenant is charged; ApiError if its limits do not allow the request.
         """
+        caller = exchange.caller
         unique = f"{caller.request_id}-{next(self._request_numbers)}"  # clients may send the same id twice
         params = response_options.params
         requests: list[Request] = []
         tenant = Tenant(caller.client, caller.account.settings.weight, caller.account.settings.label)
         lengths = [self.max_tokens(billed, response_options) for billed in prompts]
+        generation.hold_pixels(exchange.lease)
         generation.charge(caller.account, _reserved_tokens(lengths, params, caller.account))
         for billed, max_tokens in zip(prompts, lengths, strict=True):
             requests += self._requests.build(
@@ -476,6 +432,7 @@ def _admission_gate(
         max(int(max_bytes * server.max_client_share), server.max_body_mb << 20),
         engine_bytes=lambda: engine.bytes_in_flight,
         on_refusal=metrics.refused,
+        max_client_pixels=server.max_waiting_megapixels * 10**6,
     )
 
 

@@ -37,6 +37,7 @@ class Limits(NamedTuple):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompts and outputs
     pixels_per_minute: int | None = None  # of images and frames as they were sent
+    processor_seconds_per_minute: int | None = None  # of reading requests and decoding media
     open_requests: int | None = None  # outputs that run or wait
 
 

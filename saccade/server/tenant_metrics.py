@@ -36,6 +36,8 @@ class TenantMetrics:
         self._requests = counter("requests", "Requests of a tenant that its limits allowed to come in")
         self._tokens = counter("tokens", "Tokens of a tenant's prompts and outputs", "kind")
         self._pixels = counter("pixels", "Pixels of a tenant's images and frames, as they were sent")
+        text = "Processor seconds of reading a tenant's requests and decoding its media"
+        self._processor = counter("processor_seconds", text)
         self._refused = counter("refused", "Requests that a limit of the tenant refused", "limit")
         self.registry.register(_EngineCollector(stats))
 
@@ -46,6 +48,9 @@ class TenantMetrics:
         self._tokens.labels(label, "prompt").inc(prompt_tokens)
         self._tokens.labels(label, "output").inc(output_tokens)
         self._pixels.labels(label).inc(pixels)
+
+    def worked(self, label: str, seconds: float) -> None:
+        self._processor.labels(label).inc(seconds)
 
     def refused(self, label: str, limit: str) -> None:
         self._refused.labels(label, limit).inc()

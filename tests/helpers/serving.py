@@ -64,10 +64,6 @@ class RunningServer:
         lines = self.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.partition("{")[0].split(" ")[0] == name)
 
-    def logged_ids(self, what: str) -> list[str]:
-        """Ids of the requests that the log names with these words, in its order. Time and level come before them."""
-        return [line.split()[2] for line in self.log if what in line]
-
     def children(self) -> list[int]:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(pid) for pid in path.read_text().split()]

@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 from saccade.errors import RequestError, quoted
 from saccade.processor.tokenizer import Tokenizer
 from saccade.server.errors import ApiError
-from saccade.server.http.text_limit import MAX_VALUES, TextTally, check_text
+from saccade.server.http.body_check import check_text
+from saccade.server.http.text_limit import MAX_VALUES, TextTally
 from tests.helpers.hostile import raw_connection, watching
 from tests.helpers.serving import RunningServer, chat_body, error_of, until
 
 CHAT = "/v1/chat/completions"
 MANY = 300_000  # characters: more than the context of the tests' model holds, less than any other limit
 LONG = "a" * MANY
+NUMBERS = {"a": [1] * 99_000, "b": "b" * 99_000}
 USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "look", "description": "a", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -47,7 +49,7 @@ def with_call(**fields: Any) -> dict[str, Any]:
 
 # --- every place of a request that holds text ---------------------------------------------------------------------
 
-BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
+BODIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "content": (CHAT, chat_body(LONG), "messages"),
     "content that begins like a data URL": (CHAT, chat_body(f"data:{LONG}"), "messages"),
     "parts together": (CHAT, chat_body([{"type": "text", "text": "a" * 1000}] * 300), "messages"),
@@ -62,7 +64,8 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "arguments": (CHAT, with_call(arguments=LONG), "messages"),
     "a called name": (CHAT, with_call(name=LONG), "messages"),
     "template arguments": (CHAT, chat_body(chat_template_kwargs={"a": LONG}), "chat_template_kwargs"),
-    "numbers for the template": (CHAT, chat_body(chat_template_kwargs={"a": [1] * MANY}), "chat_template_kwargs"),
+    "numbers for the template": (CHAT, chat_body(chat_template_kwargs=NUMBERS), "chat_template_kwargs"),
+    "more numbers than any context has": (CHAT, chat_body(chat_template_kwargs={"a": [1] * MANY}), None),
     "a stop string": (CHAT, chat_body(stop=[LONG]), "stop"),
     "a user": (CHAT, chat_body(user=LONG), "user"),
     "a schema": (CHAT, schema_body({"title": LONG}), "response_format"),

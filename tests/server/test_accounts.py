@@ -245,6 +245,23 @@ def test_a_share_is_for_clients_that_hold_less_than_it() -> None:
         assert fill(leases, gate, "b", answers=5) == 0
 
 
+def test_pixels_that_wait_are_counted_by_client_and_given_back_once() -> None:
+    gate = AdmissionGate(100, 100, 100, engine_bytes=int, on_refusal=str, max_client_pixels=100)
+    with gate.lease("a", Account("a")) as first, gate.lease("a", Account("a")) as second:
+        first.hold_pixels(1000)  # one request always fits
+        with pytest.raises(ApiError, match="--max-waiting-megapixels") as caught:
+            second.hold_pixels(1)
+        assert caught.value.status == 429 and caught.value.retry_after
+        with gate.lease("b", Account("b")) as other:
+            other.hold_pixels(100)
+        first.release_pixels()
+        first.release_pixels()
+        second.hold_pixels(60)
+        second.hold_pixels(40)
+        assert gate.pixels_by_client == {"a": 100}
+    gate.check_idle()
+
+
 # --- a generation -------------------------------------------------------------------------------------------------
 
 IMAGE = BillItem("image", 10, 20, 28, 28, 1, 1, "abc", Grid(1, 2, 2))
@@ -267,14 +284,15 @@ def limited(clock: Clock) -> Account:
 
 @pytest.mark.parametrize("end", ["complete", "error", "left"])
 def test_what_was_reserved_and_not_generated_comes_back(clock: Clock, end: str) -> None:
-    acme, metrics = limited(clock), Metrics("m", dict)
+    acme, metrics, everyone = limited(clock), Metrics("m", dict), gate()
 
     async def check() -> None:
         stream = new_stream()
         request: Any = type("R", (), {"max_tokens": 50})()
-        with generation(metrics) as running:
+        with everyone.lease("acme", acme) as lease, generation(metrics) as running:
+            running.hold_pixels(lease)
             running.charge(acme, 50)
-            assert left(acme) == (40, 800)
+            assert left(acme) == (40, 800) and everyone.pixels_by_client == {"acme": 200}
             await running.submit(FakeEngine(stream), [request])
             stream.push(token(1))
             if end == "error":
@@ -284,6 +302,7 @@ def test_what_was_reserved_and_not_generated_comes_back(clock: Clock, end: str) 
             deltas = running.deltas()
             if end == "left":
                 await anext(deltas)
+                assert not everyone.pixels_by_client, "the first token shows that they are encoded"
             elif end == "error":
                 with pytest.raises(RequestError):
                     [delta async for delta in deltas]
@@ -293,6 +312,7 @@ def test_what_was_reserved_and_not_generated_comes_back(clock: Clock, end: str) 
                 assert left(acme) == (88, 800)  # a whole response can already say so
 
     running(check)
+    everyone.check_idle()
     assert left(acme) == (88, 800)  # two were generated, though a client that leaves may read one
     text = metrics.text().decode()
     assert 'saccade:tenant_tokens_total{kind="prompt",tenant="acme"} 10.0' in text

@@ -124,7 +124,9 @@ def test_a_client_with_many_plans_is_told_to_wait(server: RunningServer) -> None
     found = asyncio.run(ask_all())
     assert {response.status_code for response in found} == {200, 429}
     late = next(response for response in found if response.status_code == 429)
-    assert error_of(late)["code"] == "overloaded" and "of your plans wait" in late.text and late.headers["retry-after"]
+    assert (
+        error_of(late)["code"] == "overloaded" and "wait for their plans" in late.text and late.headers["retry-after"]
+    )
     assert plan(server)["gpus"] == 1
 
 

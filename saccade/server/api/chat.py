@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from saccade.processor.dialects.events import CallStart, Content, Reasoning
@@ -20,7 +21,8 @@ async def create_chat_completion(service: Service, exchange: Exchange) -> None:
     request = await service.read(read_chat, exchange)
     async with service.generating(request, exchange) as generation:
         shape = ChatEvents(service, request, exchange.caller.request_id, generation)
-        await send_events(exchange.writer, generation, shape, stream=request.response_options.stream)
+        run = partial(service.in_thread, exchange.caller)
+        await send_events(exchange.writer, generation, shape, run, stream=request.response_options.stream)
 
 
 class ChatEvents(EventShape):

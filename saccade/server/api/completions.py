@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from saccade.server.api.chunks import DONE, Envelope
@@ -22,11 +23,12 @@ async def create_completion(service: Service, exchange: Exchange) -> None:
     exchange.lease.enter(len(request.prompts) * options.params.num_outputs)
     prompts, timing = await service.prepare_prompts(request, exchange.caller)
     with service.generation(prompts, options, timing) as generation:
-        await service.start(generation, prompts, options, exchange.caller)
+        await service.start(generation, prompts, options, exchange)
         exchange.lease.release()
         shape = CompletionEvents(service, request, exchange.caller.request_id, generation)
         with renaming({"response_format": options.structure_field}.get):
-            await send_events(exchange.writer, generation, shape, stream=options.stream)
+            run = partial(service.in_thread, exchange.caller)
+            await send_events(exchange.writer, generation, shape, run, stream=options.stream)
 
 
 class CompletionEvents(EventShape):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -11,6 +10,9 @@ import msgspec
 from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.response import ResponseWriter
+
+InThread = Callable[..., Awaitable[Any]]
+"""Runs a function with arguments in a thread, when it is the caller's turn."""
 
 Event = Mapping[str, Any] | bytes
 """The data of one server-sent event, named after its `type` if it has one; or the event as its bytes."""
@@ -42,31 +44,38 @@ class EventShape(Protocol):
 
 
 async def send_events(
-    writer: ResponseWriter, generation: Generation, shape: EventShape, *, stream: bool
+    writer: ResponseWriter,
+    generation: Generation,
+    shape: EventShape,
+    in_thread: InThread,
+    *,
+    stream: bool,
 ) -> None:
     """Run the generation to its end. An error before the first byte still gets its HTTP status."""
     if stream:
-        await _stream(writer, generation, shape)
+        await _stream(writer, generation, shape, in_thread)
         return
     async for delta in generation.deltas():
         if delta is not None:
             list(shape.take(delta))
     generation.finish()
-    await writer.json(await asyncio.to_thread(_encoded, shape) if shape.is_large else shape.whole())
+    await writer.json(await in_thread(_encoded, shape) if shape.is_large else shape.whole())
 
 
 def _encoded(shape: EventShape) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(shape.whole()))
 
 
-async def _stream(writer: ResponseWriter, generation: Generation, shape: EventShape) -> None:
+async def _stream(
+    writer: ResponseWriter, generation: Generation, shape: EventShape, in_thread: InThread
+) -> None:
     """The status 200 goes out with the first token. An image that fails to decode before that is a 400."""
     writer.fail_with(shape.failed)
     async for delta in generation.deltas():
         if not writer.is_streaming:
             await _send(writer, shape.begin())
         if delta is not None and shape.is_large:
-            await _send(writer, await asyncio.to_thread(list, shape.take(delta)))
+            await _send(writer, await in_thread(list, shape.take(delta)))
         elif delta is not None:
             await _send(writer, shape.take(delta))
         elif (ping := shape.ping()) is not None:

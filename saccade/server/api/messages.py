@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,7 +28,8 @@ async def create_message(service: Service, exchange: Exchange) -> None:
     with request.source_paths.renaming():
         async with service.generating(chat, exchange) as generation:
             shape = MessageEvents(service.names[0], chat, exchange.caller.request_id, generation)
-            await send_events(exchange.writer, generation, shape, stream=chat.response_options.stream)
+            run = partial(service.in_thread, exchange.caller)
+            await send_events(exchange.writer, generation, shape, run, stream=chat.response_options.stream)
 
 
 class MessageEvents(EventShape):

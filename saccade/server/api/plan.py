@@ -15,13 +15,14 @@ from saccade.plan.report import as_json
 from saccade.server.http.request_context import Exchange
 from saccade.server.request.plan import MAX_SIZES, PlanRequest, plan_error, read_plan
 from saccade.server.service import Service
+from saccade.server.turns import Work
 
 
 async def plan(service: Service, exchange: Exchange) -> dict[str, Any]:
     """As `saccade plan --json`, for the served model with this server's options."""
     request = await service.read(read_plan, exchange, min(1, _max_images(service)))
     service.check_model(request.model)
-    return await service.in_turn(exchange.caller, partial(_planned, service, request))
+    return await service.turns.take(Work.PLAN, exchange.caller, partial(_planned, service, request))
 
 
 def _planned(service: Service, request: PlanRequest) -> dict[str, Any]:

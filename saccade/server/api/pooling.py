@@ -13,8 +13,8 @@ from saccade.processor.late_interaction import check_size
 from saccade.processor.pooling import Side, embedding, relevance, similarity
 from saccade.server.api.chunks import bill_body, prompt_usage
 from saccade.server.generation import BilledPrompt, Generation, Timing
+from saccade.server.http.body_check import check_text
 from saccade.server.http.request_context import Exchange
-from saccade.server.http.text_limit import check_text
 from saccade.server.request.chat import ChatRequest, CompletionRequest, renaming
 from saccade.server.request.pooling import (
     EmbeddingRequest,
@@ -27,8 +27,6 @@ from saccade.server.request.pooling import (
 )
 from saccade.server.service import Service
 from saccade.types import Bill
-
-_INPUTS = ("input", "documents", "text_1", "text_2", "data_1", "data_2", "queries", "items", "query")
 
 
 @dataclass(slots=True)
@@ -68,10 +66,10 @@ async def create_pooling(service: Service, exchange: Exchange) -> dict[str, Any]
 async def _embed(
     service: Service, exchange: Exchange, prefix: str, row: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    body = await service.decode(exchange, _INPUTS)
+    body = await service.decode(exchange)
     request = await service.check(read_embedding, body, exchange.caller, service.processor)
     pooled = await _pool(service, exchange, request.pooling, as_numbers=not request.is_base64)
-    shown = await service.in_thread(_embeddings, pooled, request)
+    shown = await service.in_thread(exchange.caller, _embeddings, pooled, request)
     data = [{**row, "index": index, name: values} for index, values in enumerate(shown)]
     return {"object": "list", "data": data, **pooled.envelope(request.pooling, prefix, service, exchange)}
 
@@ -85,20 +83,20 @@ def _embeddings(pooled: PooledInputs, request: EmbeddingRequest) -> list[Any]:
 
 
 async def create_score(service: Service, exchange: Exchange) -> dict[str, Any]:
-    body = await service.decode(exchange, _INPUTS)
+    body = await service.decode(exchange)
     request = await service.check(read_score, body, exchange.caller, service.processor)
     pooled = await _pool(service, exchange, request.pooling)
-    found = enumerate(await service.in_thread(_scores, request, pooled))
+    found = enumerate(await service.in_thread(exchange.caller, _scores, request, pooled))
     data = [{"object": "score", "index": index, "score": score} for index, score in found]
     return {"object": "list", "data": data, **pooled.envelope(request.pooling, "score", service, exchange)}
 
 
 async def rerank(service: Service, exchange: Exchange) -> dict[str, Any]:
     """In the form of Jina and Cohere: the best first."""
-    body = await service.decode(exchange, _INPUTS)
+    body = await service.decode(exchange)
     request = await service.check(read_rerank, body, exchange.caller, service.processor)
     pooled = await _pool(service, exchange, request.score.pooling)
-    scores = await service.in_thread(_scores, request.score, pooled)
+    scores = await service.in_thread(exchange.caller, _scores, request.score, pooled)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
     results = []
     for index in best:
@@ -140,7 +138,7 @@ async def _pool(
         if request.token_dim is not None:
             check_size(num_tokens, request.token_dim, as_numbers=as_numbers)
         with service.generation(prompts, request.options, prepared[-1][1]) as generation:
-            await service.start(generation, prompts, request.options, exchange.caller)
+            await service.start(generation, prompts, request.options, exchange)
             if start + size >= len(sources):
                 exchange.lease.release()
             async for _ in generation.deltas():
@@ -154,7 +152,8 @@ async def _prepared(
     service: Service, exchange: Exchange, request: PoolingRequest, source: Source
 ) -> tuple[BilledPrompt, Timing]:
     if isinstance(source, ChatRequest):
-        check_text({"messages": source.messages}, service.max_chars)
+        texts = {"messages": source.messages}
+        await service.in_thread(exchange.caller, check_text, texts, service.max_chars)
         return await service.prepare_chat(source, exchange)
     one = CompletionRequest(request.options, [source], add_special_tokens=request.add_special_tokens)
     with renaming({"prompt": "input"}.get):

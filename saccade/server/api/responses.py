@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from saccade.server.api.chunks import usage_of
@@ -30,7 +31,8 @@ async def create_response(service: Service, exchange: Exchange) -> None:
         async with service.generating(chat, exchange) as generation:
             request_id = exchange.caller.request_id
             shape = ResponseEvents(service.names[0], chat, request.echo, request_id, generation)
-            await send_events(exchange.writer, generation, shape, stream=chat.response_options.stream)
+            run = partial(service.in_thread, exchange.caller)
+            await send_events(exchange.writer, generation, shape, run, stream=chat.response_options.stream)
 
 
 class ResponseEvents(EventShape):

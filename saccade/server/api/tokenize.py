@@ -34,21 +34,24 @@ async def bill(service: Service, exchange: Exchange) -> dict[str, Any]:
 
 
 async def tokenize(service: Service, exchange: Exchange) -> dict[str, Any]:
-    given = service.fields.read(await service.decode(exchange), fields.TOKENIZE)
+    caller = exchange.caller
+    body = await service.decode(exchange)
+    given = await service.in_thread(caller, service.fields.read, body, fields.TOKENIZE)
     service.check_model(given.get("model"))
     if ("prompt" in given) == ("messages" in given):
         raise RequestError("give either prompt or messages", param="prompt")
     if "messages" in given:
         chat = {name: value for name, value in given.items() if name in fields.CHAT}
-        request = await service.check(read_chat, chat, exchange.caller)
+        request = await service.check(read_chat, chat, caller)
         billed, _ = await service.prepare_chat(request, exchange)
         ids: Sequence[int] = billed.prompt.token_ids
     else:
         encode = service.processor.tokenizer.encode
-        ids = await service.in_thread(encode, given["prompt"], given.get("add_special_tokens", True))
+        ids = await service.in_thread(caller, encode, given["prompt"], given.get("add_special_tokens", True))
     strings = None
     if given.get("return_token_strs"):
-        strings = await service.in_thread(lambda: list(map(service.processor.tokenizer.token, ids)))
+        token = service.processor.tokenizer.token
+        strings = await service.in_thread(caller, lambda: list(map(token, ids)))
     return {
         "count": len(ids),
         "max_model_len": service.limits.max_model_len,
@@ -61,9 +64,10 @@ async def detokenize(service: Service, exchange: Exchange) -> dict[str, Any]:
     body = await service.decode(exchange)
     if isinstance(body.get("tokens"), list):
         service.check_ids(len(body["tokens"]), "tokens")
-    given = await service.in_thread(service.fields.read, body, fields.DETOKENIZE)
+    given = await service.in_thread(exchange.caller, service.fields.read, body, fields.DETOKENIZE)
     service.check_model(given.get("model"))
-    return {"prompt": await service.in_thread(_text_of, service.processor, given.get("tokens"))}
+    text = await service.in_thread(exchange.caller, _text_of, service.processor, given.get("tokens"))
+    return {"prompt": text}
 
 
 def _text_of(processor: Processor, tokens: Sequence[int] | None) -> str:

@@ -1,4 +1,4 @@
-"""Admission: limits on open requests, bytes in flight, body size, body rate and JSON nesting.
+"""Admission: limits on open requests, bytes in flight, pixels that wait, body size and body rate.
 
 Knows neither the fields of a request nor images.
 """
@@ -6,13 +6,12 @@ Knows neither the fields of a request nor images.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 from starlette.requests import Request
 
 from saccade.errors import quoted
@@ -20,9 +19,6 @@ from saccade.server.accounts import Account
 from saccade.server.errors import ApiError, overloaded
 from saccade.server.http.text_limit import TextTally
 from saccade.server_options import ServerOptions
-
-MAX_DEPTH = 128
-"""Levels of nesting in a body: more than any schema needs, far less than the interpreter's stack."""
 
 _RETRY_AFTER_TIMEOUT = 1.0
 _RETRY_AFTER_DRAIN = 10.0
@@ -40,6 +36,7 @@ class ByteLease:
         self._server_bytes = 0  # not yet handed to the engine
         self._client_bytes = 0  # counted for the client until the request ends
         self._num_outputs = 0
+        self._pixels = 0
 
     def add(self, count: int) -> None:
         """ApiError 429 if the client's requests would hold too many bytes, 503 if all requests would."""
@@ -78,6 +75,27 @@ class ByteLease:
             gate.weights[self._client] = weight
             self._num_outputs = answers
 
+    def hold_pixels(self, pixels: int) -> None:
+        """Of images that the engine shall encode. ApiError 429 if too many of the client's wait already."""
+        gate = self.gate
+        held = gate.pixels_by_client[self._client]
+        if held and held + pixels > gate.max_client_pixels:  # one request always fits
+            gate.on_refusal("client_pixels")
+            waiting = f"your open requests wait for {held / 1e6:.1f} megapixels of pictures to be encoded"
+            limit = f"{gate.max_client_pixels / 1e6:g} may wait (--max-waiting-megapixels)"
+            asked = f"this one brings {pixels / 1e6:.1f}"
+            raise overloaded(429, f"{waiting}, {asked} and {limit}; try again when some are answered")
+        gate.pixels_by_client[self._client] += pixels
+        self._pixels += pixels
+
+    def release_pixels(self) -> None:
+        """They are encoded, or nothing needs them any more. May be called again."""
+        pixels = self.gate.pixels_by_client
+        pixels[self._client] -= self._pixels
+        self._pixels = 0
+        if not pixels[self._client]:
+            del pixels[self._client]
+
     def release(self) -> None:
         """The engine counts the bytes from now on. They still count for the client."""
         self.gate.bytes_held -= self._server_bytes
@@ -86,6 +104,7 @@ class ByteLease:
     def close(self) -> None:
         self._account.num_leases -= 1
         self.release()
+        self.release_pixels()
         gate = self.gate
         gate.num_open -= self._num_outputs
         self._account.leave(self._num_outputs)
@@ -101,8 +120,9 @@ class ByteLease:
 class Upload:
     """A body that can be taken once: a response that streams for minutes must not keep its images alive."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, tally: TextTally) -> None:
         self._data = data
+        self.tally = tally
 
     def take(self) -> bytes:
         data = self._data
@@ -117,6 +137,7 @@ class AdmissionGate:
     `max_open` limits outputs that run or wait; a request counts as one until its n is known. Where all are
     taken, a client still gets its share of them, so that no other locks it out: at most twice `max_open`.
     `max_bytes` limits the bytes of all requests, here and in the engine, `max_client_bytes` those of one.
+    `max_client_pixels` limits the source pixels of a client's requests that have no first token yet.
     """
 
     max_open: int
@@ -124,8 +145,10 @@ class AdmissionGate:
     max_client_bytes: int
     engine_bytes: Callable[[], int]
     on_refusal: Callable[[str], None]
+    max_client_pixels: float = math.inf
     bytes_held: int = 0  # in the server
     bytes_by_client: Counter[str] = field(default_factory=Counter)  # in the server and the engine
+    pixels_by_client: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
     open_by_client: Counter[str] = field(default_factory=Counter)  # outputs
     weights: dict[str, float] = field(default_factory=dict)  # of clients with open outputs
@@ -161,6 +184,11 @@ class AdmissionGate:
         others = sum(other for name, other in self.weights.items() if name != client)
         return self.max_open * weight / (weight + others)
 
+    def check_idle(self) -> None:
+        """The conservation law: without open requests, nothing is counted."""
+        counts = (self.open_by_client, self.bytes_by_client, self.pixels_by_client, self.weights)
+        assert not any(counts) and not self.num_open and not self.bytes_held, counts
+
     @contextmanager
     def lease(self, client: str, account: Account) -> Iterator[ByteLease]:
         lease = ByteLease(self, client, account)
@@ -181,7 +209,7 @@ async def read_body(request: Request, options: ServerOptions, lease: ByteLease, 
         body.extend(chunk)
 
     await receive_body(request, options, lease.gate, keep, "send smaller pictures or fewer")
-    return Upload(bytes(body))
+    return Upload(bytes(body), tally)
 
 
 async def receive_body(
@@ -232,30 +260,3 @@ def _check_length(length: int, limit: int, advice: str) -> None:
     if length > limit:
         sizes = f"the body has {length} bytes or more, and at most {limit} are allowed (--max-body-mb)"
         raise ApiError(413, f"{sizes}; {advice}", code="request_too_large")
-
-
-def decode_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Of duplicate keys the last one counts, as in every JSON library."""
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError):
-        raise ApiError(400, "the body is not valid JSON in UTF-8", code="invalid_json") from None
-    if not isinstance(value, dict):
-        names = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
-        name = names.get(type(value), "a number")
-        raise ApiError(400, f"the body must be a JSON object, not {name}", code="invalid_json")
-    if _is_deeper(value, MAX_DEPTH):
-        raise ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep", code="invalid_json")
-    return value
-
-
-def _is_deeper(value: dict[str, Any], depth: int) -> bool:
-    """Walks level by level, so that nesting costs no stack."""
-    level: list[dict[str, Any] | list[Any]] = [value]
-    for _ in range(depth):
-        inner = []
-        for container in level:
-            values = container.values() if isinstance(container, dict) else container
-            inner += [value for value in values if isinstance(value, (dict, list))]
-        level = inner
-    return bool(level)

@@ -14,9 +14,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from saccade.errors import quoted
 from saccade.server.accounts import Account
 from saccade.server.errors import ApiError, is_anthropic
-from saccade.server.http.auth import Tenants, is_open, peer_of
+from saccade.server.http.auth import Headers, Tenants, is_open, peer_of
 from saccade.server.http.origins import BrowserRules
 from saccade.server.http.parser import PEER
 from saccade.server.http.request_context import Caller
@@ -76,6 +77,7 @@ class RequestMiddleware:
         try:
             account = self.tenants.find(path, scope["headers"], _connected(scope))
             self.rules.check(scope["method"], path, headers)
+            _check_codings(scope["headers"])
             client = account.name or peer_of(scope.get("client"))
             record.client = _name_of(account) or record.client
             scope["caller"] = Caller(request_id, account.name, start, record, client, account)
@@ -102,6 +104,18 @@ class RequestMiddleware:
             _log(ended)
         if self.traces is not None:
             self.traces.report(ended, headers)
+
+
+def _check_codings(headers: Headers) -> None:
+    """None is undone here but chunks."""
+    for name, value in headers:
+        coding = value.decode("latin-1").strip().lower()
+        if name == b"content-encoding" and coding not in ("", "identity"):
+            message = f"the header Content-Encoding is {quoted(coding)}; send the body as it is, without one"
+            raise ApiError(415, message, code="unsupported_media_type")
+        if name == b"transfer-encoding" and coding != "chunked":
+            message = f"the header Transfer-Encoding is {quoted(coding)}, and only chunked is known"
+            raise ApiError(501, message, code="unsupported")
 
 
 def _log(ended: Ended) -> None:

@@ -1,20 +1,20 @@
-"""Limits the text of a body: an estimate while it arrives, an exact count once parsed. Skips data URLs.
+"""Counts the text of a body while it arrives, without data URLs.
 
-Text that cannot fit the context is refused before it is parsed, rendered or tokenized. These hold the GIL and
-would delay the tokens of all other requests.
+What cannot fit the context is refused before it is parsed, rendered or tokenized. These hold the GIL and
+would delay the tokens of all other requests. The counts say, too, how a body must be checked (`body_check`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Sequence
 
-from saccade.errors import RequestError
 from saccade.server.errors import ApiError
+from saccade.server.http.body_check import MAX_DEPTH, BodyLimits
 
 MAX_VALUES = 2_000_000
 """Commas outside of data URLs: enough for every token id of a large batch of prompts."""
+_MIN_VALUES = 100_000  # for routes without token ids, where a context of few tokens is served
 _MAX_STRINGS = 250_000  # with keys: each costs several times the memory of a number
 _MAX_CONTAINERS = 100_000  # lists and objects: more again
 _CHARS_PER_CONTAINER = 16  # for long contexts: brackets inside of strings are counted too
@@ -25,17 +25,23 @@ _BYTES_PER_CHAR = 6  # \u00e9
 _MEDIA_START = re.compile(rb'"(?:data:|(?:file_)?data"\s*:\s*")', re.IGNORECASE)
 _OVERLAP = 32  # bytes of a chunk in which a match may begin and not end
 
-_MEDIA_LISTS = ("messages", "input", "system")
-_MEDIA_FIELDS = ("image_url", "video_url", "image", "video", "source")
-_ID_FIELDS = ("prompt", "tokens")  # lists of ids or prompts have their own limits
+# Up to these, decoding and checking take a few milliseconds.
+_LIGHT_BYTES = 2 << 20
+_LIGHT_VALUES = 20_000  # commas, brackets and pairs of quotes
+_LARGE_BODY = 8 << 20  # with its media
 
 
 class TextTally:
-    """Counts a body chunk by chunk. Text that looks like a data URL is left to `check_text`."""
+    """Counts a body chunk by chunk. Text that looks like a data URL is left to `body_check`."""
 
-    def __init__(self, max_chars: int) -> None:
+    def __init__(self, max_chars: int, inputs: Sequence[str] | None = None) -> None:
+        """`inputs`: fields of the route with token ids or several prompts; None: any field may be one."""
+        self.limits = BodyLimits(max_chars, tuple(inputs or ()))
         self._max_bytes = max(_MIN_BYTES, max_chars * _BYTES_PER_CHAR)
+        has_inputs = inputs is None or bool(inputs)
+        self._max_values = MAX_VALUES if has_inputs else min(MAX_VALUES, max(_MIN_VALUES, max_chars))
         self._max_containers = max(_MAX_CONTAINERS, max_chars // _CHARS_PER_CONTAINER)
+        self._total = 0  # with media
         self._rest = b""
         self._is_media = False
         self._bytes = 0
@@ -45,12 +51,28 @@ class TextTally:
 
     def take(self, chunk: bytes) -> None:
         """ApiError if the body is larger than any request of this model needs."""
+        self._total += len(chunk)
         data = self._rest + chunk
         self._rest = b""
         start = 0
         while start < len(data):
             start = self._skip_media(data, start) if self._is_media else self._count_text(data, start)
         self._check()
+
+    @property
+    def is_checked(self) -> bool:
+        """The body is so small that it breaks no limit of `body_check`, whatever it says."""
+        return self._total <= self.limits.max_chars and self._containers + len(self._rest) <= MAX_DEPTH
+
+    @property
+    def is_heavy(self) -> bool:
+        """To be checked where it delays no other request."""
+        values = self._values + self._containers + self._quotes // 2
+        return self._bytes > _LIGHT_BYTES or values > _LIGHT_VALUES
+
+    @property
+    def is_large(self) -> bool:
+        return self.is_heavy or self._total > _LARGE_BODY
 
     def _skip_media(self, data: bytes, start: int) -> int:
         end = data.find(b'"', start)
@@ -75,85 +97,12 @@ class TextTally:
             size = f"the body has more than {self._max_bytes} bytes beside its pictures"
             message = f"{size}, more than the context can hold; send less text or raise --max-model-len"
             raise ApiError(400, message, code="context_length_exceeded")
-        is_large = self._values > MAX_VALUES or self._quotes > 2 * _MAX_STRINGS
-        if is_large or self._containers > self._max_containers:
+        if self._values > self._max_values and self._max_values < MAX_VALUES:
+            message = f"the body has more than {self._max_values} values, more than the context can hold"
+            advice = "send less or raise --max-model-len"
+            raise ApiError(400, f"{message}; {advice}", code="context_length_exceeded")
+        has_many = self._values > MAX_VALUES or self._quotes > 2 * _MAX_STRINGS
+        if has_many or self._containers > self._max_containers:
             values = f"{MAX_VALUES} values, {_MAX_STRINGS} strings or {self._max_containers} lists"
             message = f"the body holds more than {values} and objects; send a smaller request"
             raise ApiError(400, message, code="request_too_large")
-
-
-def check_text(body: Mapping[str, Any], limit: int) -> None:
-    """RequestError if the strings and keys of a body have more than `limit` characters.
-
-    Other values count as one character. Data URLs count only where no image can be.
-    """
-    media = {id(text) for text in _media(body)}
-    count = 0
-    for name, value in body.items():
-        if name in _ID_FIELDS and isinstance(value, list):
-            continue
-        count += len(name) + _num_chars(value, media, limit - count)
-        check_chars(count, limit, name[:64])
-
-
-def check_chars(count: int, limit: int, param: str) -> None:
-    """Refuses text that cannot fit the context, before it is tokenized."""
-    if count > limit:
-        size = f"the request has more than {limit} characters of text"
-        message = f"{size}, more than the context can hold; send less or raise --max-model-len"
-        raise RequestError(message, code="context_length_exceeded", param=param)
-
-
-def _num_chars(value: Any, media: set[int], enough: int) -> int:
-    """Stops above `enough`, so that counting takes no longer than the limit allows."""
-    count = 0
-    waiting = [value]
-    while waiting and count <= enough:
-        value = waiting.pop()
-        if isinstance(value, str):
-            count += 0 if id(value) in media else len(value)
-        elif isinstance(value, (dict, list)):
-            count += len(value)
-            if count <= enough:
-                waiting += value.values() if isinstance(value, dict) else value
-            if isinstance(value, dict):
-                count += sum(map(len, value))
-    return count
-
-
-def _media(body: Mapping[str, Any]) -> Iterator[str]:
-    """Strings of content parts that are read as images, videos or PDFs. A template never prints these."""
-    for name in _MEDIA_LISTS:
-        entries = body.get(name)
-        for entry in entries if isinstance(entries, list) else ():
-            if name == "system":
-                yield from _media_of_part(entry)
-            elif isinstance(entry, dict):
-                yield from _media_of_parts(entry.get("content"))
-                yield from _media_of_parts(entry.get("output"))
-
-
-def _media_of_parts(parts: Any) -> Iterator[str]:
-    for part in parts if isinstance(parts, list) else ():
-        yield from _media_of_part(part)
-        if isinstance(part, dict):
-            yield from _media_of_parts(part.get("content"))  # of a tool result
-
-
-def _media_of_part(part: Any) -> Iterator[str]:
-    yield from _file_data(part)
-    for name in _MEDIA_FIELDS if isinstance(part, dict) else ():
-        given = part.get(name)
-        url = given.get("url") if isinstance(given, dict) else given
-        if isinstance(url, str) and url[:5].lower() == "data:":
-            yield url
-        if name == "source" and isinstance(given, dict) and isinstance(given.get("data"), str):
-            yield from [given["data"]] if given.get("type") != "text" else []
-
-
-def _file_data(part: Any) -> Iterator[str]:
-    """Of a chat's file part, or of the Responses API's input_file."""
-    file = part.get("file", part) if isinstance(part, dict) else None
-    data = file.get("file_data") if isinstance(file, dict) else None
-    if isinstance(data, str) and part.get("type") in ("file", "input_file"):
-        yield data

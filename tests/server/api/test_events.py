@@ -121,7 +121,7 @@ def played(make: MakeShape, *items: Any) -> list[dict[str, Any]]:
 
 async def _send(writer: ResponseWriter, generation: Generation, shape: EventShape) -> None:
     try:
-        await send_events(writer, generation, shape, stream=True)
+        await send_events(writer, generation, shape, asyncio.to_thread, stream=True)
     except (RequestError, EngineUnavailable) as error:
         await writer.error(api_error(error))
 
@@ -148,7 +148,8 @@ def test_while_nothing_comes_a_message_has_begun_and_pings() -> None:
         stream = new_stream()
         stream.push(token(1, "stop"))
         generation = await started(stream)
-        await send_events(wire.writer(), _Silent(generation), message_events(generation), stream=True)  # type: ignore[arg-type]
+        silent: Any = _Silent(generation)
+        await send_events(wire.writer(), silent, message_events(generation), asyncio.to_thread, stream=True)
 
     running(play)
     body = wire.body().decode()
@@ -259,7 +260,7 @@ def test_a_stream_of_text_has_the_bytes_of_one_without_the_short_way(
             shape = ChatEvents(service, request, "id-1", generation)
             assert shape.is_plain
             shape.is_plain = is_short
-            sending = asyncio.create_task(send_events(wire.writer(), generation, shape, stream=True))
+            sending = asyncio.create_task(send_events(wire.writer(), generation, shape, asyncio.to_thread, stream=True))
             for number in range(5):
                 stream.push(token(number, "length" if number == 4 else None))
                 await asyncio.sleep(0)
