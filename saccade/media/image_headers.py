@@ -61,9 +61,7 @@ def parse_jpeg(data: bytes) -> Outline:
             return outline if has_all else outline._replace(passes=_num_scans(data, end))
     if outline is None:
         raise ValueError("no frame header")
-    return outline._replace(
-        passes=max(1, data.count(b"\xff\xda"))
-    )  # it is cut short, or has strange segments
+    return outline  # cut short
 
 
 def _num_scans(data: bytes, at: int) -> int:
@@ -106,23 +104,31 @@ def jpeg_segments(data: bytes) -> Iterator[JpegSegment]:
         if marker == _SCAN:
             return
         at += 2 + length
+    raise ValueError("too many segments")
 
 
 def parse_png(data: bytes) -> Outline:
-    """Chunks before the pixels. A later EXIF chunk is ignored."""
+    """Chunks before the pixels; those after them are counted. A later EXIF chunk is ignored."""
     frames = 1
     exif = None
     at = 8
+    has_pixels = False
     for _ in range(MAX_STEPS):
-        length, kind = struct.unpack_from(">I4s", data, at)
-        if kind in (b"IDAT", b"IEND"):
+        if has_pixels and at + 12 > len(data):  # the pixels may be cut short
             return Outline(frames, exif, passes=_SLOW_PASSES)
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IEND":
+            return Outline(frames, exif, passes=_SLOW_PASSES)
+        if has_pixels or kind == b"IDAT":
+            has_pixels = True
+            at += 12 + length
+            continue
         if kind == b"acTL":
             frames = max(1, struct.unpack_from(">I", data, at + 8)[0])
         if kind == b"eXIf":
             exif = data[at + 8 : at + 8 + length]
         at += 12 + length
-    raise ValueError("too many chunks before the pixels")
+    raise ValueError("too many chunks")
 
 
 def parse_webp(data: bytes) -> Outline:
@@ -205,6 +211,8 @@ def _skip_sub_blocks(data: bytes, at: int, steps: int) -> tuple[int, int]:
 
 
 _ORIENTATION_TAG = 0x0112
+_TILE_TAGS = (273, 279, 324, 325)  # where strips and tiles are, and their lengths
+_MAX_TILES = 1 << 16
 _SHORT = 3
 _BYTES_OF_TYPES = ((1, (1, 2, 6, 7)), (2, (3, 8)), (4, (4, 9, 11, 13)), (8, (5, 10, 12, 16, 17, 18)))
 _TYPE_BYTES = {kind: width for width, kinds in _BYTES_OF_TYPES for kind in kinds}
@@ -243,14 +251,19 @@ def _next_directory(data: bytes, at: int, order: str, layout: _TiffLayout) -> in
 
 
 def _check_tiff_values(data: bytes, at: int, order: str, layout: _TiffLayout) -> None:
-    """Refuse entries that claim more bytes than the file has: a reader would copy them for each entry."""
+    """Refuse entries that claim more bytes than the file has: a reader would copy them for each entry.
+
+    And positions of more tiles or strips than an image needs: a reader makes objects of each.
+    """
     entries = struct.unpack_from(order + layout.entries, data, at)[0]
     if entries > MAX_STEPS:
         raise ValueError("too many entries")
     at += struct.calcsize(order + layout.entries)
     total = 0
     for entry in range(entries):
-        _, kind, count = struct.unpack_from(order + layout.entry, data, at + entry * layout.entry_bytes)
+        tag, kind, count = struct.unpack_from(order + layout.entry, data, at + entry * layout.entry_bytes)
+        if tag in _TILE_TAGS and count > _MAX_TILES:
+            raise ValueError("too many tiles or strips")
         total += count * _TYPE_BYTES.get(kind, 0)
     if total > 2 * len(data):
         raise ValueError("entries claim more bytes than there are")
@@ -259,7 +272,11 @@ def _check_tiff_values(data: bytes, at: int, order: str, layout: _TiffLayout) ->
 def parse_bmp(data: bytes) -> Outline:
     """Pillow reads its fixed header, and run-length encoded pixels in Python."""
     is_packed = len(data) >= 34 and struct.unpack_from("<I", data, 30)[0] in (1, 2)
-    return Outline(passes=_PYTHON_PASSES if is_packed else 1)
+    if not is_packed:
+        return Outline()
+    width, height = struct.unpack_from("<ii", data, 18)
+    pixels = max(1, abs(width * height))
+    return Outline(passes=_PYTHON_PASSES * (1 + len(data) // pixels))  # a command may make no pixel
 
 
 def exif_orientation(exif: bytes) -> int:

@@ -6,6 +6,7 @@ import io
 import struct
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -241,13 +242,36 @@ def test_every_format_is_refused_by_its_pixels(name: str) -> None:
     assert caught.value.code == "image_too_large"
 
 
-@pytest.mark.parametrize("num_segments", [0, 30_000])
-def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded(num_segments: int) -> None:
-    data = jpeg_of_scans(64, 48, 2_000)
-    first = data.find(b"\xff\xda")
-    data = data[:first] + b"\xff\xfe\x00\x02" * num_segments + data[first:]  # more than are read
-    error = refusal(data)
+def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded() -> None:
+    error = refusal(jpeg_of_scans(64, 48, 2_000))
     assert error.code == "image_too_large" and "64x48" in error.message and "at most 500" in error.message
+
+
+def with_segments(count: int) -> bytes:
+    data = saved(make_photo(64, 48), "JPEG")
+    first = data.find(b"\xff\xda")
+    return data[:first] + b"\xff\xfe\x00\x02" * count + data[first:]
+
+
+def with_chunks(count: int) -> bytes:
+    data = saved(make_photo(64, 48), "PNG")
+    return data[:-12] + png_chunk(b"prVt", b"") * count + data[-12:]
+
+
+def with_tiles(count: int) -> bytes:
+    data = bytearray(saved(make_photo(64, 48), "TIFF"))
+    at = struct.unpack_from("<I", data, 4)[0]
+    for entry in range(struct.unpack_from("<H", data, at)[0]):
+        start = at + 2 + 12 * entry
+        if struct.unpack_from("<H", data, start)[0] == 273:
+            struct.pack_into("<I", data, start + 4, count)
+    return bytes(data) + bytes(8 * count)
+
+
+@pytest.mark.parametrize("make", [with_segments, with_chunks, with_tiles])
+def test_parts_that_cost_more_than_their_pixels_are_bounded(make: Callable[[int], bytes]) -> None:
+    assert probe(make(1), POLICY).size == Size(64, 48)
+    assert refusal(make(100_000)).code == "image_parse_error"
 
 
 def test_a_large_jpeg_may_have_fewer_scans_than_a_small_one() -> None:
@@ -265,6 +289,9 @@ def test_a_bitmap_whose_runs_are_unpacked_in_python_is_refused_when_it_is_large(
 
     assert probe(packed(100), POLICY).passes > 1
     assert "takes as long to decode as" in refusal(packed(9_999)).message
+    many = MediaPolicy.of(Options())
+    with pytest.raises(RequestError, match="takes as long"):
+        probe(packed(50) + bytes(60_000_000), many)
 
 
 def test_pillows_own_limit_does_not_show(recwarn: pytest.WarningsRecorder) -> None:

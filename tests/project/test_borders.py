@@ -142,6 +142,7 @@ LAZY_ALLOWED = {
     "saccade/structured/schema.py",  # llguidance, where a machine has it
     "saccade/structured/grammar.py",
     "saccade/media/video_file.py",  # PyAV, where videos are read
+    "saccade/media/pdf_reader.py",  # PDFium, where PDFs are
     "saccade/bench/video.py",  # and where they are made
     "saccade/runner/forward_selector.py",  # Triton, where there is a GPU
     "saccade/runner/cuda/attention_selector.py",
