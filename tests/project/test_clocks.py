@@ -11,11 +11,11 @@ ALLOWED = {
     "batch/batch_store.py": "moments of files and batches, shown and kept on disk",
     "engine/ipc/kv_event_publisher.py": "the moment of an event, shown",
     "processor/template.py": "the date in a prompt",
-    "runner/embedding_tiers/folder.py": "ages of files, which several processes share; a wrong one is evicted early or late",
+    "runner/embedding_tiers/folder.py": "ages of files, which processes share; a wrong one is evicted early or late",
     "server/api/chunks.py": "`created`, shown",
     "server/api/pooling.py": "`created`, shown",
     "server/api/responses.py": "`created`, shown",
-    "server/batch_jobs.py": "`expires_at`, which outlives a restart; read once, then waited for without the time of day",
+    "server/batch_jobs.py": "`expires_at`, which outlives a restart; read once per start",
     "server/service.py": "`created`, shown",
     "server/tracing.py": "moments of spans, shown",
 }
