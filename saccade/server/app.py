@@ -260,7 +260,7 @@ def _engine_view(service: Service) -> dict[str, Any]:
         "object": "engine",
         "model": service.names[0],
         "version": __version__,
-        "uptime_s": int(time.time()) - service.created,
+        "uptime_s": int(time.monotonic() - service.began),
         "state": "draining" if service.gate.is_draining else status.state,
         "heartbeat_age_s": round(status.heartbeat_age, 3),
         "restarts": status.restarts,

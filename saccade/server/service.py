@@ -130,6 +130,7 @@ class Service:
         self._formats = _output_formats(server, processor)
         self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults, formats=self._formats)
         self.created = int(time.time())
+        self.began = time.monotonic()
         self._fetcher = fetcher
         files = StoredFiles(self.batches, processor.policy)
         uuids = UuidCache(server.uuid_cache_mb << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.unicode_escape  # noqa: F401  of the access log: later there may be no descriptor to load it
 import logging
 import re
 import time
