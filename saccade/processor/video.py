@@ -54,7 +54,7 @@ class FrameGroups(NamedTuple):
 
 
 def _passes(info: VideoInfo, group: Sequence[int], before: int) -> int:
-    """Of decoding a group, for each of its frames: all since its key frame, or since the group before, count."""
+    """Of decoding a group, by frame of it: all since a key frame or the group before are decoded."""
     key = bisect_right(info.keys, info.stamps[group[0]])
     first = bisect_left(info.stamps, info.keys[key - 1]) if key else 0
     num_decoded = group[-1] - max(first, before if before < group[0] else first) + 1

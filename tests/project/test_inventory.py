@@ -42,7 +42,7 @@ def named(text: str) -> set[str]:
     return set(re.findall(r"`([^`]+)`", text))
 
 
-def tests() -> dict[str, str]:
+def named_tests() -> dict[str, str]:
     """By letter."""
     return dict(re.findall(r"^- (\w): `(tests/[^`]+)`$", section(), re.MULTILINE))
 
@@ -62,7 +62,7 @@ def test_every_route_is_listed_and_no_other() -> None:
 
 def test_what_routes_bring_is_a_row_of_its_own() -> None:
     brought = {work for row in rows("routes") for work in row[1].split(", ")}
-    assert brought | {"own", "start"} == {row[0] for row in rows("work")}
+    assert brought | {"own", "start", "readers"} == {row[0] for row in rows("work")}
 
 
 def test_every_kind_of_turns_is_listed() -> None:
@@ -82,7 +82,7 @@ def test_every_pool_and_every_process_is_listed_and_is_there() -> None:
 
 
 def test_every_kind_of_work_has_a_test_that_exists() -> None:
-    by_letter = tests()
+    by_letter = named_tests()
     used = {letter for row in rows("work") for letter in row[4].split()}
     assert all(row[4] for row in rows("work")) and used == set(by_letter)
     for name in by_letter.values():
