@@ -155,10 +155,10 @@ class Options:
         "precision) or auto: our Hopper kernel if it supports the model, else flashinfer if installed",
     )
     image_decode_threads: int | None = _option(None, "image decoders; automatic: one per core, at most 8")
-    isolate_decoders: bool | None = _option(
-        None,
-        "decode images and videos in processes of their own, so that a file that takes too long, fills the "
-        "memory or crashes its decoder ends only that; automatic: where requests come from clients",
+    isolate_decoders: str = _option(
+        "auto",
+        "on: decode images and videos in processes of their own, so that a file that takes too long, fills "
+        "the memory or crashes its decoder ends only that; off; auto: on where requests come from clients",
     )
     max_decode_seconds: float = _option(
         30.0, "CPU seconds that decoding one image or frame group may take; isolated decoders are ended then"
@@ -204,7 +204,7 @@ class Options:
             is_valid = value is None or (isinstance(value, (int, float)) and value >= 0)
             _require(is_valid, name, value, "a number of 0 or more")
         _require(isinstance(self.seed, int), "seed", self.seed, "a whole number")
-        for name in ("max_step_ms", "inter_token_ms", "video_fps", "max_video_seconds"):
+        for name in ("max_step_ms", "inter_token_ms", "video_fps", "max_video_seconds", "max_decode_seconds"):
             value = getattr(self, name)
             _require(value is None or value > 0, name, value, "above 0")
         seconds = self.chat_template_timeout
@@ -218,16 +218,11 @@ class Options:
             )
         share = self.gpu_memory_utilization
         _require(0 < share <= 1, "gpu_memory_utilization", share, "above 0 and at most 1")
-        is_known = self.load_format in ("auto", "safetensors", "dummy")
-        _require(is_known, "load_format", self.load_format, "auto, safetensors or dummy")
-        is_known = self.kv_cache_dtype in _KV_DTYPES
-        _require(is_known, "kv_cache_dtype", self.kv_cache_dtype, ", ".join(_KV_DTYPES))
         is_known = self.quantization in (None, "fp8")
         _require(is_known, "quantization", self.quantization, "fp8, or left out: config.json says the rest")
-        is_known = self.task in ("auto", "generate", "embed", "score", "pooling")
-        _require(is_known, "task", self.task, "auto, generate, embed, score or pooling")
-        is_known = self.attention_backend in ("auto", "triton", "flashinfer")
-        _require(is_known, "attention_backend", self.attention_backend, "auto, triton or flashinfer")
+        for name, choices in _CHOICES.items():
+            expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            _require(getattr(self, name) in choices, name, getattr(self, name), expected)
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise UsageError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}")
         _check_embedding_store(self)
@@ -252,7 +247,13 @@ def _check_embedding_store(options: Options) -> None:
         raise UsageError(f"{both} are both given; embeddings are kept in one of them, so leave one out")
 
 
-_KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+_CHOICES = {
+    "load_format": ("auto", "safetensors", "dummy"),
+    "kv_cache_dtype": ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3"),
+    "task": ("auto", "generate", "embed", "score", "pooling"),
+    "isolate_decoders": ("auto", "on", "off"),
+    "attention_backend": ("auto", "triton", "flashinfer"),
+}
 _STORE_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 _MAX_TEMPLATE_SECONDS = 600
 _PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels", "max_video_bytes")

@@ -15,6 +15,7 @@ from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.engine.process_tuning import freeze, switch_threads_often
 from saccade.engine.profiler import Profiler
 from saccade.options import Options, SchedulerConfig
+from saccade.replica import Replica
 from saccade.runner.build import EncoderLinks, build_runner
 from saccade.runner.build_encoder import plan_encoder
 from saccade.runner.device_memory import plan_memory
@@ -34,7 +35,7 @@ from saccade.scheduler.latency_model import (
     spare_ms,
     split_spare_time,
 )
-from saccade.types import Geometry, LatencyCurve, LatencyProfile, Replica, StepTime
+from saccade.types import Geometry, LatencyCurve, LatencyProfile, StepTime
 
 logger = logging.getLogger("saccade.engine")
 

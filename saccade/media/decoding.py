@@ -21,8 +21,8 @@ from saccade.media.video_reader import VideoReaders
 from saccade.types import MediaItem, Size
 
 _SECONDS_PER_PIXEL = 1e-7  # of its price: ten times what a slow machine takes
-_LEAST_SECONDS = 1.0
-_LEAST_MEMORY = 512 << 20
+_MIN_SECONDS = 1.0
+_MIN_MEMORY = 512 << 20
 _BYTES_PER_PIXEL = 24  # stored, converted, turned and written
 _VIDEO_MEMORY = 2 << 30
 _NICENESS = 5  # of processes for heavy items, which must not slow the others
@@ -93,8 +93,8 @@ class MediaDecoder:
         seconds = self._max_seconds
         memory = _VIDEO_MEMORY
         if not item.stamps:  # a frame may be far from its key frame
-            seconds = min(seconds, _LEAST_SECONDS + item.price * _SECONDS_PER_PIXEL)
-            memory = _LEAST_MEMORY + _BYTES_PER_PIXEL * width * height * item.num_frames
+            seconds = min(seconds, _MIN_SECONDS + item.price * _SECONDS_PER_PIXEL)
+            memory = _MIN_MEMORY + _BYTES_PER_PIXEL * width * height * item.num_frames
         return Task(
             job, item.data, seconds, memory, _fault(item, seconds, memory), keep=bool(item.stamps), took=took
         )

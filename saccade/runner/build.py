@@ -176,7 +176,7 @@ def _encoder(
     build = partial(
         LocalEncoder,
         jpegs=jpegs,
-        isolated=bool(options.isolate_decoders),
+        isolated=options.isolate_decoders == "on",
         max_decode_seconds=options.max_decode_seconds,
     )
     if links is None or largest is None:

@@ -113,7 +113,7 @@ def build_encoder(
         plan.device,
         plan.upload_bytes,
         jpegs=build_gpu_jpegs(plan.device) if options.gpu_jpeg else None,
-        isolated=bool(options.isolate_decoders),
+        isolated=options.isolate_decoders == "on",
         max_decode_seconds=options.max_decode_seconds,
     )
     assert config.vision is not None

@@ -14,8 +14,8 @@ import torch
 
 from saccade.errors import ConfigError
 from saccade.options import Options
+from saccade.replica import Replica
 from saccade.runner.device_memory import device_of
-from saccade.types import Replica
 
 _MAX_DECODE_THREADS = 8
 

@@ -69,8 +69,8 @@ def serve(settings: Settings) -> int:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until they can be read again
     if options.max_step_ms is None:
         options = replace(options, max_step_ms=_MAX_STEP_MS)
-    if options.isolate_decoders is None:
-        options = replace(options, isolate_decoders=True)
+    if options.isolate_decoders == "auto":
+        options = replace(options, isolate_decoders="on")
     checkpoint = open_checkpoint(options.model, weights=options.load_format != "dummy", options=options)
     options = replace(options, tokenizer=str(checkpoint.tokenizer_path))  # the engine needs no download
     processor = Processor(checkpoint, MediaPolicy.of(options))

@@ -135,6 +135,6 @@ def test_pictures_of_clients_are_decoded_outside_of_the_engine_unless_the_operat
 ) -> None:
     assert asked(shop, photo_part(seed=1234)) == 200
     assert decoders(shop)
-    with running_server(qwen2_vl_folder, "--no-isolate-decoders") as server:
+    with running_server(qwen2_vl_folder, "--isolate-decoders", "off") as server:
         assert server.chat([photo_part(seed=1234)]).status_code == 200
         assert not decoders(server)

@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "plain_files": {"errors"},
     "types": {"errors"},
+    "replica": set(),
     "sampling_params": {"errors"},
     "trusted_proxies": {"errors"},
     "option_fields": {"errors"},

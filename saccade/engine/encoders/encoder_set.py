@@ -19,7 +19,8 @@ from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.supervisor import EngineStatus, Launcher, WorkerSupervisor
 from saccade.engine.ipc.worker_places import WorkerPlaces
 from saccade.options import Options
-from saccade.types import Geometry, Replica
+from saccade.replica import Replica
+from saccade.types import Geometry
 
 WORKER = (sys.executable, "-m", "saccade.engine.encoders.worker")
 

@@ -35,8 +35,9 @@ from saccade.engine.ipc.stream import RequestStream, Submission
 from saccade.engine.ipc.supervisor import Channel, EngineStatus, Launcher, WorkerSupervisor
 from saccade.errors import ConfigError, EngineUnavailable, RequestError
 from saccade.options import Options, SchedulerConfig
+from saccade.replica import Replica
 from saccade.scheduler.cache_log import CacheChanges
-from saccade.types import Geometry, Replica, Request, TokenEvent
+from saccade.types import Geometry, Request, TokenEvent
 
 __all__ = ["EngineClient", "EngineInfo", "EngineStatus", "EngineUnavailable", "RequestStream"]
 

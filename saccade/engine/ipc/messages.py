@@ -18,9 +18,10 @@ import numpy as np
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import RequestError
 from saccade.options import Options, SchedulerConfig
+from saccade.replica import Replica
 from saccade.sampling_params import SamplingParams
 from saccade.scheduler.cache_log import CacheChanges
-from saccade.types import Geometry, MediaItem, Prompt, Replica, Request, Span, Tenant, Thinking, TokenEvent
+from saccade.types import Geometry, MediaItem, Prompt, Request, Span, Tenant, Thinking, TokenEvent
 
 HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 30
