@@ -64,7 +64,7 @@ async def _run(args: argparse.Namespace, source: Path, results: Path, server: _S
                 helper.close()
                 return await run_batch(lines, results, sender, args.concurrency, start, step)
         except OSError as error:
-            again = "the results so far stay; the same command goes on from there"
+            again = "the same command goes on from what it has"
             raise ConfigError(f"{results} cannot be written: {error.strerror or error}; {again}") from None
         finally:
             helper.close()

@@ -45,6 +45,10 @@ class Profiler:
         running = self._running
         self._running = None
         running.stop()
-        name = f"{self._prefix}-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
-        running.export_chrome_trace(str(self._folder / name))
-        return self._folder / name
+        file = self._folder / f"{self._prefix}-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
+        try:
+            running.export_chrome_trace(str(file))
+        except OSError as error:
+            file.unlink(missing_ok=True)
+            raise ConfigError(f"the profile cannot be written to {file}: {error.strerror}") from None
+        return file

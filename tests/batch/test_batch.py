@@ -19,6 +19,7 @@ from saccade.batch.line_helper import Place, Start, read_piece
 from saccade.cli.main import main
 from saccade.errors import ConfigError
 from saccade.helpers.process import HelperProcess
+from tests.helpers.full_disk import full_disk
 from tests.helpers.serving import RunningServer, chat_body
 
 CHAT = "/v1/chat/completions"
@@ -230,3 +231,16 @@ def test_the_command_runs_a_batch_on_a_server(server: RunningServer, tmp_path: P
     assert found["batch_req_2"]["response"]["status_code"] == 400
     assert main(command) == 0, "nothing is left to be done"
     assert main(["run-batch", str(source)]) == 2
+
+
+def test_without_place_for_results_the_command_says_how_to_go_on(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(line(f"r{index}", chat_body()) for index in range(8)))
+    command = ["run-batch", str(source), str(results), "--url", server.url, "--quiet", "--concurrency", "1"]
+    with full_disk(1000):
+        assert main(command) == 1
+    told = capsys.readouterr().err
+    assert told == f"saccade: {results} cannot be written: File too large; the same command goes on from what it has\n"
+    assert main(command) == 0 and len(results_in(results)) == 8

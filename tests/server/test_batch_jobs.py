@@ -34,11 +34,13 @@ class App:
         self.asked: Counter[str] = Counter()
         self.tenants: set[str] = set()
         self.open = self.most_open = 0
+        self.bodies: list[bytes] = []
         self.go = asyncio.Event()
         self.busy = 0  # so many requests are told to come again
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = json.loads(await Request(scope, receive).body())
+        self.bodies.append(await Request(scope, receive).body())
+        body = json.loads(self.bodies[-1])
         self.asked[body["id"]] += 1
         self.tenants.add(scope["caller"].account.name)
         self.open += 1
@@ -203,6 +205,21 @@ def test_a_file_with_too_many_lines_or_none_fails(
         record = world.batch_of(data)
         await until(lambda: record.is_final)
         assert record.status == "failed" and why in str(record.error)
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_the_bytes_of_a_body_go_to_the_route_and_those_of_its_answer_into_the_results(tmp_path: Path) -> None:
+    async def run() -> None:
+        world = World(tmp_path)
+        body = b'{ "id":"0","x":  1.50e+2, "y":"\\u00e9" }'
+        record = world.batch_of(b'{"body":' + body + b',"url":"%s","method":"POST","custom_id":"a"}' % CHAT.encode())
+        await until(lambda: record.is_final)
+        assert world.app.bodies == [body]
+        assert (
+            b', "body": {"id":"0"}}, "error": null}' in world.jobs.store.data(str(record.output_file_id)).read_bytes()
+        )
         await world.jobs.close()
 
     asyncio.run(run())
