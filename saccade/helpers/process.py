@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
@@ -27,6 +28,14 @@ MAX_BODY = 1 << 31
 _HUNG_SECONDS = 60.0  # of wall time beyond the CPU time; only a stopped process takes as long
 
 Buffer = bytes | bytearray | memoryview
+
+
+_helped = threading.local()  # what helper processes took for each thread
+
+
+def thread_seconds() -> float:
+    """CPU seconds of this thread, as `time.thread_time`, and of the helper processes that it asked."""
+    return time.thread_time() + getattr(_helped, "seconds", 0.0)
 
 
 class Outcome(IntEnum):
@@ -69,6 +78,11 @@ class HelperProcess:
 
     def ask(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int] = ()) -> Reply:
         """Sends the parts as one body; `fds` go with it. RuntimeError after `close`."""
+        reply = self._reply(parts, seconds, fds)
+        _helped.seconds = getattr(_helped, "seconds", 0.0) + reply.seconds
+        return reply
+
+    def _reply(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int]) -> Reply:
         try:
             running = self._started()
         except OSError:

@@ -14,7 +14,7 @@ import numpy as np
 from saccade.media.decode import NewPixels, Pixels, decode_item, new_pixels, reduce_size
 from saccade.media.jobs import Decode, Resize
 from saccade.media.jpeg_stream import StreamedJpeg, Submit
-from saccade.media.media_workers import Fault, MediaWorkers, Task, Ticket, Took
+from saccade.media.media_workers import Fault, MediaWorkers, Task, Ticket
 from saccade.media.pdf import MEMORY_MB, SECONDS, check_available, pdf_fault
 from saccade.media.shared_pixels import Pin
 from saccade.media.video_reader import VideoReaders
@@ -41,26 +41,22 @@ class MediaDecoder:
         self._heavy = MediaWorkers(heavy, _NICENESS, pin)
 
     @contextmanager
-    def pixels(
-        self, item: MediaItem, took: Took, ticket: Ticket, new: NewPixels = new_pixels
-    ) -> Iterator[Pixels]:
+    def pixels(self, item: MediaItem, ticket: Ticket, new: NewPixels = new_pixels) -> Iterator[Pixels]:
         """[height, width, 3] of an image, [frames, ...] of a group: inside the block.
 
-        `new` is used only in the calling thread, and then `took` is told nothing.
+        `new` is used only in the calling thread.
         """
         if item.header.format == "rgb" or not (self.isolated or item.page is not None):
             yield decode_item(item, self._readers, new)
             return
-        with self._of(item).pixels(self._task(item, took), _num_bytes(item), ticket) as pixels:
+        with self._of(item).pixels(self._task(item), _num_bytes(item), ticket) as pixels:
             yield pixels
 
-    def streamed(
-        self, item: MediaItem, submit: Submit, took: Took, ticket: Ticket
-    ) -> StreamedJpeg | IsolatedJpeg:
+    def streamed(self, item: MediaItem, submit: Submit, ticket: Ticket) -> StreamedJpeg | IsolatedJpeg:
         """A large JPEG that is resized while it is decoded. `submit`: to threads of this process."""
         if not self.isolated:
             return StreamedJpeg(item, submit)
-        task = self._task(item, took)
+        task = self._task(item)
 
         def resized(size: Size, resampling: int) -> Pixels:
             job = Resize(Decode.of(item).item, size, resampling, self._threads)
@@ -83,21 +79,19 @@ class MediaDecoder:
     def _of(self, item: MediaItem) -> MediaWorkers:
         return self._heavy if item.is_heavy else self._workers
 
-    def _task(self, item: MediaItem, took: Took) -> Task:
+    def _task(self, item: MediaItem) -> Task:
         job = Decode.of(item)
         width, height = item.header.size
         if item.page is not None:
             check_available()
             fault = pdf_fault(f"page {item.page + 1} of the PDF of {len(item.data)} bytes", SECONDS)
-            return Task(job, item.data, SECONDS, MEMORY_MB << 20, fault, keep=True, took=took)
+            return Task(job, item.data, SECONDS, MEMORY_MB << 20, fault, keep=True)
         seconds = self._max_seconds
         memory = _VIDEO_MEMORY
         if not item.stamps:  # a frame may be far from its key frame
             seconds = min(seconds, _MIN_SECONDS + item.price * _SECONDS_PER_PIXEL)
             memory = _MIN_MEMORY + _BYTES_PER_PIXEL * width * height * item.num_frames
-        return Task(
-            job, item.data, seconds, memory, _fault(item, seconds, memory), keep=bool(item.stamps), took=took
-        )
+        return Task(job, item.data, seconds, memory, _fault(item, seconds, memory), keep=bool(item.stamps))
 
 
 class IsolatedJpeg:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -24,8 +24,6 @@ _MODULE = "saccade.media.media_worker"
 _MAX_KEPT_BYTES = 128 << 20  # of files whose next part may be asked for
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 MAX_PROCESSES = 4  # of a process that only reads headers and documents
-
-Took = Callable[[float], None]
 
 
 class Fault(NamedTuple):
@@ -59,7 +57,6 @@ class Task(NamedTuple):
     memory: int  # bytes, beside what the process has
     fault: Fault
     keep: bool = False  # the next job may be about the same bytes
-    took: Took = lambda seconds: None  # is told the CPU time
 
 
 class Ticket:
@@ -99,7 +96,6 @@ class _Worker:
             if ticket.is_cancelled:
                 raise task.fault.error(Outcome.CANCELLED, b"")
             reply = self._send(task)
-        task.took(reply.seconds)
         is_alive = reply.outcome in (Outcome.DONE, Outcome.FAILED)
         self.data = task.data if task.keep and is_alive else None
         if reply.outcome is not Outcome.DONE:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from saccade.errors import RequestError
+from saccade.helpers.process import thread_seconds
 from saccade.media.jobs import Job, PdfBoxes, PdfText
 from saccade.media.media_workers import MEDIA, Fault, MediaWorkers, Task
 
@@ -75,13 +76,13 @@ class Pdf:
     def _ask(self, job: Job, kind: type[Result] | Callable[..., Result], what: str) -> Result:
         check_available()
         self._time.check()
-
-        def took(seconds: float) -> None:
-            self._time.left -= seconds
-
         fault = pdf_fault(what, SECONDS)
-        task = Task(job, self.data, SECONDS, MEMORY_MB << 20, fault, keep=True, took=took)
-        body = self._workers.ask(task)
+        task = Task(job, self.data, SECONDS, MEMORY_MB << 20, fault, keep=True)
+        start = thread_seconds()
+        try:
+            body = self._workers.ask(task)
+        finally:
+            self._time.left -= thread_seconds() - start
         return msgspec.msgpack.decode(body, type=kind)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from saccade.errors import ConfigError, EngineUnavailable, RequestError
@@ -41,8 +40,6 @@ _RETRY_SECONDS = 1.0  # when a process cannot be started
 _SENTENCE_BYTES = 4096  # of our own words around a template's message
 _CODES = {REFUSED: None, TOO_LONG: "context_length_exceeded"}
 
-Took = Callable[[float], None]
-
 logger = logging.getLogger("saccade.processor")
 
 
@@ -63,19 +60,16 @@ class TemplatePool:
         self._slow_slots = threading.Semaphore(MAX_SLOW)
         self._broken: ConfigError | None = None
 
-    def render(self, took: Took | None = None, /, **context: Any) -> str:
-        """From any thread. RequestError if the template refuses, is too slow or writes too much.
-
-        `took` is told the CPU seconds, twice if the chat was slow, also if it is refused.
-        """
+    def render(self, **context: Any) -> str:
+        """From any thread. RequestError if the template refuses, is too slow or writes too much."""
         required(self._template)
         if self._broken is not None:
             raise self._broken
         body = self._body(context)
         quick = min(_QUICK_SECONDS, self._seconds)
-        reply = self._ask(self._quick, body, quick, took)
+        reply = self._ask(self._quick, body, quick)
         if reply.outcome is Outcome.SLOW and quick < self._seconds:
-            reply = self._ask_slow(body, took)
+            reply = self._ask_slow(body)
         return self._text_in(reply)
 
     def close(self) -> None:
@@ -95,26 +89,23 @@ class TemplatePool:
             raise RequestError(message, code="context_length_exceeded", param="messages")
         return body
 
-    def _ask_slow(self, body: bytes, took: Took | None) -> Reply:
+    def _ask_slow(self, body: bytes) -> Reply:
         if not self._slow_slots.acquire(blocking=False):
             message = f"{MAX_SLOW} chats that take the template long are open already; send this one later"
             raise RequestError(message, code="overloaded", param="messages")
         try:
-            return self._ask(self._slow, body, self._seconds, took)
+            return self._ask(self._slow, body, self._seconds)
         finally:
             self._slow_slots.release()
 
-    def _ask(self, lane: HelperPool[_Renderer], body: bytes, seconds: float, took: Took | None) -> Reply:
+    def _ask(self, lane: HelperPool[_Renderer], body: bytes, seconds: float) -> Reply:
         try:
-            reply = lane.use(lambda renderer: renderer.ask(body, seconds))
+            return lane.use(lambda renderer: renderer.ask(body, seconds))
         except ConfigError as error:
             logger.warning("chats are refused: %s", error)
             message = "the checkpoint's chat template cannot be compiled; the server's log says why"
             self._broken = ConfigError(message)
             raise self._broken from None
-        if took is not None:
-            took(reply.seconds)
-        return reply
 
     def _text_in(self, reply: Reply) -> str:
         if reply.outcome is Outcome.DONE:

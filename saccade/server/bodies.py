@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,21 +31,20 @@ class BodyReader:
         """RequestError if it is no JSON object, or its text cannot fit the context."""
         tally = exchange.upload.tally
         work = Work.BODY if tally.is_large else Work.PROMPT
-        helped: list[float] = []
-        read = partial(self._read, exchange.upload.take(), tally, helped.append)
-        return await self._turns.take(work, exchange.caller, read, helped)
+        return await self._turns.take(
+            work, exchange.caller, partial(self._read, exchange.upload.take(), tally)
+        )
 
-    def _read(self, data: bytes, tally: TextTally, took: Callable[[float], None]) -> dict[str, Any]:
+    def _read(self, data: bytes, tally: TextTally) -> dict[str, Any]:
         if tally.is_heavy:
-            self._check_apart(data, tally.limits, took)
+            self._check_apart(data, tally.limits)
         body = decoded(data)
         if not (tally.is_heavy or tally.is_checked):
             check(body, tally.limits)
         return body
 
-    def _check_apart(self, data: bytes, limits: BodyLimits, took: Callable[[float], None]) -> None:
+    def _check_apart(self, data: bytes, limits: BodyLimits) -> None:
         reply = self._helpers.use(lambda helper: helper.ask([packed(limits), data], SECONDS))
-        took(reply.seconds)
         if reply.outcome is Outcome.FAILED:
             problem = msgspec.json.decode(reply.body, type=Problem)
             raise RequestError(problem.message, code=problem.code, param=problem.param)

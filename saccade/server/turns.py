@@ -8,13 +8,13 @@ docs/design/security.md lists this work with its limits.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
 from saccade.fair_pool import FairPool, Owner, QueueFull
+from saccade.helpers.process import thread_seconds
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
 from saccade.server.errors import overloaded
 from saccade.server.http.request_context import Caller
@@ -74,24 +74,21 @@ class Turns:
     def num_waiting(self, work: Work) -> int:
         return self._pools[work].num_waiting
 
-    async def take(
-        self, work: Work, caller: Caller, job: Callable[[], Result], helped: Sequence[float] = ()
-    ) -> Result:
+    async def take(self, work: Work, caller: Caller, job: Callable[[], Result]) -> Result:
         """What the job returns. ApiError 429 if too many of the client's wait already.
 
-        `helped`: processor seconds that helper processes took, once the job has ended. A job that has begun
-        is charged, whether its client stays or leaves.
+        A job that has begun is charged with its helper processes, whether its client stays or leaves.
         """
         loop = asyncio.get_running_loop()
         jobs = [job]
         del job
 
         def measured() -> Result:
-            start = time.thread_time()
+            start = thread_seconds()
             try:
                 return jobs.pop()()
             finally:
-                seconds = time.thread_time() - start + sum(helped)
+                seconds = thread_seconds() - start
                 with suppress(RuntimeError):  # the server has ended
                     loop.call_soon_threadsafe(self.charge, caller, seconds)
 

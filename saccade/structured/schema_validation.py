@@ -10,7 +10,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from saccade.errors import EngineUnavailable, RequestError, quoted
@@ -26,8 +26,6 @@ _MAX_CACHED = 256  # results of one scope: a hash and a sentence each
 EBNF_MARK = "\0ebnf\0"  # before a text that a process converts, and before the converted one
 _NO_UTF8 = "it has characters that UTF-8 does not have"
 TOO_COMPLEX = "it is too complex to be compiled; make it simpler"
-
-Took = Callable[[float], None]
 
 
 def check_schema(schema: Any, *, param: str = "response_format", scope: str = "") -> str:
@@ -118,39 +116,34 @@ class SchemaChecks:
         self._processes = HelperPool([HelperProcess(worker) for _ in range(_PROCESSES)])
         self._cached: dict[str, OrderedDict[bytes, str | None]] = {}
 
-    def problem(self, text: str, scope: str = "", took: Took | None = None) -> str | None:
-        """What is wrong with a schema, as the end of a sentence; None if it can be enforced.
-
-        `took` is told the CPU seconds of a text that is not in the cache.
-        """
+    def problem(self, text: str, scope: str = "") -> str | None:
+        """What is wrong with a schema, as the end of a sentence; None if it can be enforced."""
         digest = hashlib.sha256(text.encode()).digest()
         with self._lock:
             cached = self._cached.setdefault(scope, OrderedDict())
             if digest in cached:
                 cached.move_to_end(digest)
                 return cached[digest]
-        found = self._ask(text, took)
+        found = self._ask(text)
         with self._lock:
             cached[digest] = found
             while len(cached) > _MAX_CACHED:
                 cached.popitem(last=False)
         return found
 
-    def lark_of_ebnf(self, text: str, took: Took | None = None) -> tuple[str, str | None]:
+    def lark_of_ebnf(self, text: str) -> tuple[str, str | None]:
         """A grammar in EBNF as Lark, or what is wrong with it. Not cached: it can be as long as the text."""
         try:
-            reply = self._ask(EBNF_MARK + text, took)
+            reply = self._ask(EBNF_MARK + text)
         except UnicodeEncodeError:
             return "", _NO_UTF8
         if reply is not None and reply.startswith(EBNF_MARK):
             return reply.removeprefix(EBNF_MARK), None
         return "", reply
 
-    def _ask(self, text: str, took: Took | None) -> str | None:
+    def _ask(self, text: str) -> str | None:
         body = text.encode()
         reply = self._processes.use(lambda process: process.ask([body], CPU_SECONDS))
-        if took is not None:
-            took(reply.seconds)
         if reply.outcome in (Outcome.UNAVAILABLE, Outcome.CANCELLED):  # which says nothing about the text
             message = "the process that checks schemas cannot be started or stands still; try again"
             raise EngineUnavailable(message, _RETRY_SECONDS)

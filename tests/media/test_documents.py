@@ -54,7 +54,7 @@ def rendered(data: bytes, size: Size, decoder: MediaDecoder, page: int = 0) -> b
     header = Header("pdf", size, 1, 1, "RGB")
     geometry = Geometry(size, Grid(1, 2, 2), 1, 1)
     item = MediaItem(b"page", "image", data, header, geometry, page=page)
-    with decoder.pixels(item, lambda seconds: None, Ticket()) as pixels:
+    with decoder.pixels(item, Ticket()) as pixels:
         return pixels.tobytes()
 
 

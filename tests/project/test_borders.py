@@ -20,6 +20,7 @@ NOUNS = {
         "types",
         "errors",
         "plain_files",
+        "replica",
         "option_fields",
         "options",
         "server_options",
@@ -72,7 +73,9 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"errors", "types", "checkpoint", "models.layers", "models.quantized", "models.vision"},
     "models.quantized": {"errors", "checkpoint", "models"},
     "runner.embedding_tiers": NOUNS | {"media"},
-    "runner.encoder": NOUNS | MODELS | {"checkpoint", "fair_pool", "media", "runner.cuda", "runner.embedding_tiers"},
+    "runner.encoder": NOUNS
+    | MODELS
+    | {"checkpoint", "fair_pool", "helpers", "media", "runner.cuda", "runner.embedding_tiers"},
     "runner.cuda": NOUNS | MODELS | KERNELS | {"checkpoint", "runner", "torch_utils"},
     "runner": NOUNS
     | MODELS

@@ -15,7 +15,8 @@ from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from saccade.fair_pool import FairPool, Owner
-from saccade.media.media_workers import Ticket, Took
+from saccade.helpers.process import thread_seconds
+from saccade.media.media_workers import Ticket
 from saccade.runner.encoder.decode_order import DecodeTurns
 from saccade.types import Key, MediaItem
 
@@ -23,8 +24,8 @@ _MAX_SOURCE_PIXELS = 50_000_000  # of light ones, decoded at the same time
 _AHEAD = 2  # heavy ones that are ready or being decoded, for each of their threads
 
 Ready = TypeVar("Ready")
-Decode = Callable[[MediaItem, Ticket, Took], Ready]
-"""What becomes of an image, in one of the threads; it may tell what CPU time that took."""
+Decode = Callable[[MediaItem, Ticket], Ready]
+"""What becomes of an image, in one of the threads."""
 
 
 class Begun(NamedTuple, Generic[Ready]):
@@ -44,7 +45,7 @@ class DecodeStage(Generic[Ready]):
         self._heavy = FairPool(heavy_threads, "saccade-decode-heavy")
         self._begun: OrderedDict[Key, Begun[Ready]] = OrderedDict()
         self._leaving: dict[Future[Ready], MediaItem] = {}  # dropped while they were being decoded
-        self._took: deque[tuple[MediaItem, float]] = deque()  # told by threads
+        self._took: deque[tuple[MediaItem, float]] = deque()  # CPU time
 
     def __contains__(self, key: Key) -> bool:
         return key in self._begun
@@ -88,7 +89,7 @@ class DecodeStage(Generic[Ready]):
         """Waits for it. The calling thread decodes it where it did not fit the limits until now."""
         begun = self._begun.pop(item.key, None)
         if begun is None:
-            return self._decode(item, Ticket(), lambda seconds: None)
+            return self._decode(item, Ticket())
         return begun.future.result()
 
     def drop(self, kept: Collection[Key] = (), *, running: bool = True) -> None:
@@ -148,12 +149,15 @@ class DecodeStage(Generic[Ready]):
     def _begin(self, item: MediaItem, pool: FairPool) -> None:
         self._turns.begin(item)
         ticket = Ticket()
-
-        def took(seconds: float) -> None:
-            self._took.append((item, seconds))
-
-        future = pool.submit(Owner(item.client, item.owner), partial(self._decode, item, ticket, took))
+        future = pool.submit(Owner(item.client, item.owner), partial(self._timed, item, ticket))
         self._begun[item.key] = Begun(item, future, ticket)
+
+    def _timed(self, item: MediaItem, ticket: Ticket) -> Ready:
+        start = thread_seconds()
+        try:
+            return self._decode(item, ticket)
+        finally:
+            self._took.append((item, thread_seconds() - start))
 
     def _learn(self) -> None:
         while self._took:

@@ -27,7 +27,7 @@ from saccade.errors import RequestError
 from saccade.media.decode import new_pixels
 from saccade.media.decoding import MediaDecoder
 from saccade.media.jpeg_stream import is_streamed
-from saccade.media.media_workers import Ticket, Took
+from saccade.media.media_workers import Ticket
 from saccade.media.video_pruning import Ints, Kept, kept_of
 from saccade.models.interface import Tiled, VisionLanguageModel
 from saccade.models.layers.forward_types import Encoding
@@ -297,20 +297,18 @@ class LocalEncoder:
         held = self._stage.held_patches
         self.counters.peak_patches = max(self.counters.peak_patches, held + self._current_patches)
 
-    def _prepare(self, item: MediaItem, ticket: Ticket, took: Took) -> Prepared | Restored:
+    def _prepare(self, item: MediaItem, ticket: Ticket) -> Prepared | Restored:
         with torch.inference_mode():
             if self.tiers and (restored := self.tiers.load(item, self.place)):
-                took(0.0)
                 return restored
             if self.remote and (encoded := self.remote.load(item, self.place)):
-                took(0.0)
                 return encoded
             with nullcontext() if item.is_heavy else self._decoders:
                 start = time.perf_counter()
                 patches = self._decode_on_gpu(item)
                 on_gpu, kept = patches is not None, None
                 if patches is None:
-                    patches, kept = self._decode(item, ticket, took)
+                    patches, kept = self._decode(item, ticket)
         return Prepared(patches, kept, (time.perf_counter() - start) * 1e3, on_gpu)
 
     def _decode_on_gpu(self, item: MediaItem) -> Tensor | None:
@@ -319,12 +317,12 @@ class LocalEncoder:
         with self.jpegs.pixels(item) as pixels:
             return None if pixels is None else self._to_patches(pixels, item.geometry)
 
-    def _decode(self, item: MediaItem, ticket: Ticket, took: Took) -> tuple[Tensor, Kept | None]:
+    def _decode(self, item: MediaItem, ticket: Ticket) -> tuple[Tensor, Kept | None]:
         if not self._on_cuda and is_streamed(item):
-            image = self._decoder.streamed(item, partial(self._stage.submit, item), took, ticket)
+            image = self._decoder.streamed(item, partial(self._stage.submit, item), ticket)
             return self.model.prepare(image, item.geometry), None
         new = pinned if self._on_cuda else new_pixels
-        with self._decoder.pixels(item, took, ticket, new) as pixels:
+        with self._decoder.pixels(item, ticket, new) as pixels:
             own = pixels[item.leading :] if item.leading else pixels
             return self._to_patches(own, item.geometry), kept_of(item, pixels)
 

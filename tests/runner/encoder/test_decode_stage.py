@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from saccade.errors import RequestError
-from saccade.media.media_workers import Ticket, Took
+from saccade.media.media_workers import Ticket
 from saccade.runner.encoder.decode_order import PIXELS_PER_SECOND, DecodeTurns
 from saccade.runner.encoder.decode_stage import DecodeStage
 from saccade.types import HEAVY_PIXELS, MediaItem, Size
@@ -80,7 +80,7 @@ class Decoders:
         self.gates: dict[str, threading.Event] = {}
         self.stage: DecodeStage[str] = DecodeStage(self._decode, threads, 1, max_patches=1_000)
 
-    def _decode(self, item: MediaItem, ticket: Ticket, took: Took) -> str:
+    def _decode(self, item: MediaItem, ticket: Ticket) -> str:
         name = item.key.decode()
         self.begun.append(name)
         while not self.gates.setdefault(name, threading.Event()).wait(0.01):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saccade.media.decode import decode
 from saccade.media.jpeg_stream import StreamedJpeg
-from saccade.media.media_workers import Ticket, Took
+from saccade.media.media_workers import Ticket
 from saccade.models.vision.backend import TorchVision
 from saccade.models.vision.preprocess import ImagePixels, resize
 from saccade.runner.embedding_tiers.entry import Restored
@@ -289,10 +289,10 @@ def served(encoder: LocalEncoder, gate: threading.Event) -> list[str]:
     order: list[str] = []
     prepare = encoder._prepare
 
-    def noting(item: MediaItem, ticket: Ticket, took: Took) -> Prepared | Restored:
+    def noting(item: MediaItem, ticket: Ticket) -> Prepared | Restored:
         order.append(item.key.decode())
         assert gate.wait(120)
-        return prepare(item, ticket, took)
+        return prepare(item, ticket)
 
     encoder._stage._decode = noting
     return order
