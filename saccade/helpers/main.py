@@ -39,8 +39,16 @@ class _Slow(BaseException):
 
 def limit_memory(megabytes: int) -> None:
     """Of address space, for the rest of this process."""
-    resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+    limit_address_space(megabytes << 20, for_good=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_address_space(num_bytes: int, *, for_good: bool = False) -> None:
+    """Within the limit that this process was started with, which it may not raise."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    with suppress(ValueError):  # macOS refuses limits below what is mapped
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit if for_good else hard))
 
 
 def serve(answer: Answer, *, is_python: bool = False) -> None:
