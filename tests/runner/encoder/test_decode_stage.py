@@ -11,9 +11,9 @@ import pytest
 
 from saccade.errors import RequestError
 from saccade.media.media_workers import Ticket
-from saccade.runner.encoder.decode_order import PIXELS_PER_SECOND, DecodeTurns
+from saccade.runner.encoder.decode_order import DecodeTurns
 from saccade.runner.encoder.decode_stage import DecodeStage
-from saccade.types import HEAVY_PIXELS, MediaItem, Size
+from saccade.types import HEAVY_PIXELS, PIXELS_PER_SECOND, MediaItem, Size
 from tests.helpers.fake_tower import picture
 
 
