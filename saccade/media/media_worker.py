@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from saccade.errors import RequestError
-from saccade.helpers.main import Refused, serve
+from saccade.helpers.main import Refused, limit_address_space, serve
 from saccade.media.decode import Pixels, decode_item
 from saccade.media.jobs import (
     SEND_AGAIN,
@@ -55,7 +55,7 @@ class MediaWorker:
             raise Refused(SEND_AGAIN)
         if not has_data:
             self._forget(data)
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + memory, resource.RLIM_INFINITY))
+        limit_address_space(_address_space() + memory, resource.RLIM_INFINITY)
         for fd in fds:
             self._memory.open(fd)
         try:
