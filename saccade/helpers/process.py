@@ -215,7 +215,7 @@ class _Running:
             if self._child.returncode is None:
                 try:
                     pid, status, usage = os.wait4(self.pid, os.WNOHANG)
-                except ChildProcessError:  # where SIGCHLD is ignored, nobody learns it
+                except ChildProcessError:  # where SIGCHLD is ignored: its times are lost
                     self._child.returncode = 0
                     return True
                 if pid:

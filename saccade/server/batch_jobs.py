@@ -238,6 +238,7 @@ class BatchJobs:
     @contextmanager
     def _lines(self, job: _Job) -> Iterator[BatchLines]:
         """Read in the owner's turn, and charged to it. _Stopped when the job was stopped meanwhile."""
+        self.store.file(job.record.owner, job.record.input_file_id)  # it may be gone after a full disk
         job.helper = helper = HelperProcess(_LINE_HELPER, str(self._max_chars()))
         turn = self._turn(job.record.owner)
 

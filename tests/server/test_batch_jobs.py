@@ -330,6 +330,26 @@ def test_a_full_disk_stops_a_batch_which_the_next_start_goes_on_with(tmp_path: P
     asyncio.run(run())
 
 
+def test_a_batch_whose_file_is_gone_at_the_next_start_ends_with_the_results_that_it_has(tmp_path: Path) -> None:
+    """Where the disk was full it had failed, so its file could be deleted."""
+
+    async def run() -> None:
+        world = World(tmp_path)
+        record = world.batch({"id": "0"}, {"id": "1", "wait": True})
+        await until(lambda: record.completed == 1 and world.app.open)
+        await world.jobs.close()
+        world.jobs.store.remove_file(record.input_file_id)
+        world.jobs = world.start()
+        world.jobs.resume()
+        resumed = world.jobs.store.batch("", record.id)
+        await until(lambda: resumed.is_final)
+        assert resumed.status == "failed" and "there is no file" in str(resumed.error)
+        assert world.lines(resumed.output_file_id) == ["c0"]
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
 def test_clients_take_turns_at_a_slow_disk(tmp_path: Path) -> None:
     async def run() -> None:
         jobs = World(tmp_path).jobs
