@@ -177,7 +177,8 @@ def _free_bytes(device: torch.device, options: Options, encoders: Encoders) -> i
 
 def free_ram() -> int:
     """What is available without swapping, and within the limits of the groups that this process is in."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    known = "SC_AVPHYS_PAGES" in os.sysconf_names  # macOS only tells what it has in all
+    free = os.sysconf("SC_AVPHYS_PAGES" if known else "SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())

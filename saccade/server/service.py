@@ -121,9 +121,12 @@ class Service:
             bytes_in_flight=lambda: self.gate.total_bytes(),
         )
         self.gate = _admission_gate(options, server, engine, self.metrics)
+        self.turns = Turns(server, self.gate.max_open, self.metrics)
         self.batches: BatchJobs | None = None
         if server.batch_dir is not None:
-            self.batches = BatchJobs(server, self.tenants, self.gate, lambda: self.max_chars)
+            self.batches = BatchJobs(
+                server, self.tenants, self.gate, lambda: self.max_chars, self.turns.charge
+            )
         maximum = connection_limit(server.max_connections)
         self.connections = Connections(maximum, server.max_client_share, on_refusal=self.metrics.refused)
         self.defaults = sampling_defaults(options, processor.checkpoint.generation)
@@ -135,7 +138,6 @@ class Service:
         files = StoredFiles(self.batches, processor.policy)
         uuids = UuidCache(server.uuid_cache_mb << 20)
         self._media = MediaResolver(fetcher, uuids, files, processor.policy, self.metrics)
-        self.turns = Turns(server, self.gate.max_open, self.metrics)
         self._bodies = BodyReader(self.turns, server.max_body_mb)
         self._requests = processor.request_builder(options.seed)
         self._request_numbers = itertools.count()
@@ -206,6 +208,7 @@ class Service:
     async def close(self) -> None:
         if self.batches is not None:
             await self.batches.close()
+            self.batches.disk.close()
         await self._fetcher.close()
         self.processor.close()
         self.turns.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from saccade.helpers.main import limit_address_space
 from saccade.helpers.process import HelperPool, HelperProcess, Outcome, Reply
 
 
@@ -72,6 +73,7 @@ def test_another_thread_ends_what_it_works_on(helper: HelperProcess) -> None:
     helper.cancel()
     thread.join(60)
     assert [reply.outcome for reply in replies] == [Outcome.CANCELLED]
+    assert 0 < replies[0].seconds < 60, "what it took, not what it may take"
     assert ask(helper, b"x").body == b"hello x"
 
 
@@ -130,6 +132,17 @@ def test_one_that_stands_still_or_cannot_be_started_is_not_the_requests_fault(
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert outcome is Outcome.UNAVAILABLE
     assert ask(helper, b"x", 60.0).body == b"hello x"
+
+
+def test_a_limit_of_memory_that_the_system_refuses_ends_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS does, and Linux beyond the limit that it was started with."""
+
+    def refuse(kind: int, limits: tuple[int, int]) -> None:
+        assert kind == resource.RLIMIT_AS
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    limit_address_space(1 << 30)
 
 
 def test_a_pool_starts_no_more_helpers_than_are_asked_at_once(helper: HelperProcess) -> None:

@@ -132,7 +132,7 @@ def test_what_work_took_is_charged_also_where_it_fails_or_its_client_leaves() ->
             await settled(lambda: used() > 0.18)
             before = used()
             await made.take(Work.BODY, acme, partial(helper.ask, [b"spin"], 0.3))
-            assert used() - before > 0.29, "its process took that"
+            assert used() - before > 0.2, "its process took that"
         assert "tenant_processor_seconds_total" in metrics.text().decode()
         helper.close()
 

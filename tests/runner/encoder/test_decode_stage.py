@@ -141,6 +141,20 @@ def test_a_heavy_image_that_no_request_wants_is_ended_and_its_thread_is_free(dec
     assert decoders.stage.ready(b"heavy 1") == "heavy 1" and not decoders.stage.held_patches - 16
 
 
+@pytest.mark.parametrize("is_heavy", [True, False])
+def test_an_image_that_is_dropped_before_it_begins_costs_nothing(decoders: Decoders, is_heavy: bool) -> None:
+    pixels = HEAVY_PIXELS + 1 if is_heavy else 16
+    first, second = (item(name, "A", "x", pixels) for name in ("light", "late"))
+    decoders.stage.start([first, second])  # with one thread
+    while not decoders.begun:
+        pass
+    decoders.stage.drop_heavy([first.key])
+    decoders.stage.drop([first.key])
+    decoders.stage.start([])
+    assert second.key not in decoders.stage
+    assert decoders.stage._turns._used == {"A": first.price}
+
+
 def test_a_light_image_that_is_being_decoded_is_not_begun_again(decoders: Decoders) -> None:
     light = item("light", "B")
     decoders.stage.start([light])
