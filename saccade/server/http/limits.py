@@ -79,7 +79,7 @@ class ByteLease:
         """Of images that the engine shall encode. ApiError 429 if too many of the client's wait already."""
         gate = self.gate
         held = gate.pixels_by_client[self._client]
-        if held and held + pixels > gate.max_client_pixels:  # one request always fits
+        if pixels and held and held + pixels > gate.max_client_pixels:  # one request always fits
             gate.on_refusal("client_pixels")
             waiting = f"your open requests wait for {held / 1e6:.1f} megapixels of pictures to be encoded"
             limit = f"{gate.max_client_pixels / 1e6:g} may wait (--max-waiting-megapixels)"
