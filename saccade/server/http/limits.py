@@ -120,11 +120,11 @@ class ByteLease:
 class Upload:
     """A body that can be taken once: a response that streams for minutes must not keep its images alive."""
 
-    def __init__(self, data: bytes, tally: TextTally) -> None:
+    def __init__(self, data: bytes | bytearray, tally: TextTally) -> None:
         self._data = data
         self.tally = tally
 
-    def take(self) -> bytes:
+    def take(self) -> bytes | bytearray:
         data = self._data
         self._data = b""
         return data
@@ -209,7 +209,7 @@ async def read_body(request: Request, options: ServerOptions, lease: ByteLease, 
         body.extend(chunk)
 
     await receive_body(request, options, lease.gate, keep, "send smaller pictures or fewer")
-    return Upload(bytes(body), tally)
+    return Upload(body, tally)  # no copy: of 60 MB it would stop the loop for 30 ms
 
 
 async def receive_body(
