@@ -53,7 +53,7 @@ def _limits(server: ServerOptions, max_open: int) -> dict[Work, _Limits]:
         2, 1, server.max_schema_checks, "for their JSON schemas to be checked", " (--max-schema-checks)"
     )
     return {
-        Work.BODY: _Limits(BODY_THREADS, 1, 64, "for their bodies to be read"),
+        Work.BODY: _Limits(BODY_THREADS, 1, max_open, "for their bodies to be read"),
         Work.PROMPT: _Limits(4, 2, max_open, "to be tokenized"),
         Work.TEMPLATE: _Limits(_TEMPLATE_THREADS, 4, max_open, "for their chat template"),
         Work.SCHEMA: schemas,  # each thread waits for one process

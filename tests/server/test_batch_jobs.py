@@ -21,7 +21,9 @@ from saccade.server.accounts import Account
 from saccade.server.batch_jobs import BatchJobs
 from saccade.server.errors import ApiError, json_response
 from saccade.server.http.auth import Tenants
+from saccade.server.http.in_process import post
 from saccade.server.http.limits import AdmissionGate
+from saccade.server.tenant_file import TenantSettings
 from saccade.server_options import ServerOptions
 from tests.helpers.full_disk import full_disk
 
@@ -230,6 +232,30 @@ def test_the_bytes_of_a_body_go_to_the_route_and_those_of_its_answer_into_the_re
         await world.jobs.close()
 
     asyncio.run(run())
+
+
+def test_a_large_body_comes_in_pieces_and_others_have_turns_between_them() -> None:
+    body = bytes(range(256)) * 1000
+    pieces: list[bytes] = []
+    turns: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async for piece in Request(scope, receive).stream():
+            pieces.append(piece)
+        await json_response({})(scope, receive, send)
+
+    async def neighbour() -> None:
+        while True:
+            turns.append(len(pieces))
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        other = asyncio.create_task(neighbour())
+        assert (await post(app, Account("a", TenantSettings()), "a", CHAT, body)).status == 200
+        other.cancel()
+
+    asyncio.run(run())
+    assert b"".join(pieces) == body and {1, 2, 3} <= set(turns)
 
 
 def test_a_body_that_no_server_could_answer_is_refused_alone_and_before_it_is_decoded(tmp_path: Path) -> None:

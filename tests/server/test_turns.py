@@ -79,7 +79,12 @@ def test_a_client_leaves_threads_for_others(work: Work, share: int) -> None:
 
 @pytest.mark.parametrize(
     ("work", "waiting", "says"),
-    [(Work.DOCUMENT, 16, "documents"), (Work.SCHEMA, 3, "--max-schema-checks"), (Work.PLAN, 4, "plans")],
+    [
+        (Work.BODY, 100, "bodies"),
+        (Work.DOCUMENT, 16, "documents"),
+        (Work.SCHEMA, 3, "--max-schema-checks"),
+        (Work.PLAN, 4, "plans"),
+    ],
 )
 def test_what_is_too_much_for_one_client_gets_429_with_the_limit(work: Work, waiting: int, says: str) -> None:
     async def check() -> None:

@@ -35,6 +35,8 @@ PEER = "peer"
 _MAX_PIPELINED = 8  # requests after the one that runs
 _PROBES = (b"/live", b"/health", b"/ready")
 _REQUEST_LINE = len(b"GET  HTTP/1.1\r\n\r\n")
+_SMALL_CHUNKS = 16_384  # of a body; each costs as much of the loop as many bytes
+_BYTES_PER_CHUNK = 64  # of a body with more
 _CHUNK_FRAME = 16  # bytes of a chunk's length and line ends, without extensions
 _LINGER_SECONDS = 3.0
 _MIN_PROBE_SECONDS = 0.1  # between two checks whether a half-closed client is still there
@@ -80,6 +82,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_half_closed = False  # by the client
         self._num_headers = 0  # of the latest request, with its trailers
         self._header_bytes = 0
+        self._num_chunks = 0  # of the latest body
+        self._body_bytes = 0
         self._unreported = 0  # received but not reported by the parser: an unfinished line, chunk extensions
 
     # --- the connection -------------------------------------------------------------------------------------
@@ -185,6 +189,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_in_headers = True
         self._num_headers = 0
         self._header_bytes = 0
+        self._num_chunks = 0
+        self._body_bytes = 0
         if not self._is_busy:
             self._set_timer(self._options.header_timeout, self._on_header_timeout)
         super().on_message_begin()
@@ -229,10 +235,17 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unreported -= len(body)
+        self._body_bytes += len(body)
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
         self._unreported -= _CHUNK_FRAME
+        self._num_chunks += 1
+        if self._num_chunks > _SMALL_CHUNKS + self._body_bytes // _BYTES_PER_CHUNK:
+            sizes = f"{self._num_chunks} chunks with {self._body_bytes} bytes"
+            message = f"the body came in {sizes}; send chunks of {_BYTES_PER_CHUNK} bytes or more"
+            self._refuse(ApiError(400, message, code="invalid_http"))
+            raise _Refused
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
