@@ -45,13 +45,20 @@ class Outcome(IntEnum):
     MEMORY = 3  # it needed more memory than it may
     DIED = 4  # never sent: the parent's own
     CANCELLED = 5  # so is this
-    UNAVAILABLE = 6  # and this: it cannot be started or stands still, and nothing is wrong with the request
+    UNAVAILABLE = 6  # and this: not started, still or killed (no memory left); the request may be all right
 
 
 class Reply(NamedTuple):
     outcome: Outcome
     seconds: float  # of CPU time
     body: bytes = b""
+
+
+_ENDED_BY = {
+    -signal.SIGPROF: Outcome.SLOW,
+    -signal.SIGXCPU: Outcome.SLOW,
+    -signal.SIGKILL: Outcome.UNAVAILABLE,
+}
 
 
 class HelperProcess:
@@ -134,10 +141,10 @@ class HelperProcess:
         with self._lock:
             running = self._running
             self._running = None
-            status = running.end() if running else None
+            status = (running.end() if running else None) or 0
             if self._is_cancelled:
                 return Outcome.CANCELLED
-            return Outcome.SLOW if status in (-signal.SIGPROF, -signal.SIGXCPU) else otherwise
+            return _ENDED_BY.get(status, otherwise)
 
 
 class _Running:
@@ -195,6 +202,7 @@ class _Running:
             self._child.wait(1.0)
         except subprocess.TimeoutExpired:
             self._finish()
+            return None
         return self._child.returncode
 
     def _read(self, length: int) -> bytes:
