@@ -19,6 +19,7 @@ from saccade.helpers.process import REPLY, REQUEST, Outcome
 
 _MAX_FDS = 4
 _GRACE_SECONDS = 1  # after which the kernel ends what ignores its signal
+_OOM_SCORE = b"1000"  # the kernel ends helpers before the server and its engines, where memory runs out
 _REPEAT_SECONDS = 0.05  # of the signal: one that arrives during a finalizer is lost
 
 Answer = Callable[[bytes, Sequence[int]], bytes]
@@ -57,6 +58,8 @@ def serve(answer: Answer, *, is_python: bool = False) -> None:
     Work in Python is ended alone, by an exception, if `is_python`; one long operation ends the process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "wb", 0) as file:
+        file.write(_OOM_SCORE)
     if is_python:
         signal.signal(signal.SIGPROF, _raise_slow)
     with socket.socket(fileno=0) as connection, suppress(ConnectionError):

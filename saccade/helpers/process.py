@@ -48,13 +48,20 @@ class Outcome(IntEnum):
     MEMORY = 3  # it needed more memory than it may
     DIED = 4  # never sent: the parent's own
     CANCELLED = 5  # so is this
-    UNAVAILABLE = 6  # and this: it cannot be started or stands still, and nothing is wrong with the request
+    UNAVAILABLE = 6  # and this: not started, still or killed (no memory left); the request may be all right
 
 
 class Reply(NamedTuple):
     outcome: Outcome
     seconds: float  # of CPU time
     body: bytes = b""
+
+
+_ENDED_BY = {
+    -signal.SIGPROF: Outcome.SLOW,
+    -signal.SIGXCPU: Outcome.SLOW,
+    -signal.SIGKILL: Outcome.UNAVAILABLE,
+}
 
 
 class HelperProcess:
@@ -140,7 +147,7 @@ class HelperProcess:
             self._running = None
             if self._is_cancelled:
                 return Outcome.CANCELLED
-            return Outcome.SLOW if status in (-signal.SIGPROF, -signal.SIGXCPU) else otherwise
+            return _ENDED_BY.get(status or 0, otherwise)
 
 
 class _Running:
@@ -200,14 +207,15 @@ class _Running:
             time.sleep(_REAP_SECONDS)
 
     def end(self) -> int | None:
-        """The exit status: what ended it, if it had ended already."""
+        """The exit status: what ended it. None if this process ended it."""
         self._socket.close()
         deadline = time.monotonic() + _END_SECONDS
         while not self._reap() and time.monotonic() < deadline:
             time.sleep(_REAP_SECONDS)
-        self.kill()
-        self.wait()
-        return self._child.returncode
+        if self._child.returncode is None:
+            self.kill()
+            self.wait()
+        return None if self._is_killed else self._child.returncode
 
     def _reap(self) -> bool:
         """Whether it has ended. Unlike Popen's `poll` this learns what it took."""

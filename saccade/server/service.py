@@ -20,6 +20,7 @@ from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable, ReplicaView
 from saccade.engine.ipc.messages import ControlAction
 from saccade.errors import ConfigError, RequestError, quoted
+from saccade.helpers.free_memory import free_ram
 from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig
@@ -428,7 +429,7 @@ def _name_of(model: str | None) -> str:
 def _admission_gate(
     options: Options, server: ServerOptions, engine: Engine, metrics: Metrics
 ) -> AdmissionGate:
-    max_bytes = server.max_inflight_mb << 20
+    max_bytes = server.max_inflight_bytes(free_ram())
     return AdmissionGate(
         _max_open(options) * server.replica_range[1],
         max_bytes,

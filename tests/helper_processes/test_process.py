@@ -31,12 +31,19 @@ def test_it_answers_with_the_parts_as_one_body_and_is_the_same_process_again(hel
     assert helper.ask([b"a", b"b" * 100_000], 5.0).body == b"hello a" + b"b" * 100_000
     pid = helper.pid
     assert ask(helper, b"").body == b"hello "
+    assert ask(helper, b"oom score").body == b"1000\n", "where memory runs out, the kernel ends helpers first"
     assert helper.pid == pid
 
 
 @pytest.mark.parametrize(
     ("body", "outcome"),
-    [(b"spin", Outcome.SLOW), (b"die", Outcome.DIED), (b"fill", Outcome.MEMORY), (b"refuse", Outcome.FAILED)],
+    [
+        (b"spin", Outcome.SLOW),
+        (b"die", Outcome.DIED),
+        (b"fill", Outcome.MEMORY),
+        (b"refuse", Outcome.FAILED),
+        (b"kill", Outcome.UNAVAILABLE),
+    ],
 )
 def test_what_goes_wrong_is_named_and_the_next_request_is_answered(
     helper: HelperProcess, body: bytes, outcome: Outcome

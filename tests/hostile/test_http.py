@@ -217,12 +217,32 @@ def test_a_wish_for_another_protocol_is_ignored(strict: RunningServer, pause: fl
     assert statuses(answer) == [200, 200] and b'"chat.completion"' in answer
 
 
-def test_websockets_are_ignored_and_proxying_is_refused(strict: RunningServer) -> None:
-    socket_wish = ("connection: keep-alive, upgrade", "upgrade: websocket", "sec-websocket-key: x")
+@pytest.mark.parametrize("behind", [b"\x81\x05hello", message("/version", b"", method="GET")])
+def test_a_wish_for_a_websocket_gets_an_answer_and_the_end(strict: RunningServer, behind: bytes) -> None:
+    """A proxy may take what follows for frames: a request hidden there is not answered."""
+    wish = ("connection: keep-alive, upgrade", "upgrade: WebSocket", "sec-websocket-key: x")
     with raw_connection(strict) as sock:
-        sock.sendall(message("/health", b"", *socket_wish, method="GET") * 2)
-        sock.sendall(b"CONNECT example.com:443 HTTP/1.1\r\nhost: example.com\r\n\r\n")
-        assert statuses(read_all(sock)) in ([200, 200, 405], [405], [200, 405])  # the last one cuts off who still waits
+        sock.sendall(message("/health", b"", *wish, method="GET") + behind)
+        answer = read_all(sock)
+    assert statuses(answer) == [200] and b"connection: close" in answer.lower()
+
+
+def test_proxying_is_refused(strict: RunningServer) -> None:
+    with raw_connection(strict) as sock:
+        sock.sendall(b"CONNECT example.com:443 HTTP/1.1\r\nhost: example.com\r\n\r\n" + message("/version", b""))
+        assert statuses(read_all(sock)) == [405]
+
+
+def test_expectations_that_nobody_may_meet_are_not_met(strict: RunningServer) -> None:
+    """HTTP/1.0 knows no `100 Continue`, and on a connection that was refused none can be written."""
+    expecting = chat_message("expect: 100-continue")
+    with raw_connection(strict) as sock:
+        sock.sendall(expecting.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        assert statuses(read_all(sock)) == [200]
+    with raw_connection(strict) as sock:
+        sock.sendall(expecting * 20)
+        assert statuses(read_all(sock))[-1] == 400
+    assert not any("Traceback" in line for line in strict.log)
 
 
 # --- what two parsers could read differently ----------------------------------------------------------------------

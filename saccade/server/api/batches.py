@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from saccade.batch.batch_records import BatchRecord, FileRecord
+from saccade.batch.batch_store import FileDraft
 from saccade.errors import RequestError, quoted
 from saccade.server.batch_jobs import BatchJobs
-from saccade.server.errors import ApiError, json_response
+from saccade.server.errors import ApiError, json_response, overloaded
 from saccade.server.http.limits import receive_body
 from saccade.server.http.multipart import MultipartReader
 from saccade.server.http.request_context import Caller, Exchange
@@ -43,7 +45,7 @@ async def create_file(service: Service, request: Request) -> dict[str, Any]:
     reader = MultipartReader(request.headers.get("content-type", ""))
     jobs = jobs_of(service)
     caller: Caller = request.scope["caller"]
-    with jobs.store.draft(_owner(request)) as draft:
+    with _draft(jobs, _owner(request)) as draft:
 
         async def take(chunk: bytes) -> None:
             if data := reader.take(chunk):
@@ -52,6 +54,16 @@ async def create_file(service: Service, request: Request) -> dict[str, Any]:
         await receive_body(request, service.server, service.gate, take, "split the file")
         record = await jobs.in_thread(caller.tenant, caller.client, draft.save, *_check_form(reader))
     return record.view()
+
+
+@contextmanager
+def _draft(jobs: BatchJobs, owner: str) -> Iterator[FileDraft]:
+    with ExitStack() as stack:
+        try:
+            draft = stack.enter_context(jobs.store.draft(owner))
+        except OSError as error:
+            raise overloaded(503, f"no file can be opened now: {error.strerror}; try again soon") from None
+        yield draft
 
 
 def _check_form(reader: MultipartReader) -> tuple[str, str]:

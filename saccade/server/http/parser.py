@@ -57,7 +57,10 @@ class _ResponseTransport(NamedTuple):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Ignores trailers and upgrades. A client that half-closes its connection still gets its response."""
+    """Ignores trailers and upgrades. The wish for a WebSocket is the last request of its connection.
+
+    A client that half-closes its connection still gets its response.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_made(transport)
         if self.client is not None and isinstance(found := address_of(self.client[0]), IPv4Address):
             self.client = (str(found), self.client[1])  # not as IPv6: proxies are compared with it
-        self._response_transport = _ResponseTransport(transport.write, transport.is_closing, self._close)
+        self._response_transport = _ResponseTransport(transport.write, self._ends, self._close)
         if self._handshake is not None:
             self._connections.remove(self._handshake)
         self._admission = self._connections.admit(self, peer_of(self.client))
@@ -101,6 +104,10 @@ class BoundedHttp(HttpToolsProtocol):
             transport.close()  # without reading: there may be very many of these
         else:
             self._set_timer(self._options.header_timeout, self._on_header_timeout)
+
+    def _ends(self) -> bool:
+        """Whether no `100 Continue` may be written any more."""
+        return self._is_closing or self.transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
@@ -168,6 +175,9 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(ApiError(405, "this server is no proxy", code="method_not_allowed"))
             return b""
         lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+        ends = any(name == b"upgrade" and b"websocket" in value.lower() for name, value in self.headers)
+        if ends:  # a proxy may take what follows for frames, which could hide requests from it
+            lines.append(b"connection: close")
         for name, value in self.headers:
             if name == b"connection":
                 tokens = [token for token in value.split(b",") if token.strip().lower() not in _UPGRADE]
@@ -225,6 +235,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._connections.mark_busy(self)
         cycle = self.cycle
         cycle.transport = self._response_transport  # type: ignore[assignment]
+        cycle.waiting_for_100_continue &= self.scope["http_version"] == "1.1"
         self._keeps_alive = cycle.keep_alive and self._admission is Admission.OPEN
         cycle.keep_alive = False  # until the body is complete: an unread body must not go on arriving
         if not self.pipeline:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from saccade.runner.device_memory import free_in_cgroups, free_ram
+from saccade.helpers.free_memory import free_in_cgroups, free_ram
 
 
 def group(folder: Path, **values: object) -> None:
