@@ -16,7 +16,7 @@ from PIL import Image
 
 CHAT = "/v1/chat/completions"
 KINDS = {  # how often, of a hundred
-    "text": 18,
+    "text": 16,
     "stream": 14,
     "new image": 19,
     "seen image": 10,
@@ -29,6 +29,7 @@ KINDS = {  # how often, of a hundred
     "damaged image": 2,
     "bad request": 2,
     "video": 3,
+    "document": 2,
 }
 _WORDS = ("red", "circle", "blue", "square", "small", "green", "left", "right", "above", "below", "large", "dark")
 _SIZES = ((64, 48), (160, 120), (320, 240), (336, 448), (640, 480), (800, 600))
@@ -84,10 +85,11 @@ class Load:
             "new schema": lambda: self._schema("new schema", self._new_fields()),
             "bill": self._bill,
             "tokenize": lambda: Call("tokenize", "/tokenize", {"model": model, "prompt": self._words(5, 400)}),
-            "leaver": lambda: self._chat("leaver", self._words(5, 50), how="leave", max_tokens=200),
+            "leaver": lambda: self._chat("leaver", self._left(), how="leave", max_tokens=200),
             "damaged image": self._damaged_image,
             "bad request": lambda: Call("bad request", CHAT, self._random.choice(_BAD_BODIES), is_bad=True),
             "video": lambda: self._chat("video", [self._video(), _text(self._words(3, 8))]),
+            "document": lambda: self._chat("document", [self._document(), _text(self._words(3, 8))]),
         }
 
     def next(self) -> Call:
@@ -167,6 +169,16 @@ class Load:
 
     def _new_image(self) -> dict[str, Any]:
         return image_part(self._random)
+
+    def _left(self) -> Any:
+        return self._random.choice((self._words(5, 50), [self._new_image(), _text(self._words(5, 50))]))
+
+    def _document(self) -> dict[str, Any]:
+        """A scan: a PDF of one page that is an image."""
+        scan = io.BytesIO()
+        Image.fromarray(_pixels(self._random, (480, 640))).save(scan, "PDF")
+        url = "data:application/pdf;base64," + base64.b64encode(scan.getvalue()).decode()
+        return {"type": "file", "file": {"file_data": url, "filename": "scan.pdf"}}
 
     def _video(self) -> dict[str, Any]:
         return _url_part("video_url", "video/mp4", film(self._random))

@@ -15,6 +15,7 @@ Slopes = dict[str, float | None]
 _WINDOWS = 10
 _HEADS = ("RSS MiB", "USS MiB", "fds", "thr", "kids")  # of MEASURES
 _MAX_SHOWN = 5  # different failures
+_SHOWN_MIB = 0.5  # by which an owner of memory must have changed
 
 
 class RequestOutputBuilder(NamedTuple):
@@ -81,6 +82,20 @@ def drift(run: Run) -> Slopes:
     return slopes
 
 
+def growth(samples: Sequence[Sample], since: float) -> list[str]:
+    """By owner of memory: the last tenth since then against the first."""
+    late = [sample for sample in samples if sample.at >= since]
+    tenth = max(1, len(late) // _WINDOWS)
+    changes = {}
+    for owner in {owner for sample in late for owner in sample.owners}:
+        first, last = (
+            median(sample.owners.get(owner, 0.0) for sample in part) for part in (late[:tenth], late[-tenth:])
+        )
+        changes[owner] = last - first
+    ordered = sorted(changes.items(), key=lambda change: -abs(change[1]))
+    return [f"{owner} {change:+.1f}" for owner, change in ordered if abs(change) >= _SHOWN_MIB]
+
+
 def verdicts(run: Run, steady: float) -> list[str]:
     """A sentence for each process, and one for the requests. `steady`: MiB an hour that count as no growth."""
     slopes = drift(run)
@@ -94,7 +109,9 @@ def _process_verdict(name: str, slopes: Slopes, run: Run, steady: float) -> str:
     leaks = [measure for measure in ("fds", "threads") if (slopes[f"{name} {measure}"] or 0) >= 1]
     found = "steady" if slope <= steady else f"still growing{_filling(run) if name == 'engine' else ''}"
     more = f"; {' and '.join(leaks)} grow" if leaks else "; descriptors and threads steady"
-    return f"{name}: memory {found}, {slope:+.1f} MiB an hour over the last half{more}"
+    parts = growth(run.watch.samples[name], run.seconds / 2)
+    owners = f" ({', '.join(parts)} MiB)" if parts else ""
+    return f"{name}: memory {found}, {slope:+.1f} MiB an hour over the last half{owners}{more}"
 
 
 def _filling(run: Run) -> str:

@@ -16,6 +16,12 @@ _WORKER = "saccade.engine.ipc.worker"
 MEASURES = ("rss", "uss", "fds", "threads", "children")
 
 
+Owners = dict[str, float]
+"""Memory that a process has alone, by what it is for, MiB. Its helpers' is beside it."""
+_ARENA = 64 << 20  # glibc puts the heaps of threads at multiples of it
+_LARGE = 8 << 20
+
+
 class Sample(NamedTuple):
     """One look at one process."""
 
@@ -25,6 +31,7 @@ class Sample(NamedTuple):
     fds: int
     threads: int
     children: int
+    owners: Owners
 
 
 @dataclass
@@ -51,8 +58,45 @@ def _sample(process: psutil.Process, at: float) -> Sample:
     if process.status() == psutil.STATUS_ZOMBIE:
         raise psutil.ZombieProcess(process.pid)
     memory = process.memory_full_info()
-    children = len(process.children())
-    return Sample(at, memory.rss / _MIB, memory.uss / _MIB, process.num_fds(), process.num_threads(), children)
+    children = process.children()
+    owners = owners_of(process.pid) | {"helpers": sum(map(_uss, children)) / _MIB}
+    sizes = (memory.rss / _MIB, memory.uss / _MIB)
+    return Sample(at, *sizes, process.num_fds(), process.num_threads(), len(children), owners)
+
+
+def owners_of(pid: int) -> Owners:
+    """From the kernel's list of mappings."""
+    owners: Owners = {}
+    owner = ""
+    with open(f"/proc/{pid}/smaps") as file:
+        for line in file:
+            fields = line.split()
+            if "-" in fields[0] and not fields[0].endswith(":"):
+                owner = _owner(fields)
+            elif fields[0] in ("Private_Clean:", "Private_Dirty:"):
+                owners[owner] = owners.get(owner, 0.0) + int(fields[1]) / 1024
+    return owners
+
+
+def _owner(mapping: Sequence[str]) -> str:
+    start, end = (int(bound, 16) for bound in mapping[0].split("-"))
+    name = mapping[5] if len(mapping) > 5 else ""
+    if name.startswith("/memfd:"):
+        return "shared pixels"
+    if name.startswith("["):
+        return name.strip("[]").partition(":")[0]  # heap, stack
+    if name:
+        return "files"
+    if start % _ARENA == 0 and end - start <= _ARENA:
+        return "heaps of threads"
+    return "large blocks" if end - start >= _LARGE else "small blocks"
+
+
+def _uss(process: psutil.Process) -> float:
+    try:
+        return float(process.memory_full_info().uss)
+    except psutil.Error:
+        return 0.0
 
 
 def engine_of(server: int) -> int:

@@ -66,7 +66,7 @@ def _write(path: str | Path, data: bytes) -> None:
         is_plain = stat.S_ISREG(about.st_mode)
         try:
             if is_plain and data:
-                os.posix_fallocate(out.fileno(), 0, len(data))
+                _allocate(out.fileno(), about.st_size, len(data))
             view = memoryview(data)
             while view:
                 view = view[out.write(view) :]
@@ -78,6 +78,15 @@ def _write(path: str | Path, data: bytes) -> None:
             elif is_plain:
                 out.truncate(about.st_size)
             raise
+
+
+def _allocate(fd: int, size: int, wanted: int) -> None:
+    """Place on the disk; its content up to `size` stays."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, wanted)
+        return
+    while size < wanted:  # macOS
+        size += os.pwrite(fd, bytes(wanted - size), size)
 
 
 def _opened(path: str, flags: int) -> int:

@@ -112,7 +112,11 @@ class ServerOptions:
     media_fetch_timeout: float = _option(10.0, "seconds to fetch one image or video, with redirects")
     allowed_local_media_path: str | None = _option(None, "folder that file: URLs may name; default: none")
     max_body_mb: int = _option(96, "MiB of one request's body")
-    max_inflight_mb: int = _option(1024, "MiB of all bodies being read or prepared at the same time")
+    max_inflight_mb: int | None = _option(
+        None,
+        "MiB of all bodies being read or prepared at the same time; automatic: 1024, or an eighth of the "
+        "memory that is free at start if that is less, but two of the largest bodies",
+    )
     max_client_share: float = _option(
         0.5,
         "share of --max-inflight-mb that the requests of one API key (without keys: of one address) may "
@@ -168,7 +172,7 @@ class ServerOptions:
         _check_range("encoders", self.encoders, *self.encoder_range, at_least=0)
         for name in _COUNTS:
             _positive(name, getattr(self, name))
-        for name in ("max_connections", "batch_dir_mb"):
+        for name in ("max_connections", "batch_dir_mb", "max_inflight_mb"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         share = self.max_client_share
@@ -191,7 +195,7 @@ class ServerOptions:
                 "allow_private_media_addresses needs allowed_media_domains that name the hosts one by one, "
                 f"not {named}: * would open your whole network to clients"
             )
-        if self.max_inflight_mb < self.max_body_mb:
+        if self.max_inflight_mb is not None and self.max_inflight_mb < self.max_body_mb:
             raise UsageError(
                 f"max_inflight_mb={self.max_inflight_mb} is below max_body_mb={self.max_body_mb}, so the "
                 "largest body could never be taken; raise the one or lower the other"
@@ -230,6 +234,12 @@ class ServerOptions:
     def batch_dir_bytes(self) -> int:
         return (self.batch_dir_mb or _OWNERS_WORTH * self.batch_storage_mb) << 20
 
+    def max_inflight_bytes(self, free_bytes: int) -> int:
+        """`free_bytes`: of memory, when the server starts."""
+        if self.max_inflight_mb is not None:
+            return self.max_inflight_mb << 20
+        return max(2 * self.max_body_mb << 20, min(1 << 30, free_bytes // 8))
+
     def proxy_networks(self) -> list[Network]:
         """What `trusted_proxies` names."""
         return [network_of(text) for text in self.trusted_proxies]
@@ -267,7 +277,7 @@ _OWNERS_WORTH = 16  # API keys that may fill their part of --batch-dir
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_REPLICAS = 64  # and encoder workers
 _COUNTS = (
-    *("ray_cpus", "max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"),
+    *("ray_cpus", "max_body_mb", "max_parts", "max_schema_checks"),
     "max_waiting_megapixels",
     *("batch_concurrency", "batch_storage_mb"),
 )

@@ -95,7 +95,12 @@ def test_no_option_waits_at_a_pipe(read: Callable[[Path], Any], pipe: Path) -> N
         read(pipe)
 
 
-def test_without_place_on_the_disk_the_old_file_stays_and_a_new_one_does_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_macos", [False, True])
+def test_without_place_on_the_disk_the_old_file_stays_and_a_new_one_does_not(
+    is_macos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_macos:
+        monkeypatch.delattr(os, "posix_fallocate")
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("what was there")
     old.chmod(0o640)

@@ -164,9 +164,15 @@ class BatchStore:
                     reason = f"{batch.id} reads it and is {batch.status}; cancel that first"
                     message = f"{file_id} cannot be deleted: {reason}"
                     raise RequestError(message, code="file_in_use", param="file_id")
+            self.remove_file(file_id)
+
+    def remove_file(self, file_id: str) -> None:
+        """Also one without a record."""
+        with self._lock:
             (self._folder / "files" / f"{file_id}.json").unlink(missing_ok=True)
             self.data(file_id).unlink(missing_ok=True)
-            self._add(self._files.pop(file_id), -1)
+            if file_id in self._files:
+                self._add(self._files.pop(file_id), -1)
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -245,11 +251,11 @@ class BatchStore:
         with self._lock:
             _write(self._folder / "batches" / f"{record.id}.json", msgspec.json.encode(record))
 
-    def move(self, record: BatchRecord, status: str) -> None:
-        """Into another status. One that ends stays as it is."""
+    def move(self, record: BatchRecord, status: str) -> bool:
+        """Into another status; whether the disk has it. One that ends stays as it is."""
         with self._lock:
             if record.is_final or (status == "cancelling" and record.status not in STOPPABLE):
-                return
+                return False
             record.status = status
             record.times = {**record.times, status: int(time.time())}
             try:
@@ -257,6 +263,8 @@ class BatchStore:
             except OSError as failure:
                 again = "the next start of the server takes it up as it was before"
                 logger.error("%s is %s, which cannot be written: %s; %s", record.id, status, failure, again)
+                return False
+            return True
 
     def finish(self, record: BatchRecord, status: str, error: str | None = None) -> None:
         """Makes files of the results. Under ids of the batch's own: a second try replaces the first's."""
@@ -270,8 +278,8 @@ class BatchStore:
             self.suspend(record, failure)
             return
         record.error = error
-        self.move(record, status)
-        results.unlink(missing_ok=True)
+        if self.move(record, status):  # else the next start needs them
+            results.unlink(missing_ok=True)
         self._count_results(record)
 
     def suspend(self, record: BatchRecord, failure: OSError) -> None:
@@ -325,7 +333,7 @@ class FileDraft:
         try:
             self._store.add_file(record)
         except OSError:
-            self._store.data(self._id).unlink()
+            self._store.remove_file(self._id)  # with the record of an earlier try: it was of other data
             raise
         return record
 

@@ -19,6 +19,7 @@ from saccade.helpers.process import REPLY, REQUEST, Outcome
 
 _MAX_FDS = 4
 _GRACE_SECONDS = 1  # after which the kernel ends what ignores its signal
+_OOM_SCORE = b"1000"  # the kernel ends helpers before the server and its engines, where memory runs out
 _REPEAT_SECONDS = 0.05  # of the signal: one that arrives during a finalizer is lost
 
 Answer = Callable[[bytes, Sequence[int]], bytes]
@@ -39,8 +40,16 @@ class _Slow(BaseException):
 
 def limit_memory(megabytes: int) -> None:
     """Of address space, for the rest of this process."""
-    resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+    limit_address_space(megabytes << 20, for_good=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_address_space(num_bytes: int, *, for_good: bool = False) -> None:
+    """Within the limit that this process was started with, which it may not raise."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    with suppress(ValueError):  # macOS refuses limits below what is mapped
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit if for_good else hard))
 
 
 def serve(answer: Answer, *, is_python: bool = False) -> None:
@@ -49,6 +58,8 @@ def serve(answer: Answer, *, is_python: bool = False) -> None:
     Work in Python is ended alone, by an exception, if `is_python`; one long operation ends the process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "wb", 0) as file:
+        file.write(_OOM_SCORE)
     if is_python:
         signal.signal(signal.SIGPROF, _raise_slow)
     with socket.socket(fileno=0) as connection, suppress(ConnectionError):

@@ -30,6 +30,9 @@ _HUNG_SECONDS = 60.0  # of wall time beyond the CPU time: longer only while it g
 _CPU_CLOCK = 2  # Linux, as clock_getcpuclockid(3) makes the clock of a process
 _MIN_SHARE = 0.01  # of a processor; with less it counts as stopped
 
+_END_SECONDS = 1.0  # for one that has closed its socket, or is told to end by that
+_REAP_SECONDS = 0.001  # between looks if it has ended
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -53,13 +56,20 @@ class Outcome(IntEnum):
     MEMORY = 3  # it needed more memory than it may
     DIED = 4  # never sent: the parent's own
     CANCELLED = 5  # so is this
-    UNAVAILABLE = 6  # and this: it cannot be started or stands still, and nothing is wrong with the request
+    UNAVAILABLE = 6  # and this: not started, still or killed (no memory left); the request may be all right
 
 
 class Reply(NamedTuple):
     outcome: Outcome
     seconds: float  # of CPU time
     body: bytes = b""
+
+
+_ENDED_BY = {
+    -signal.SIGPROF: Outcome.SLOW,
+    -signal.SIGXCPU: Outcome.SLOW,
+    -signal.SIGKILL: Outcome.UNAVAILABLE,
+}
 
 
 class HelperProcess:
@@ -104,17 +114,18 @@ class HelperProcess:
         return reply
 
     def _reply(self, running: _Running, parts: Sequence[Buffer], seconds: float, fds: Sequence[int]) -> Reply:
+        start = time.monotonic()
         try:
             reply = running.ask(parts, seconds, fds, self._max_reply)
-        except TimeoutError:
-            return Reply(self._end(Outcome.UNAVAILABLE), seconds)
-        except OSError:  # it has ended
-            return Reply(self._end(Outcome.DIED), seconds)
+        except OSError as error:  # it stands still, or has ended
+            why = Outcome.UNAVAILABLE if isinstance(error, TimeoutError) else Outcome.DIED
+            outcome = self._end(running, why)
+            return Reply(outcome, min(seconds, time.monotonic() - start, running.seconds))
         except BaseException:  # the caller gave up: the next one must not read its reply
-            self._end(Outcome.DIED)
+            self._end(running, Outcome.DIED)
             raise
         if reply.outcome is Outcome.MEMORY:  # which it might keep
-            self._end(Outcome.MEMORY)
+            self._end(running, Outcome.MEMORY)
         return reply
 
     def cancel(self) -> None:
@@ -149,15 +160,14 @@ class HelperProcess:
                 self._running = _Running(self._command, self._environment)
             return self._running
 
-    def _end(self, otherwise: Outcome) -> Outcome:
+    def _end(self, running: _Running, otherwise: Outcome) -> Outcome:
         """Why it ended."""
-        with self._lock:
-            running = self._running
+        status = running.end()
+        with self._lock:  # not held while it ends: `cancel` never waits for that
             self._running = None
-            status = running.end() if running else None
             if self._is_cancelled:
                 return Outcome.CANCELLED
-            return Outcome.SLOW if status in (-signal.SIGPROF, -signal.SIGXCPU) else otherwise
+            return _ENDED_BY.get(status or 0, otherwise)
 
 
 class _Running:
@@ -177,15 +187,18 @@ class _Running:
                 start_new_session=True,  # Ctrl-C is for the parent
             )
         self.pid = self._child.pid
+        self.seconds = 0.0  # of CPU time that no reply has told of; known when it has ended
+        self._told = 0.0
         self._is_killed = False
         self._patience = _HUNG_SECONDS
+        self._reaping = threading.Lock()
         self._socket = ours
         self._finish = weakref.finalize(self, _finish, self._child, ours)  # at the latest with this object
 
     @property
     def has_ended(self) -> bool:
         """Such as by the kernel, for want of memory, while it waited for work."""
-        return self._is_killed or self._child.poll() is not None
+        return self._is_killed or self._reap()
 
     def ask(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int], max_reply: int) -> Reply:
         """Raises OSError if the process has ended, TimeoutError if it stands still."""
@@ -201,23 +214,44 @@ class _Running:
         outcome, taken, length = REPLY.unpack(self._read(REPLY.size))
         if length > max_reply:
             raise ConnectionError(f"a helper process sends {length} bytes")
-        return Reply(Outcome(outcome), taken, self._read(length))
+        reply = Reply(Outcome(outcome), taken, self._read(length))
+        self._told += taken
+        return reply
 
     def kill(self) -> None:
-        self._is_killed = True
-        self._child.kill()
+        with self._reaping:
+            self._is_killed = True
+            if self._child.returncode is None:  # Popen's own `kill` would reap it
+                os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        self._child.wait()
+        while not self._reap():
+            time.sleep(_REAP_SECONDS)
 
     def end(self) -> int | None:
-        """The exit status: what ended it, if it had ended already."""
+        """The exit status: what ended it. None if this process ended it."""
         self._socket.close()
-        try:
-            self._child.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self._finish()
-        return self._child.returncode
+        deadline = time.monotonic() + _END_SECONDS
+        while not self._reap() and time.monotonic() < deadline:
+            time.sleep(_REAP_SECONDS)
+        if self._child.returncode is None:
+            self.kill()
+            self.wait()
+        return None if self._is_killed else self._child.returncode
+
+    def _reap(self) -> bool:
+        """Whether it has ended. Unlike Popen's `poll` this learns what it took."""
+        with self._reaping:
+            if self._child.returncode is None:
+                try:
+                    pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+                except ChildProcessError:  # where SIGCHLD is ignored: its times are lost
+                    self._child.returncode = 0
+                    return True
+                if pid:
+                    self._child.returncode = os.waitstatus_to_exitcode(status)
+                    self.seconds = max(0.0, usage.ru_utime + usage.ru_stime - self._told)
+            return self._child.returncode is not None
 
     def _read(self, length: int) -> bytes:
         body = bytearray(length)

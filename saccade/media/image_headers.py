@@ -67,15 +67,18 @@ def parse_jpeg(data: bytes) -> Outline:
 def _num_scans(data: bytes, at: int) -> int:
     """Of a JPEG, whose first scan has its pixels there. A library reads all of them before it shows one."""
     num_scans = 1
-    while num_scans <= MAX_SCANS and (found := _AFTER_PIXELS.search(data, at)):
+    for _ in range(MAX_STEPS):
+        found = _AFTER_PIXELS.search(data, at)
+        if found is None or num_scans > MAX_SCANS:
+            return num_scans
         at = found.end()
         marker = data[at - 1]
         if marker == _END:
-            break
+            return num_scans
         num_scans += marker == _SCAN
         if marker not in (0x01, 0xD8):  # the others have a length
             at += int.from_bytes(data[at : at + 2])
-    return num_scans
+    raise ValueError("too many segments")
 
 
 class JpegSegment(NamedTuple):
@@ -112,7 +115,7 @@ def parse_png(data: bytes) -> Outline:
     frames = 1
     exif = None
     at = 8
-    has_pixels = False
+    has_pixels = has_profile = False
     for _ in range(MAX_STEPS):
         if has_pixels and at + 12 > len(data):  # the pixels may be cut short
             return Outline(frames, exif, passes=_SLOW_PASSES)
@@ -127,6 +130,9 @@ def parse_png(data: bytes) -> Outline:
             frames = max(1, struct.unpack_from(">I", data, at + 8)[0])
         if kind == b"eXIf":
             exif = data[at + 8 : at + 8 + length]
+        if kind == b"iCCP" and has_profile:  # Pillow inflates each, a megabyte
+            raise ValueError("two colour profiles")
+        has_profile |= kind == b"iCCP"
         at += 12 + length
     raise ValueError("too many chunks")
 

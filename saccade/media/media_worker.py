@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from saccade.errors import RequestError
-from saccade.helpers.main import Refused, serve
+from saccade.helpers.main import Refused, limit_address_space, serve
 from saccade.media.decode import Pixels, decode_item
 from saccade.media.jobs import (
     SEND_AGAIN,
@@ -55,15 +55,18 @@ class MediaWorker:
             raise Refused(SEND_AGAIN)
         if not has_data:
             self._forget(data)
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + memory, resource.RLIM_INFINITY))
-        for fd in fds:
-            self._memory.open(fd)
+        _limit_memory(memory)
         try:
+            for fd in fds:
+                self._memory.open(fd)
             return self._done(job)
         except RequestError as error:
             raise Refused(encoded(Refusal(error.message, error.code, error.param))) from None
         except UnreadablePdf as error:
             raise Refused(encoded(Refusal(str(error), "invalid_document", is_rest=True))) from None
+        except OSError as error:  # of this machine: decoders tell theirs of a file as above
+            message = f"cannot be read now: {error.strerror or error}; try again"
+            raise Refused(encoded(Refusal(message, "overloaded", is_rest=True))) from None
         finally:
             self._memory.trim()
 
@@ -105,11 +108,11 @@ class MediaWorker:
         return self._threads.submit(task)
 
 
-def _address_space() -> int:
-    """Bytes of it that this process has now."""
+def _limit_memory(spare: int) -> None:
+    """Bytes beside what this process has. Not where the kernel does not tell that, as on macOS."""
     with suppress(OSError), open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
-    return 1 << 30
+        now = int(file.read().split()[0]) * resource.getpagesize()
+        limit_address_space(now + spare)
 
 
 def main() -> None:

@@ -42,7 +42,9 @@ class Fault(NamedTuple):
         if outcome is Outcome.CANCELLED:
             return RequestError(f"{self.what} was not decoded: no request waits for it", code="cancelled")
         if outcome is Outcome.UNAVAILABLE:
-            message = f"{self.what} cannot be read now: no process could be started for it; try again"
+            message = (
+                f"{self.what} cannot be read now: its process could not be started or was killed; try again"
+            )
             return RequestError(message, code="overloaded")
         reason = self.slow if outcome is Outcome.SLOW else self.died
         return RequestError(f"{self.what} {reason}", code=self.code)

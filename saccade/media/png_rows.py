@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 _ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-_PIECE = 1 << 16
+_PIECE = 1 << 16  # of pixels
+_INPUT = 1 << 12  # what is left of it is copied for each piece
 
 
 def has_all_rows(data: bytes) -> bool:
@@ -22,10 +23,11 @@ def has_all_rows(data: bytes) -> bool:
         missing += rows * (1 + (columns * depth * _CHANNELS[colour] + 7) // 8) if columns else 0
     inflate = zlib.decompressobj()
     for part in _pixel_data(data):
-        rest = part
-        while rest and missing > 0 and not inflate.eof:
-            missing -= len(inflate.decompress(rest, _PIECE))
-            rest = inflate.unconsumed_tail
+        for at in range(0, len(part), _INPUT):
+            rest = part[at : at + _INPUT]
+            while rest and missing > 0 and not inflate.eof:
+                missing -= len(inflate.decompress(rest, _PIECE))
+                rest = inflate.unconsumed_tail
     return missing <= 0
 
 

@@ -83,7 +83,8 @@ def _check_passes(header: Header, policy: MediaPolicy) -> None:
     """What decoding costs, beside the pixels that come out."""
     pixels = header.size.width * header.size.height
     limit = _MAX_PASSES * policy.max_image_pixels
-    if pixels * header.passes <= limit and header.passes <= MAX_SCANS:
+    has_few = header.format != "jpeg" or header.passes <= MAX_SCANS
+    if pixels * header.passes <= limit and has_few:
         return
     given = f"the {header.format.upper()} picture of {header.size.width}x{header.size.height} pixels"
     if header.format == "jpeg":

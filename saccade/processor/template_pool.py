@@ -113,7 +113,9 @@ class TemplatePool:
         if reply.outcome is Outcome.FAILED and reply.body[:1] in _CODES:
             raise RequestError(decoded(reply.body[1:]), code=_CODES[reply.body[:1]], param="messages")
         if reply.outcome is Outcome.UNAVAILABLE:
-            message = "the process that renders chats cannot be started or stands still; try again"
+            message = (
+                "the process that renders chats cannot be started, stands still or was killed; try again"
+            )
             raise EngineUnavailable(message, _RETRY_SECONDS)
         reasons = {
             Outcome.SLOW: f"took more than {self._seconds:g} s for these messages (--chat-template-timeout)",

@@ -53,11 +53,11 @@ class FrameGroups(NamedTuple):
     key: Key
 
 
-def _passes(info: VideoInfo, group: Sequence[int], before: int) -> int:
-    """Of decoding a group, by frame of it: all since a key frame or the group before are decoded."""
+def _passes(info: VideoInfo, group: Sequence[int]) -> int:
+    """Of decoding a group, by frame of it: all since a key frame, if no decoder stands in between."""
     key = bisect_right(info.keys, info.stamps[group[0]])
     first = bisect_left(info.stamps, info.keys[key - 1]) if key else 0
-    num_decoded = group[-1] - max(first, before if before < group[0] else first) + 1
+    num_decoded = group[-1] - first + 1
     return max(1, num_decoded // (_FRAMES_PER_PASS * len(group)))
 
 
@@ -157,11 +157,9 @@ class Videos:
         geometry = self._geometry(info.size, len(frames.indices), options)
         digest = hashlib.sha256(file.data).digest()
         items = []
-        before = -1
         for group, own in self._decoded(frames.indices, geometry, options):
             stamps = tuple(info.stamps[index] for index in group)
-            passes = _passes(info, group, before)
-            before = group[-1]
+            passes = _passes(info, group)
             header = Header(info.format, info.size, info.orientation, frames.total, "RGB", passes)
             key = self._key(own, salt, digest, info.format.encode(), struct.pack(f"<{len(stamps)}q", *stamps))
             items.append(MediaItem(key, "video", file.data, header, own, stamps=stamps))
@@ -183,7 +181,8 @@ class Videos:
             shown = [loaded[index] for index in group]
             stills = tuple(Still(len(frame.data), frame.header) for frame in shown)
             key = self._key(own, salt, *(part for frame in shown for part in _identifying(frame)))
-            header = Header("frames", size, 1, len(shown), "RGB")
+            passes = max(frame.header.passes for frame in shown)
+            header = Header("frames", size, 1, len(shown), "RGB", passes)
             items.append(MediaItem(key, "video", b"".join(f.data for f in shown), header, own, stills=stills))
         return self._groups(items, frames)
 

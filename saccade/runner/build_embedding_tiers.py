@@ -11,9 +11,10 @@ import torch
 
 from saccade import costs
 from saccade.errors import ConfigError
+from saccade.helpers.free_memory import free_ram
 from saccade.models.interface import VisionLanguageModel
 from saccade.options import Options
-from saccade.runner.device_memory import MemoryPlan, free_ram
+from saccade.runner.device_memory import MemoryPlan
 from saccade.runner.embedding_tiers.entry import Namespace, checksum
 from saccade.runner.embedding_tiers.folder import FolderStore
 from saccade.runner.embedding_tiers.host import PAGE_BYTES, HostTier

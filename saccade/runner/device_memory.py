@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -16,6 +13,7 @@ from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.quantization import Quantization
 from saccade.errors import ConfigError
+from saccade.helpers.free_memory import free_ram
 from saccade.models import is_native, reads_int4_experts
 from saccade.models.fp8_weights import multiplies_fp8
 from saccade.models.int4_weights import keeps_int4
@@ -27,7 +25,6 @@ from saccade.runner.weight_packing import plan_packing
 from saccade.types import Geometry
 
 _FP8_FROM = (8, 9)  # compute capability
-_CGROUP_V1, _CGROUP_V2 = ("limit_in_bytes", "usage_in_bytes"), ("max", "current")  # memory.*
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,30 +170,3 @@ def _free_bytes(device: torch.device, options: Options, encoders: Encoders) -> i
         share = options.gpu_memory_utilization
         return int(min(free - total * (1 - share), total * share - encoders.bytes_beside))
     return free_ram()
-
-
-def free_ram() -> int:
-    """What is available without swapping, and within the limits of the groups that this process is in."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024  # page cache counts as free
-    return min([free, *free_in_cgroups(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))])
-
-
-def free_in_cgroups(root: Path, membership: Path) -> Iterator[int]:
-    """What is left in each group that has a limit. Page cache that can be dropped counts as free."""
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    paths = {kind: path for _, kind, path in (line.split(":", 2) for line in lines)}
-    for version, kind, names in ((root, "", _CGROUP_V2), (root / "memory", "memory", _CGROUP_V1)):
-        own = version / paths.get(kind, "/").lstrip("/")
-        for folder in {version, own, *own.parents}:  # a container may see its own group as the root
-            limit, used = (folder / f"memory.{name}" for name in names)
-            if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-                yield int(limit.read_text()) - int(used.read_text()) + _droppable(folder / "memory.stat")
-
-
-def _droppable(stat: Path) -> int:
-    fields = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))

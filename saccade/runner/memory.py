@@ -29,6 +29,7 @@ from saccade.vision_graph_sizes import largest_pass
 _CPU_KV_GIB = 4.0  # automatic maximum on a CPU
 _CPU_KV_SHARE = 0.3  # of the memory that is free once the weights are loaded
 _EMBEDDING_CACHE_GIB = 0.5
+_CPU_CACHE_SHARE = 0.15  # of the free memory, if that is less
 _MIN_CHECKPOINTS = 8  # of recurrent states in the prefix cache
 _MAX_CHECKPOINTS = 32
 _CROSS_ATTENDED = 8  # images that the cache holds at least, where requests pin them until they finish
@@ -104,7 +105,7 @@ def size_memory(
     """`largest` is the most expensive image the limits allow."""
     dtype = machine.dtype
     free = machine.free_bytes // memory_parts  # engines on one CPU share it, and the automatic cache sizes
-    slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest, memory_parts)
+    slots, why_cache, keep_idle = _encoder_slots(options, model, machine, largest, memory_parts)
     _check_kv_dtype(options, model, dtype)
     kv_dtype = costs.kv_dtype(options.kv_cache_dtype, dtype)
     parts = _beside_kv(options, model, largest, slots, machine, encoders)
@@ -431,7 +432,7 @@ def _pinned_images(options: Options, model: ModelConfig) -> int:
 
 
 def _encoder_slots(
-    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, memory_parts: int
+    options: Options, model: ModelConfig, machine: Machine, largest: Geometry | None, memory_parts: int
 ) -> tuple[int, str, bool]:
     """Slots, the reason, and whether unused embeddings stay. With 0 GiB only those of the current step do."""
     if model.vision is None:
@@ -441,12 +442,16 @@ def _encoder_slots(
     if size is None:
         size = _EMBEDDING_CACHE_GIB / memory_parts
         why = "the default"
+        share = machine.free_bytes * _CPU_CACHE_SHARE / memory_parts / costs.GIB
+        if machine.device == "cpu" and share < size:
+            size = max(share, 0.0)
+            why = f"{_CPU_CACHE_SHARE:.0%} of the free memory"
         pinned = largest.slots * _CROSS_ATTENDED if largest and model.text.num_cross_layers else 0
-        wanted = pinned * costs.embedding_bytes_per_slot(model.text, dtype) / costs.GIB
+        wanted = pinned * costs.embedding_bytes_per_slot(model.text, machine.dtype) / costs.GIB
         if wanted > size:
             size = wanted
             why = f"{_CROSS_ATTENDED} of the largest pictures, each pinned until its request ends"
-    slots = costs.embedding_slots_in(size * costs.GIB, model.text, dtype)
+    slots = costs.embedding_slots_in(size * costs.GIB, model.text, machine.dtype)
     return slots, f"encoder cache {slots} embeddings, {size:.2f} GiB: {why}", size > 0
 
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,8 @@ from saccade.batch.batch_run import BUSY, retry_seconds, run_batch
 from saccade.batch.batch_store import BatchStore
 from saccade.errors import ConfigError, RequestError
 from saccade.fair_pool import FairPool, Owner
-from saccade.helpers.process import HelperProcess, Reply
+from saccade.helpers.process import HelperProcess, Reply, thread_seconds
+from saccade.server.accounts import Account
 from saccade.server.errors import ApiError
 from saccade.server.http.auth import Tenants
 from saccade.server.http.in_process import Answer, post
@@ -66,19 +67,26 @@ class _Job:
         self.why = why
         self.stopped.set()
         if self.helper is not None:
-            self.helper.close()
+            self.loop.run_in_executor(None, self.helper.close)  # which waits for its end
 
 
 class BatchJobs:
     """Batches of one owner run one after the other."""
 
     def __init__(
-        self, server: ServerOptions, tenants: Tenants, gate: AdmissionGate, max_chars: Callable[[], int]
+        self,
+        server: ServerOptions,
+        tenants: Tenants,
+        gate: AdmissionGate,
+        max_chars: Callable[[], int],
+        charge: Callable[[Account, float], None],
     ) -> None:
+        """`charge`: processor seconds to an account, on the server's loop."""
         assert server.batch_dir is not None
         self.store = BatchStore(Path(server.batch_dir), server.batch_storage_mb << 20, server.batch_dir_bytes)
         self._tenants = tenants
         self._max_chars = max_chars
+        self._charge = charge
         self._app: ASGIApp | None = None
         self._concurrency = min(server.batch_concurrency, max(1, gate.max_open // _GATE_SHARE))
         self._turns = asyncio.Semaphore(self._concurrency)  # of requests
@@ -86,7 +94,7 @@ class BatchJobs:
         self._jobs: dict[str, _Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(_MAX_RUNNING, thread_name_prefix="saccade-batch")
-        self._disk_pool = ThreadPoolExecutor(_DISK_THREADS, thread_name_prefix="saccade-files")
+        self.disk = FairPool(_DISK_THREADS, "saccade-files", max_running=1)
         self._readers = FairPool(_READERS, "saccade-batch-lines", max_running=1)
         self._is_closed = False
 
@@ -116,7 +124,7 @@ class BatchJobs:
         await self._end(job, "cancelled")
 
     async def close(self) -> None:
-        """Unfinished batches stay so on disk. What only reads still works."""
+        """Unfinished batches stay so on disk. What only reads still works, until `disk` is closed."""
         self._is_closed = True
         for job in self._jobs.values():
             job.stop(_SHUTDOWN)
@@ -125,16 +133,25 @@ class BatchJobs:
         self._pool.shutdown(wait=False)
         self.store.close()
 
-    async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
-        """For work of the store, in its own threads: a slow disk delays no prompt. ApiError if it is full."""
+    async def in_thread(self, tenant: str, client: str, work: Callable[..., Result], *args: Any) -> Result:
+        """For work of the store, in its own threads and in the client's turn: a slow disk delays no prompt.
+
+        ApiError if it is full.
+        """
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._disk_pool, work, *args)
+            return await asyncio.wrap_future(
+                self.disk.submit(self._turn(tenant, client), partial(work, *args))
+            )
         except FileNotFoundError:
             raise
         except OSError as error:
             logger.error("the folder of --batch-dir failed: %s", error)
             message = f"the server's folder of files cannot be written: {error.strerror}; nothing was changed"
             raise ApiError(507, message, code="storage_full") from None
+
+    def _turn(self, tenant: str, client: str = "") -> Owner:
+        account = self._tenants.account(tenant)
+        return Owner(client or tenant or _UNNAMED_CLIENT, weight=account.settings.weight if account else 1.0)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -165,9 +182,9 @@ class BatchJobs:
         """Stops it where it runs. One that waits for its turn ends at once."""
         job.stop(status)
         if not job.has_begun:
-            await self.in_thread(self.store.finish, job.record, status)
+            await self.in_thread(job.record.owner, "", self.store.finish, job.record, status)
         elif status == "cancelled":
-            await self.in_thread(self.store.move, job.record, "cancelling")
+            await self.in_thread(job.record.owner, "", self.store.move, job.record, "cancelling")
 
     async def _send(self, job: _Job, url: str, body: bytes) -> Answer:
         answering = asyncio.ensure_future(self._answer(job.record.owner, url, body))
@@ -220,15 +237,21 @@ class BatchJobs:
 
     @contextmanager
     def _lines(self, job: _Job) -> Iterator[BatchLines]:
-        """Read in the owner's turn. _Stopped when the job was stopped meanwhile."""
+        """Read in the owner's turn, and charged to it. _Stopped when the job was stopped meanwhile."""
+        self.store.file(job.record.owner, job.record.input_file_id)  # it may be gone after a full disk
         job.helper = helper = HelperProcess(_LINE_HELPER, str(self._max_chars()))
-        owner = job.record.owner
-        account = self._tenants.account(owner)
-        turn = Owner(owner or _UNNAMED_CLIENT, weight=account.settings.weight if account else 1.0)
+        turn = self._turn(job.record.owner)
+
+        def measured(work: Callable[[], Reply]) -> Reply:
+            start = thread_seconds()
+            try:
+                return work()
+            finally:
+                self._charge_from_thread(job, thread_seconds() - start)
 
         def in_turn(work: Callable[[], Reply]) -> Reply:
             try:
-                return self._readers.submit(turn, work).result()
+                return self._readers.submit(turn, partial(measured, work)).result()
             finally:  # the pool may be closed, too, and the helper
                 if job.why:
                     raise _Stopped
@@ -241,6 +264,12 @@ class BatchJobs:
                 yield lines
         finally:
             helper.close()
+
+    def _charge_from_thread(self, job: _Job, seconds: float) -> None:
+        account = self._tenants.account(job.record.owner)
+        if account is not None:  # else its key is gone, and the batch fails
+            with suppress(RuntimeError):  # the server has ended
+                job.loop.call_soon_threadsafe(self._charge, account, seconds)
 
     async def _send_all(self, job: _Job, lines: BatchLines) -> None:
         record = job.record

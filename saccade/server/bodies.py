@@ -35,7 +35,7 @@ class BodyReader:
             work, exchange.caller, partial(self._read, exchange.upload.take(), tally)
         )
 
-    def _read(self, data: bytes, tally: TextTally) -> dict[str, Any]:
+    def _read(self, data: bytes | bytearray, tally: TextTally) -> dict[str, Any]:
         if tally.is_heavy:
             self._check_apart(data, tally.limits)
         body = decoded(data)
@@ -43,7 +43,7 @@ class BodyReader:
             check(body, tally.limits)
         return body
 
-    def _check_apart(self, data: bytes, limits: BodyLimits) -> None:
+    def _check_apart(self, data: bytes | bytearray, limits: BodyLimits) -> None:
         reply = self._helpers.use(lambda helper: helper.ask([packed(limits), data], SECONDS))
         if reply.outcome is Outcome.FAILED:
             problem = msgspec.json.decode(reply.body, type=Problem)

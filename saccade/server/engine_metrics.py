@@ -54,7 +54,7 @@ class EngineCollector(Collector):
             _add(families, "saccade", {"encoder": str(index)}, *_encoder_values(encoder))
         if self._status is not None:
             _add(families, "saccade", {}, *_status_values(self._status()))
-        if replicas:
+        if replicas and stats:
             text = "Requests that moved to another replica when theirs died"
             _add(families, "saccade", {}, {}, {"requests_moved": (text, stats.get("moved", 0))})
         yield from families.values()

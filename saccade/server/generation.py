@@ -20,7 +20,7 @@ from saccade.server.accounts import Account, Charge
 from saccade.server.http.limits import ByteLease
 from saccade.server.metrics import Finished, Metrics
 from saccade.server.request_record import RequestRecord
-from saccade.types import Bill, Logprobs, Prompt, Request, TokenEvent
+from saccade.types import PIXELS_PER_SECOND, Bill, Logprobs, Prompt, Request, TokenEvent
 
 logger = logging.getLogger("saccade.server")
 
@@ -93,6 +93,7 @@ class Generation:
         # Not the prompts themselves: they hold images, which the engine has by now.
         self.bills = [billed.bill for billed in prompts]
         self.prompt_ids = [billed.prompt.token_ids for billed in prompts]
+        self._decode_seconds = [_decode_seconds(billed.prompt) for billed in prompts]
         self._where = [billed.prompt.where for billed in prompts]
         self.outputs = outputs
         self._max_tokens = 0
@@ -163,10 +164,17 @@ class Generation:
         self._charge_decoding()
 
     def _charge_decoding(self) -> None:
-        """Of images, as the engine reports it: it is no step, which the fair queue counts."""
+        """Of images: it is no step, which the fair queue counts.
+
+        As the engine reports it with the end of an answer; by their price where a client leaves before, or
+        an image fails, so that neither makes decoding free.
+        """
         assert self._account is not None
         usages = (output.usage for output in self.outputs[:: self.per_prompt])
-        seconds = sum(usage.decode_ms for usage in usages if usage is not None) / 1e3
+        seconds = sum(
+            expected if usage is None else usage.decode_ms / 1e3
+            for usage, expected in zip(usages, self._decode_seconds, strict=True)
+        )
         self._account.use_processor(seconds)
         self._metrics.tenants.worked(self._account.settings.label, seconds)
 
@@ -312,3 +320,9 @@ class Generation:
         usage = self.outputs[index * self.per_prompt].usage
         times = {"prepare": self._timing.prepare_ms, "fetch": self._timing.fetch_ms}
         return self.bills[index].settled(usage, times)
+
+
+def _decode_seconds(prompt: Prompt) -> float:
+    """Of CPU time, by the price of its images; one that comes again is decoded once."""
+    prices = {item.key: item.price for item in prompt.items}
+    return sum(prices.values()) / PIXELS_PER_SECOND

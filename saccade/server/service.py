@@ -20,6 +20,7 @@ from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable, ReplicaView
 from saccade.engine.ipc.messages import ControlAction
 from saccade.errors import ConfigError, RequestError, quoted
+from saccade.helpers.free_memory import free_ram
 from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig
@@ -121,9 +122,12 @@ class Service:
             bytes_in_flight=lambda: self.gate.total_bytes(),
         )
         self.gate = _admission_gate(options, server, engine, self.metrics)
+        self.turns = Turns(server, self.gate.max_open, self.metrics)
         self.batches: BatchJobs | None = None
         if server.batch_dir is not None:
-            self.batches = BatchJobs(server, self.tenants, self.gate, lambda: self.max_chars)
+            self.batches = BatchJobs(
+                server, self.tenants, self.gate, lambda: self.max_chars, self.turns.charge
+            )
         maximum = connection_limit(server.max_connections)
         self.connections = Connections(maximum, server.max_client_share, on_refusal=self.metrics.refused)
         self.defaults = sampling_defaults(options, processor.checkpoint.generation)
@@ -135,7 +139,6 @@ class Service:
         files = StoredFiles(self.batches, processor.policy)
         uuids = UuidCache(server.uuid_cache_mb << 20)
         self._media = MediaResolver(fetcher, uuids, files, processor.policy, self.metrics)
-        self.turns = Turns(server, self.gate.max_open, self.metrics)
         self._bodies = BodyReader(self.turns, server.max_body_mb)
         self._requests = processor.request_builder(options.seed)
         self._request_numbers = itertools.count()
@@ -206,6 +209,7 @@ class Service:
     async def close(self) -> None:
         if self.batches is not None:
             await self.batches.close()
+            self.batches.disk.close()
         await self._fetcher.close()
         self.processor.close()
         self.turns.close()
@@ -425,7 +429,7 @@ def _name_of(model: str | None) -> str:
 def _admission_gate(
     options: Options, server: ServerOptions, engine: Engine, metrics: Metrics
 ) -> AdmissionGate:
-    max_bytes = server.max_inflight_mb << 20
+    max_bytes = server.max_inflight_bytes(free_ram())
     return AdmissionGate(
         _max_open(options) * server.replica_range[1],
         max_bytes,

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from saccade.fair_pool import FairPool, Owner, QueueFull
 from saccade.helpers.process import thread_seconds
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
+from saccade.server.accounts import Account
 from saccade.server.errors import overloaded
 from saccade.server.http.request_context import Caller
 from saccade.server.metrics import Metrics
@@ -52,7 +53,7 @@ def _limits(server: ServerOptions, max_open: int) -> dict[Work, _Limits]:
         2, 1, server.max_schema_checks, "for their JSON schemas to be checked", " (--max-schema-checks)"
     )
     return {
-        Work.BODY: _Limits(BODY_THREADS, 1, 64, "for their bodies to be read"),
+        Work.BODY: _Limits(BODY_THREADS, 1, max_open, "for their bodies to be read"),
         Work.PROMPT: _Limits(4, 2, max_open, "to be tokenized"),
         Work.TEMPLATE: _Limits(_TEMPLATE_THREADS, 4, max_open, "for their chat template"),
         Work.SCHEMA: schemas,  # each thread waits for one process
@@ -90,7 +91,7 @@ class Turns:
             finally:
                 seconds = thread_seconds() - start
                 with suppress(RuntimeError):  # the server has ended
-                    loop.call_soon_threadsafe(self.charge, caller, seconds)
+                    loop.call_soon_threadsafe(self.charge, caller.account, seconds)
 
         owner = Owner(caller.client, caller.request_id, caller.account.settings.weight)
         try:
@@ -108,10 +109,10 @@ class Turns:
     async def take_own(self, job: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self._pools[Work.OWN].submit("", job))
 
-    def charge(self, caller: Caller, seconds: float) -> None:
+    def charge(self, account: Account, seconds: float) -> None:
         """Processor seconds."""
-        caller.account.use_processor(seconds)
-        self._metrics.tenants.worked(caller.account.settings.label, seconds)
+        account.use_processor(seconds)
+        self._metrics.tenants.worked(account.settings.label, seconds)
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -145,7 +145,9 @@ class SchemaChecks:
         body = text.encode()
         reply = self._processes.use(lambda process: process.ask([body], CPU_SECONDS))
         if reply.outcome in (Outcome.UNAVAILABLE, Outcome.CANCELLED):  # which says nothing about the text
-            message = "the process that checks schemas cannot be started or stands still; try again"
+            message = (
+                "the process that checks schemas cannot be started, stands still or was killed; try again"
+            )
             raise EngineUnavailable(message, _RETRY_SECONDS)
         return reply.body.decode() or None if reply.outcome is Outcome.DONE else TOO_COMPLEX
 

@@ -109,24 +109,30 @@ def test_a_full_disk_leaves_nothing_half_written(store: BatchStore, tmp_path: Pa
     saved(store, b"x" * 100)
 
 
-def test_a_batch_stops_at_a_full_disk_and_the_next_start_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "room", "status"), [(200, 1000, "failed"), (5, 150, "failed"), (5, 300, "completed")]
+)
+def test_a_batch_stops_at_a_full_disk_and_the_next_start_goes_on(
+    lines: int, room: int, status: str, tmp_path: Path
+) -> None:
+    """At its output, at the record of that, and at its own record, which is the last."""
     before = BatchStore(tmp_path, 10_000, 10_000)
     batch = before.create_batch("a", CHAT, saved(before).id, None)
     before.move(batch, "in_progress")
-    lines = b'{"id": "1", "error": null}\n' * 200
-    before.results(batch).write_bytes(lines)
+    results = b'{"id": "1", "error": null}\n' * lines
+    before.results(batch).write_bytes(results)
     before.check_results(batch)
-    with full_disk(1000):
+    with full_disk(room):
         before.finish(batch, "completed")
-    assert batch.status == "failed" and "its results so far are kept" in str(batch.error)
-    assert batch.view()["output_file_id"] is None and before.files("a")[0].purpose == "batch"
+    assert batch.status == status and (status == "completed" or "its results so far are kept" in str(batch.error))
+    assert bool(batch.view()["output_file_id"]) == (len(before.files("a")) == 2) == (status == "completed")
     before.check_conservation()
     before.close()
     after = BatchStore(tmp_path, 10_000, 10_000)
     (again,) = after.unfinished()
-    assert again.status == "in_progress" and after.results(again).read_bytes() == lines
+    assert again.status == "in_progress" and after.results(again).read_bytes() == results
     after.finish(again, "completed")
-    assert after.data(str(again.output_file_id)).read_bytes() == lines
+    assert after.data(str(again.output_file_id)).read_bytes() == results and not after.results(again).exists()
     after.check_conservation()
     after.close()
 
@@ -206,11 +212,18 @@ def test_results_become_two_files_and_a_second_try_replaces_them(store: BatchSto
     batch = store.create_batch("a", CHAT, saved(store).id, None)
     lines = (b'{"id": "1", "error": null}\n', b'{"id": "2", "error": {}}\n', b'{"cut')
     for _ in range(2):
+        batch.status = "finalizing"
         store.results(batch).write_bytes(b"".join(lines))
         store.finish(batch, "completed")
     assert batch.output_file_id and store.data(batch.output_file_id).read_bytes() == lines[0]
     assert batch.error_file_id and store.data(batch.error_file_id).read_bytes() == lines[1]
     assert len(store.files("a")) == 3 and not store.results(batch).exists()
+    batch.status = "finalizing"
+    store.results(batch).write_bytes(lines[0])
+    with full_disk(150):  # the output has place, and its record none
+        store.finish(batch, "completed")
+    assert batch.status == "failed" and not store.data(f"file-{batch.id[6:]}-output").exists()
+    assert len(store.files("a")) == 2
 
 
 def test_a_finished_batch_changes_no_more(store: BatchStore) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from saccade.helpers.main import limit_address_space
 from saccade.helpers.process import HelperPool, HelperProcess, Outcome, Reply
 
 
@@ -30,12 +31,19 @@ def test_it_answers_with_the_parts_as_one_body_and_is_the_same_process_again(hel
     assert helper.ask([b"a", b"b" * 100_000], 5.0).body == b"hello a" + b"b" * 100_000
     pid = helper.pid
     assert ask(helper, b"").body == b"hello "
+    assert ask(helper, b"oom score").body == b"1000\n", "where memory runs out, the kernel ends helpers first"
     assert helper.pid == pid
 
 
 @pytest.mark.parametrize(
     ("body", "outcome"),
-    [(b"spin", Outcome.SLOW), (b"die", Outcome.DIED), (b"fill", Outcome.MEMORY), (b"refuse", Outcome.FAILED)],
+    [
+        (b"spin", Outcome.SLOW),
+        (b"die", Outcome.DIED),
+        (b"fill", Outcome.MEMORY),
+        (b"refuse", Outcome.FAILED),
+        (b"kill", Outcome.UNAVAILABLE),
+    ],
 )
 def test_what_goes_wrong_is_named_and_the_next_request_is_answered(
     helper: HelperProcess, body: bytes, outcome: Outcome
@@ -72,6 +80,7 @@ def test_another_thread_ends_what_it_works_on(helper: HelperProcess) -> None:
     helper.cancel()
     thread.join(60)
     assert [reply.outcome for reply in replies] == [Outcome.CANCELLED]
+    assert 0 < replies[0].seconds < 60, "what it took, not what it may take"
     assert ask(helper, b"x").body == b"hello x"
 
 
@@ -137,6 +146,17 @@ def test_one_that_stands_still_or_cannot_be_started_is_not_the_requests_fault(
     assert outcome is Outcome.UNAVAILABLE
     assert ask(helper, b"x", 60.0).body == b"hello x"
     assert ask(helper, b"plod", 0.6).body == b"hello plod", "it does not stand still, it gets little time"
+
+
+def test_a_limit_of_memory_that_the_system_refuses_ends_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS does, and Linux beyond the limit that it was started with."""
+
+    def refuse(kind: int, limits: tuple[int, int]) -> None:
+        assert kind == resource.RLIMIT_AS
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    limit_address_space(1 << 30)
 
 
 def test_a_pool_starts_no_more_helpers_than_are_asked_at_once(helper: HelperProcess) -> None:

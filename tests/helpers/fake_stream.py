@@ -51,7 +51,7 @@ def token(number: int, finish: Any = None, error: RequestError | None = None) ->
 
 
 async def started(*streams: RequestStream) -> Generation:
-    prompt: Any = SimpleNamespace(token_ids=[1], where={})
+    prompt: Any = SimpleNamespace(token_ids=[1], where={}, items=())
     billed = BilledPrompt(prompt, Bill(1, 0, 0, 1, ()))
     answers: Any = [FakeAnswer(index) for index in range(len(streams))]
     generation = Generation([billed], answers, Timing(0.0, 0.0, 0.0), Metrics("m", dict))

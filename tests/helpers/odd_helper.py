@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from saccade.helpers.main import Refused, limit_memory, serve
 
@@ -23,6 +25,10 @@ def answer(body: bytes, fds: Sequence[int]) -> bytes:
             time.sleep(0.03)
     if body == b"die":
         os._exit(3)
+    if body == b"kill":
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does where memory runs out
+    if body == b"oom score":
+        return Path("/proc/self/oom_score_adj").read_bytes()
     if body == b"fill":
         return bytes(1 << 30)
     if body == b"refuse":

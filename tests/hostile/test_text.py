@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -16,6 +21,7 @@ from hypothesis import strategies as st
 from saccade.errors import RequestError, quoted
 from saccade.processor.tokenizer import Tokenizer
 from saccade.server.errors import ApiError
+from saccade.server.http import text_limit
 from saccade.server.http.body_check import check_text
 from saccade.server.http.text_limit import MAX_VALUES, TextTally
 from tests.helpers.hostile import raw_connection, watching
@@ -166,7 +172,84 @@ def test_what_takes_long_to_parse_is_refused_while_it_arrives(name: str) -> None
 
 @pytest.mark.parametrize("start", ['"url": "data:', '"url":"DATA:', '"data": "', '"data":"', '"data"  :\n "'])
 def test_a_image_of_any_size_is_not_counted(start: str) -> None:
-    tallied(b'{"a": {' + start.encode() + b"A{[,/+=" * (MUCH // 6) + b'"}, "b": 1}')
+    tallied(b'{"a": {' + start.encode() + b"A{[,/+=\\/\\u002B" * (MUCH // 12) + b'"}, "b": 1}')
+
+
+START = b'\\"data:'
+SHAPES: dict[str, bytes] = {
+    "escaped starts": START,
+    "plain starts": b'"data:',
+    "members of a list": b'"data:",',
+    "fields": b'"data":"',
+    "other letters": b'"DaTa:"',
+    "no start": b'"data",',
+    "half a start": b'"file_data" ',
+    "words": b"data",
+    "quotes": b'"',
+    "escapes": b'\\"',
+    "text": '"data:\u00e9",'.encode(),
+    "escaped text": b'"data:\\u4e2d",',
+    "a picture": b'"data:' + b"A" * 50_000,
+}  # fmt: skip
+
+
+class CountedPattern:
+    """Counts the places where the expression was tried or matched."""
+
+    def __init__(self, pattern: re.Pattern[bytes]) -> None:
+        self._pattern = pattern
+        self.num_tries = 0
+
+    def split(self, data: bytes) -> list[bytes]:
+        self.num_tries += data.count(b"data")
+        return self._pattern.split(data)
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_work_of_a_chunk_grows_with_its_bytes_and_nothing_else(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = min(1 << 20, 4000 * chunk)
+    body = (SHAPES[name] * (length // len(SHAPES[name]) + 1))[:length]
+    pattern = CountedPattern(text_limit._MEDIA)
+    monkeypatch.setattr(text_limit, "_MEDIA", pattern)
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, value: Any) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    tally = TextTally(10**7)
+    sys.setprofile(count)
+    try:
+        for start in range(0, length, chunk):
+            tally.take(body[start : start + chunk])
+    except ApiError:
+        pass  # the less work
+    finally:
+        sys.setprofile(None)
+    num_chunks = math.ceil(length / chunk)
+    assert num_calls <= 40 * num_chunks + 40
+    assert pattern.num_tries <= 5000 + 2 * length // 64 + 8 * num_chunks  # where chunks overlap
+
+
+EMOJI = "\U0001f600"
+
+
+@pytest.mark.parametrize("odd", [EMOJI.encode(), json.dumps(EMOJI).encode()[1:-1]], ids=["UTF-8", "escaped"])
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("chunk", [1 << 16, 65_537, 16])
+def test_media_that_are_not_ascii_are_text(odd: bytes, place: str, chunk: int) -> None:
+    """To decode 58 MB with one such character takes a second and four times the memory."""
+    length = MUCH if chunk > 16 else 1 << 16
+    media = odd + b"A" * length if place == "first" else b"A" * length + odd
+    body = b'{"u":"data:,A\\/\\u002B","url":"data:' + media + b'","a":"data:' + b"A" * MUCH + b'"}'
+    if chunk > 16:
+        with pytest.raises(ApiError, match="beside its pictures"):
+            tallied(body, chunk=chunk)
+    else:
+        assert tallied(body[: length + 80], chunk=chunk)._bytes >= length
 
 
 PIECES = st.lists(

@@ -32,7 +32,9 @@ operator = true
 IDS = b'{"prompt":[' + b"7," * 1_900_000 + b"7]}"
 NAMES = b'{"a":1,' + b",".join(b'"k%d":{}' % number for number in range(60_000)) + b"}"
 LETTERS = json.dumps({"prompt": "a" * 64_000}).encode()
+STARTS = b'{"a":"' + b'\\"data:' * 499_000 + b'"}'  # of media, which the loop itself looks for
 FLOODS = {
+    "starts of media": ("/v1/chat/completions", STARTS, 32),
     "many token ids": ("/v1/completions", IDS, 16),
     "many names": ("/v1/chat/completions", NAMES, 128),
     "long words": ("/tokenize", LETTERS, 128),

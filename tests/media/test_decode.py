@@ -4,6 +4,7 @@ import io
 import struct
 import zlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image, ImageCms, ImageOps
 
 from saccade.errors import RequestError
 from saccade.media import decode as decode_module
+from saccade.media import png_rows
 from saccade.media.decode import decode
 from saccade.media.load import load_image
 from saccade.options import MediaPolicy, Options
@@ -181,6 +183,12 @@ def test_an_embedded_colour_profile_changes_no_pixel() -> None:
 # --- what is missing ----------------------------------------------------------------------------------------------
 
 
+def png_of(ihdr: bytes, rows: bytes) -> bytes:
+    parts = ((b"IHDR", ihdr), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    chunks = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
 def png_with_rows(rows: int, *, height: int = 64, value: int = 128) -> bytes:
     """A grey PNG whose zlib stream is whole and has so many rows."""
     data = saved(Image.new("L", (64, height), value), "PNG")
@@ -209,10 +217,29 @@ def test_rows_of_an_interlaced_png_are_counted_pass_by_pass() -> None:
 
     def interlaced(passes: int) -> bytes:
         raw = b"".join((b"\0" + b"\x80" * width) * rows for width, rows in sizes[:passes] if width and rows)
-        parts = ((b"IHDR", ihdr), (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
-        chunks = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
-        return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+        return png_of(ihdr, raw)
 
     assert (decode(item(interlaced(7))) == 128).all()
     with pytest.raises(RequestError):
         decode(item(interlaced(6)))
+
+
+def test_a_black_row_makes_no_png_costly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is inflated again. What zlib leaves of its input it copies, once for each piece of pixels."""
+    copied = 0
+
+    class Counting:
+        def __init__(self) -> None:
+            self._inflate = zlib.decompressobj()
+
+        def __getattr__(self, name: str) -> Any:
+            nonlocal copied
+            value = getattr(self._inflate, name)
+            copied += len(value) if name == "unconsumed_tail" else 0
+            return value
+
+    pixels = np.random.default_rng(0).integers(0, 256, (700, 700), np.uint8)
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    data = png_of(struct.pack(">IIBBBBB", 700, 700, 8, 0, 0, 0, 0), rows)
+    monkeypatch.setattr(png_rows, "zlib", SimpleNamespace(decompressobj=Counting))
+    assert png_rows.has_all_rows(data) and copied < len(data) / 4

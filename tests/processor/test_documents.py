@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from saccade.media.pdf import BOX, COUNT, Outcome, Reply, _Slot
+from saccade.helpers.process import HelperProcess, Outcome, Reply
+from saccade.media.jobs import encoded
+from saccade.media.pdf import Box, Boxes
 from saccade.processor.input_processor import Processor
 from saccade.types import Size
 from tests.helpers.pdfs import LETTER, encrypted_pdf, make_pdf, pdf_url
@@ -17,7 +19,7 @@ from tests.helpers.serving import image_url
 pytestmark = pytest.mark.transformers
 
 PDF = make_pdf([LETTER, (200, 100), (300, 300)])
-BOXES = COUNT.pack(1) + BOX.pack(*LETTER)
+BOXES = encoded(Boxes(1, (Box(*LETTER),)))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +125,8 @@ def test_pages_of_all_documents_are_counted_before_their_text_is_read(qwen: Proc
 
 def test_all_documents_of_a_request_share_their_time(qwen: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
     asks = []
-    monkeypatch.setattr(_Slot, "ask", lambda slot, *request: asks.append(request) or Reply(Outcome.DONE, 6.0, BOXES))
+    reply = Reply(Outcome.DONE, 6.0, BOXES)
+    monkeypatch.setattr(HelperProcess, "_reply", lambda helper, *request: asks.append(request) or reply)
     error = chat_refusal(qwen, asked(*[file_part(pages="1")] * 4))
     assert error.code == "document_too_large" and "more than 10 s of CPU time" in error.message
     assert len(asks) == 2, "what exceeds the time is the last that is read"

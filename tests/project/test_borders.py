@@ -79,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "runner.cuda": NOUNS | MODELS | KERNELS | {"checkpoint", "runner", "torch_utils"},
     "runner": NOUNS
     | MODELS
-    | {"checkpoint", "structured", "torch_utils", "runner.cuda", "runner.encoder"}
+    | {"checkpoint", "helpers", "structured", "torch_utils", "runner.cuda", "runner.encoder"}
     | {"runner.embedding_tiers"},
     "engine": NOUNS | {"checkpoint", "scheduler", "runner", "runner.encoder"},
     "engine.ipc": NOUNS | {"helpers", "logs", "checkpoint", "engine", "engine.encoders", "scheduler"},

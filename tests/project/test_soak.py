@@ -36,8 +36,10 @@ def made_run(growth: float, fds: float = 0) -> Run:
     run = Run(Watch({"api": 1, "engine": 2}), HOUR)
     for at in range(0, int(HOUR), 60):
         share = at / HOUR
-        run.watch.samples["api"].append(Sample(at, 100, 80, 20, 5, 1))
-        run.watch.samples["engine"].append(Sample(at, 900, 800 + growth * share, 4 + int(fds * share), 4, 0))
+        run.watch.samples["api"].append(Sample(at, 100, 80, 20, 5, 1, {"heap": 80}))
+        owners = {"large blocks": 700 + growth * share, "heap": 100.0}
+        memory = (900, sum(owners.values()))
+        run.watch.samples["engine"].append(Sample(at, *memory, 4 + int(fds * share), 4, 0, owners))
         run.answers.append(answered("text", at, 10 + 10 * share))
         run.fills.append(Fill(at, 1.0, 0.2 + 0.4 * share))
     return run
@@ -121,6 +123,7 @@ def test_a_process_is_watched_until_it_ends() -> None:
     assert len(watch.deaths) == 1 and "engine" in watch.deaths[0]
     mine = watch.samples["api"][0]
     assert mine.rss >= mine.uss > 1 and mine.fds > 2 and mine.threads >= 1
+    assert sum(mine.owners.values()) - mine.owners["helpers"] == pytest.approx(mine.uss, rel=0.1)
 
 
 def test_a_short_soak_finds_both_processes_and_no_failure(
@@ -157,7 +160,7 @@ def test_percentiles_are_values_that_were_there() -> None:
 def test_growth_is_told_with_the_caches_that_filled_meanwhile() -> None:
     api, engine, requests = verdicts(made_run(growth=100), steady=8)
     assert "api: memory steady" in api
-    assert "engine: memory still growing" in engine and "+100.0 MiB" in engine
+    assert "engine: memory still growing" in engine and "+100.0 MiB" in engine and "large blocks +" in engine
     assert "encoder cache from 40% to" in engine and "kv cache" not in engine
     assert "60, 0 refused, 0 failed" in requests
     assert "engine: memory steady" in verdicts(made_run(growth=4), steady=8)[1]

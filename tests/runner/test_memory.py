@@ -75,6 +75,13 @@ def test_budget_and_cache_hold_the_largest_image_by_themselves() -> None:
     assert made.scheduler.encoder_cache_slots >= 16384
 
 
+def test_the_caches_of_a_cpu_fit_the_memory_that_is_free() -> None:
+    made = plan(free=3 * GIB, dtype="bfloat16")
+    taken = made.scheduler.encoder_cache_slots * costs.embedding_bytes_per_slot(small().text, "bfloat16")
+    assert 0.44 * GIB < taken <= 0.45 * GIB
+    assert any("0.45 GiB: 15% of the free memory" in reason for reason in made.reasons)
+
+
 def test_a_budget_below_the_largest_image_stops_the_start_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"encoder_budget=100 .*1564"):
         plan(encoder_budget=100)

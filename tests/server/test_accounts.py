@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from saccade.server.generation import BilledPrompt, Generation, Timing
 from saccade.server.http.limits import AdmissionGate
 from saccade.server.metrics import Metrics
 from saccade.server.tenant_file import Limits, TenantSettings
-from saccade.types import Bill, BillItem, Grid
+from saccade.types import PIXELS_PER_SECOND, Bill, BillItem, Grid, Usage
 from tests.helpers.fake_stream import FakeAnswer, FakeEngine, new_stream, running, token
 
 
@@ -252,6 +253,7 @@ def test_pixels_that_wait_are_counted_by_client_and_given_back_once() -> None:
         with pytest.raises(ApiError, match="--max-waiting-megapixels") as caught:
             second.hold_pixels(1)
         assert caught.value.status == 429 and caught.value.retry_after
+        second.hold_pixels(0)  # text waits for no pictures
         with gate.lease("b", Account("b")) as other:
             other.hold_pixels(100)
         first.release_pixels()
@@ -264,11 +266,12 @@ def test_pixels_that_wait_are_counted_by_client_and_given_back_once() -> None:
 
 # --- a generation -------------------------------------------------------------------------------------------------
 
+PICTURE = SimpleNamespace(key=b"k", price=2 * PIXELS_PER_SECOND)
 IMAGE = BillItem("image", 10, 20, 28, 28, 1, 1, "abc", Grid(1, 2, 2))
 
 
 def generation(metrics: Metrics) -> Generation:
-    prompt: Any = type("P", (), {"token_ids": [1], "where": {}})()
+    prompt: Any = type("P", (), {"token_ids": [1], "where": {}, "items": [PICTURE, PICTURE]})()
     billed = BilledPrompt(prompt, Bill(9, 1, 0, 1, (IMAGE,)))
     return Generation([billed], [FakeAnswer()], Timing(0.0, 0.0, 0.0), metrics)  # type: ignore[list-item]
 
@@ -308,6 +311,7 @@ def test_what_was_reserved_and_not_generated_comes_back(clock: Clock, end: str) 
                     [delta async for delta in deltas]
             else:
                 [delta async for delta in deltas]
+                running.outputs[0].usage = Usage(0, 0, 1.0, 1.5, 2.0, 3.0, decode_ms=500.0, encode_ms=0.0)
                 running.finish()
                 assert left(acme) == (88, 800)  # a whole response can already say so
 
@@ -317,6 +321,8 @@ def test_what_was_reserved_and_not_generated_comes_back(clock: Clock, end: str) 
     text = metrics.text().decode()
     assert 'saccade:tenant_tokens_total{kind="prompt",tenant="acme"} 10.0' in text
     assert 'saccade:tenant_pixels_total{tenant="acme"} 200.0' in text
+    seconds = 0.5 if end == "complete" else 2.0  # by the price where nothing else is known
+    assert f'saccade:tenant_processor_seconds_total{{tenant="acme"}} {seconds}' in text
 
 
 def test_what_was_generated_beyond_the_reservation_is_charged_in_the_end(clock: Clock) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,13 @@ from starlette.types import Receive, Scope, Send
 from saccade.batch.batch_records import BatchRecord
 from saccade.helpers.process import HelperProcess, Reply
 from saccade.server import batch_jobs
+from saccade.server.accounts import Account
 from saccade.server.batch_jobs import BatchJobs
 from saccade.server.errors import ApiError, json_response
 from saccade.server.http.auth import Tenants
+from saccade.server.http.in_process import post
 from saccade.server.http.limits import AdmissionGate
+from saccade.server.tenant_file import TenantSettings
 from saccade.server_options import ServerOptions
 from tests.helpers.full_disk import full_disk
 
@@ -60,13 +64,17 @@ class World:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.server = ServerOptions(batch_dir=str(folder), batch_concurrency=2, **options)
         self.app = App()
+        self.charged: Counter[str] = Counter()  # processor seconds
         self.jobs = self.start()
 
     def start(self) -> BatchJobs:
         gate = AdmissionGate(100, 1, 1, engine_bytes=int, on_refusal=str)
-        jobs = BatchJobs(self.server, Tenants(self.server), gate, lambda: 10_000)
+        jobs = BatchJobs(self.server, Tenants(self.server), gate, lambda: 10_000, self.charge)
         jobs.connect(self.app)
         return jobs
+
+    def charge(self, account: Account, seconds: float) -> None:
+        self.charged[account.name] += seconds
 
     def batch(self, *bodies: dict[str, Any], owner: str = "", **fields: Any) -> BatchRecord:
         entries = (
@@ -157,6 +165,7 @@ def test_requests_run_as_their_tenant_and_fail_without_one(tmp_path: Path) -> No
         known, unknown = world.batch({"id": "0"}, owner=name), world.batch({"id": "1"}, owner="gone")
         await until(lambda: known.is_final and unknown.is_final)
         assert known.status == "completed" and world.app.tenants == {name}
+        assert world.charged.keys() == {name} and world.charged[name] > 0, "its file was read for it"
         assert unknown.status == "failed" and "not one of this server's" in str(unknown.error)
         await world.jobs.close()
 
@@ -225,6 +234,30 @@ def test_the_bytes_of_a_body_go_to_the_route_and_those_of_its_answer_into_the_re
     asyncio.run(run())
 
 
+def test_a_large_body_comes_in_pieces_and_others_have_turns_between_them() -> None:
+    body = bytes(range(256)) * 1000
+    pieces: list[bytes] = []
+    turns: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async for piece in Request(scope, receive).stream():
+            pieces.append(piece)
+        await json_response({})(scope, receive, send)
+
+    async def neighbour() -> None:
+        while True:
+            turns.append(len(pieces))
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        other = asyncio.create_task(neighbour())
+        assert (await post(app, Account("a", TenantSettings()), "a", CHAT, body)).status == 200
+        other.cancel()
+
+    asyncio.run(run())
+    assert b"".join(pieces) == body and {1, 2, 3} <= set(turns)
+
+
 def test_a_body_that_no_server_could_answer_is_refused_alone_and_before_it_is_decoded(tmp_path: Path) -> None:
     async def run() -> None:
         world = World(tmp_path)
@@ -272,6 +305,10 @@ def test_a_batch_that_is_being_read_ends_at_once(
             helpers.append(self)
             return super().ask([b"spin"], 1000)
 
+        def close(self) -> None:
+            assert threading.current_thread() is not threading.main_thread(), "the server's loop waits for no process"
+            super().close()
+
     monkeypatch.setattr(batch_jobs, "HelperProcess", Stuck)
     monkeypatch.setattr(batch_jobs, "_LINE_HELPER", "tests.helpers.odd_helper")
 
@@ -301,7 +338,7 @@ def test_a_full_disk_stops_a_batch_which_the_next_start_goes_on_with(tmp_path: P
             world.app.go.set()
             await until(lambda: record.is_final)
             with pytest.raises(ApiError, match="cannot be written: File too large; nothing was changed") as error:
-                await world.jobs.in_thread(write_whole_file, tmp_path)
+                await world.jobs.in_thread("", "", write_whole_file, tmp_path)
             assert error.value.status == 507
         assert record.status == "failed" and "the next start of the server goes on" in str(record.error)
         world.jobs.store.check_conservation()
@@ -315,6 +352,48 @@ def test_a_full_disk_stops_a_batch_which_the_next_start_goes_on_with(tmp_path: P
         assert world.app.asked["0"] == world.app.asked["1"] == 1
         world.jobs.store.check_conservation()
         await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_a_batch_whose_file_is_gone_at_the_next_start_ends_with_the_results_that_it_has(tmp_path: Path) -> None:
+    """Where the disk was full it had failed, so its file could be deleted."""
+
+    async def run() -> None:
+        world = World(tmp_path)
+        record = world.batch({"id": "0"}, {"id": "1", "wait": True})
+        await until(lambda: record.completed == 1 and world.app.open)
+        await world.jobs.close()
+        world.jobs.store.remove_file(record.input_file_id)
+        world.jobs = world.start()
+        world.jobs.resume()
+        resumed = world.jobs.store.batch("", record.id)
+        await until(lambda: resumed.is_final)
+        assert resumed.status == "failed" and "there is no file" in str(resumed.error)
+        assert world.lines(resumed.output_file_id) == ["c0"]
+        await world.jobs.close()
+
+    asyncio.run(run())
+
+
+def test_clients_take_turns_at_a_slow_disk(tmp_path: Path) -> None:
+    async def run() -> None:
+        jobs = World(tmp_path).jobs
+        disk = threading.Event()
+        begun: list[str] = []
+
+        def write(client: str) -> None:
+            begun.append(client)
+            disk.wait(0 if client == "kb" else 60)
+
+        uploads = [asyncio.ensure_future(jobs.in_thread("", "ka", write, "ka")) for _ in range(4)]
+        await until(lambda: begun)
+        await jobs.in_thread("", "kb", write, "kb")
+        assert begun == ["ka", "kb"]
+        disk.set()
+        await asyncio.gather(*uploads)
+        await jobs.close()
+        jobs.disk.close()
 
     asyncio.run(run())
 

@@ -91,12 +91,14 @@ def test_large_bodies_that_are_legal_are_read_as_they_are(reader: BodyReader, na
     assert read(reader, data, inputs) == json.loads(data)
 
 
+ODD = "data:\u00e9" + "A" * 5_000_000
 ILLEGAL: dict[str, tuple[Callable[[], bytes], str | None]] = {
     "numbers": (lambda: b'{"messages":[' + b"0," * (MAX_MEMBERS + 1) + b"0]}", "request_too_large"),
     "names": (lambda: b"{" + b",".join(b'"k%d":1' % i for i in range(200_000)) + b"}", "request_too_large"),
-    "depth": (lambda: b'{"a":[' + b"1," * 30_000 + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"]}", "invalid_json"),
+    "depth": (lambda: b'{"a":[' + b"1," * 110_000 + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"]}", "invalid_json"),
     "no end": (lambda: b'{"a":[' + b"1," * 300_000, "invalid_json"),
     "a list": (lambda: b"[" + b"1," * 300_000 + b"1]", "invalid_json"),
+    "a picture that is text": (lambda: chat([{**PICTURE, "image_url": ODD}]), "context_length_exceeded"),
     "much text": (lambda: chat("a" * 3_900_000, user="b" * 3_900_000), "context_length_exceeded"),
 }  # fmt: skip
 
@@ -121,8 +123,16 @@ def nested(depth: int) -> bytes:
     return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
 
+def test_what_is_decoded_in_milliseconds_is_not_sent_to_a_process() -> None:
+    """So the ids of many prompts do not wait for the two processes, and a client's pictures neither."""
+    ids = json.dumps({"prompt": [151_643] * 25_000}).encode()
+    picture = chat([{"type": "image_url", "image_url": {"url": "data:,A" + "\\u002B" * 500_000}}])
+    assert not tally_of(ids, ("prompt",)).is_heavy
+    assert not tally_of(picture.replace(b"\\\\", b"\\")).is_heavy
+
+
 @pytest.mark.parametrize("inputs", [(), ("a",)])
-@pytest.mark.parametrize("beside", [b"", b',"b":[' + b"1," * 30_000 + b"1]"])
+@pytest.mark.parametrize("beside", [b"", b',"b":[' + b"1," * 110_000 + b"1]"])
 def test_the_limit_of_nesting_is_exact_for_small_bodies_and_heavy_ones(
     reader: BodyReader, inputs: tuple[str, ...], beside: bytes
 ) -> None:

@@ -89,6 +89,14 @@ def test_an_unknown_environment_variable_is_only_logged(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
+    ("given", "free_mb", "held_mb"),
+    [({}, 64_000, 1024), ({}, 4_000, 500), ({}, 500, 192), ({"max_inflight_mb": 2048}, 500, 2048)],
+)
+def test_bodies_may_hold_a_part_of_the_memory_that_is_free(given: dict[str, int], free_mb: int, held_mb: int) -> None:
+    assert ServerOptions(**given).max_inflight_bytes(free_mb << 20) == held_mb << 20  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {"port": 70000},

@@ -113,11 +113,11 @@ def test_a_file_of_another_tenant_does_not_exist(tmp_path: Path) -> None:
     with store.draft("alice") as draft:
         draft.write(b"her picture")
         record = draft.save("a.jpg", "vision")
-    jobs: Any = SimpleNamespace(store=store, in_thread=asyncio.to_thread)
+    jobs: Any = SimpleNamespace(store=store, in_thread=lambda tenant, client, work: asyncio.to_thread(work))
     files = StoredFiles(jobs, MediaPolicy.of(Options()))
 
     def read(tenant: str) -> bytes:
-        return asyncio.run(files.read(tenant, record.id, "messages[0].content[0].file", lambda _: None))
+        return asyncio.run(files.read(tenant, tenant, record.id, "messages[0].content[0].file", lambda _: None))
 
     assert read("alice") == b"her picture"
     for other in ("bob", ""):
@@ -137,4 +137,4 @@ def test_an_id_stands_alone_and_is_a_string() -> None:
 def test_a_server_without_a_folder_names_the_flag() -> None:
     files = StoredFiles(None, MediaPolicy.of(Options()))
     with pytest.raises(RequestError, match="--batch-dir DIR, or send the data"):
-        asyncio.run(files.read("", "file-a", "messages[0].content[0].file", lambda _: None))
+        asyncio.run(files.read("", "", "file-a", "messages[0].content[0].file", lambda _: None))

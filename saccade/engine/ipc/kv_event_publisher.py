@@ -5,7 +5,7 @@ the memory of its process. Owns the batches until that has them, and those that 
 
     request: numbers of the first batch that readers may ask for and of the next batch to come,
              for each batch its number, whether readers get it now, its length, batch
-    reply: counts of what went wrong, whether the first batch is missing
+    reply: counts of what went wrong, whether the first batch is missing, whether readers could connect before
 
 Numbers go on when the engine or the helper process is started again. A reader that does not keep up misses
 batches, and sees that from their numbers. `kv_events.py` has the form of a batch.
@@ -33,7 +33,7 @@ from saccade.server_options import ServerOptions
 
 KEPT = struct.Struct(">QQ")
 RECORD = struct.Struct(">Q?I")
-REPLY = struct.Struct(">QQ?")  # overflows and failed replays since the last reply, and if a batch is missing
+REPLY = struct.Struct(">QQ??")  # overflows and failed replays since the last reply, missing, bound
 MAX_BATCHES = 10_000  # that wait for the helper process or are kept for replays, and at most so many bytes:
 MAX_BYTES = 64 << 20
 _WORKER = "saccade.engine.ipc.kv_event_worker"
@@ -79,6 +79,11 @@ class KVEventEndpoints(NamedTuple):
         return cls(server.kv_events, server.kv_events_replay, server.kv_events_topic)
 
 
+class _Request(NamedTuple):
+    parts: list[bytes]
+    numbers: range  # of its batches
+
+
 class KVEventPublisher:
     """Its methods are for one thread. Another one hands batches over and starts the helper process again."""
 
@@ -88,7 +93,7 @@ class KVEventPublisher:
             raise ConfigError(problem)
         ends = [endpoint_of_rank(end, rank) if end else "" for end in endpoints[:2]]
         self.num_batches = 0
-        self.num_dropped = 0  # that the helper process never had
+        self.num_dropped = 0  # that no reader could have
         self._rank = rank
         self._ends = ends
         self._keeps_batches = bool(endpoints.replay)
@@ -97,7 +102,7 @@ class KVEventPublisher:
         self._num_bytes = 0
         self._next = 0  # number of the batch to hand over next
         self._is_closed = False
-        self._num_published = 0  # batches that a helper process had
+        self._num_had = 0  # batches that a helper process published, or keeps for replays
         self._num_overflows = 0  # times that a reader's queue was full; it misses batches until it reads on
         self._num_failed = 0  # replays that were not logged yet
         self._next_log = 0.0
@@ -162,7 +167,7 @@ class KVEventPublisher:
         self._num_bytes -= len(self._batches.popleft())
         if first >= self._next:
             self._next = first + 1
-            self.num_dropped += first >= self._num_published
+            self.num_dropped += first >= self._num_had
 
     # --- the thread -----------------------------------------------------------------------------------------
 
@@ -190,39 +195,50 @@ class KVEventPublisher:
     def _has_batches(self) -> bool:
         return self._next < self.num_batches
 
-    def _take(self) -> list[bytes]:
-        """A request with the next batches, if there are any."""
+    def _take(self) -> _Request:
+        """The next batches, if there are any."""
         with self._changed:
+            begin = self._next
             first = self.num_batches - len(self._batches)
             parts = [KEPT.pack(first if self._keeps_batches else self.num_batches, self.num_batches)]
             num_bytes = 0
             while self._has_batches() and num_bytes <= _MAX_REQUEST:
                 batch = self._batches[self._next - first]
-                parts += (RECORD.pack(self._next, self._next >= self._num_published, len(batch)), batch)
+                parts += (RECORD.pack(self._next, self._next >= self._num_had, len(batch)), batch)
                 num_bytes += len(batch)
                 self._next += 1
-            self._num_published = max(self._num_published, self._next)
             if not self._keeps_batches:
                 for _ in range(first, self._next):
                     self._forget_first()
-        return parts
+            return _Request(parts, range(begin, self._next))
 
-    def _ask(self, request: list[bytes]) -> Reply:
+    def _ask(self, request: _Request) -> Reply:
         """A helper process that is new says that it has not all that is kept, and gets that."""
         try:
-            reply = self._helper.ask(request, _CPU_SECONDS)
+            reply = self._helper.ask(request.parts, _CPU_SECONDS)
         except RuntimeError:  # closed
             return Reply(Outcome.CANCELLED, 0.0)
+        is_missing, has_batches = True, False
         if reply.outcome is Outcome.DONE:
-            overflows, failed, is_missing = REPLY.unpack(reply.body)
+            overflows, failed, is_missing, is_bound = REPLY.unpack(reply.body)
+            has_batches = is_bound or (self._keeps_batches and not is_missing)
             self._tell(overflows, failed)
         else:
-            is_missing = True
             self._helper.cancel()  # where it has not ended
+        self._count(request.numbers, has_batches=has_batches)
         if is_missing:
             with self._changed:
                 self._next = self.num_batches - len(self._batches)
         return reply
+
+    def _count(self, numbers: range, *, has_batches: bool) -> None:
+        """What became of a request's batches. Those that are kept here are sent again."""
+        with self._changed:
+            if has_batches:
+                self._num_had = max(self._num_had, numbers.stop)
+            else:
+                gone = min(numbers.stop, self.num_batches - len(self._batches))
+                self.num_dropped += max(0, gone - max(numbers.start, self._num_had))
 
     def _tell(self, overflows: int, failed: int) -> None:
         """Readers cannot fill the log."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from saccade.helpers.main import Refused, limit_memory, serve
 MAX_QUEUED = 1000  # batches that wait for one reader; readers that wait for the same batch share its memory
 _MEMORY_MB = 640  # of address space, of which 380 MB are for itself and the replays
 _REPLAY_SECONDS = 1.0  # that a reader may take before it gets no more of its replay: others wait meanwhile
+_MAX_REPLAY_SECONDS = 60.0  # of a whole replay, to a reader that takes each batch just in time
 _HANDSHAKE_SECONDS = 5.0
 _MAX_FRAME = 512  # bytes of what a reader sends: a topic, a number, or its name in the handshake
 _MAX_UNREAD = 100  # messages of a reader
@@ -80,6 +82,7 @@ class EventServer:
     def answer(self, request: bytes, _: Sequence[int] = ()) -> bytes:
         """Readers can connect from the moment that all batches are here that they may ask for."""
         first, end = KEPT.unpack_from(request)
+        is_bound = self._socket is not None
         body = memoryview(request)[KEPT.size :]
         while body:
             number, is_due, length = RECORD.unpack_from(body)
@@ -92,7 +95,7 @@ class EventServer:
         with self._lock:
             is_missing = first < end and not (self._kept and self._kept[0][0] <= first)
             is_whole = first == end or (not is_missing and self._kept[-1][0] + 1 == end)
-            reply = REPLY.pack(self.num_overflows, self.num_failed, is_missing)
+            reply = REPLY.pack(self.num_overflows, self.num_failed, is_missing, is_bound)
             self.num_overflows = self.num_failed = 0
         if is_whole and self._socket is None:
             self._socket = self.bind()
@@ -139,8 +142,11 @@ class EventServer:
         first = int.from_bytes(request[2], "big")
         with self._lock:
             wanted = [(number, batch) for number, batch in self._kept if number >= first]
+        deadline = time.monotonic() + _MAX_REPLAY_SECONDS
         try:
             for number, batch in wanted:
+                if time.monotonic() > deadline:
+                    return False
                 socket.send_multipart((reader, b"", number.to_bytes(8, "big"), batch))
             socket.send_multipart((reader, b"", _END, b""))
         except zmq.ContextTerminated:

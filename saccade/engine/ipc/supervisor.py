@@ -128,7 +128,7 @@ class WorkerSupervisor:
             await asyncio.wait([self._supervisor])
 
     def stats(self) -> dict[str, Any]:
-        """The worker's counters, at most about a second old. A new worker counts from zero."""
+        """The worker's counters, at most a second old. Empty without one; a new one counts from zero."""
         return self._stats
 
     def status(self) -> EngineStatus:
@@ -225,6 +225,7 @@ class WorkerSupervisor:
         finally:
             watch.cancel()
             self._process = None
+            self._stats = {}  # what it held is free
             self._state = "restarting" if self._state == "ready" else self._state
             self._worker_ended()
             how = await process.end()

@@ -149,7 +149,8 @@ class FolderStore:
     def make_cold(self, name: str) -> None:
         with _failing(self.where), open(self._path(name), "rb") as file:
             os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if hasattr(os, "posix_fadvise"):  # macOS has none
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def advice(self) -> str | None:
         return None

@@ -10,9 +10,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from heapq import heapify, heappop, heapreplace
 
-from saccade.types import MediaItem
+from saccade.types import PIXELS_PER_SECOND, MediaItem
 
-PIXELS_PER_SECOND = 2e8  # of CPU time, of a plain JPEG
 _MAX_CLIENTS = 256
 
 

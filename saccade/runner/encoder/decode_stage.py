@@ -161,6 +161,8 @@ class DecodeStage(Generic[Ready]):
     def _leave(self, begun: Begun[Ready]) -> None:
         """Its thread may hold what it decoded until it is done."""
         del self._begun[begun.item.key]
+        if begun.future.cancelled():  # it never began, so it costs nothing
+            self._took.append((begun.item, 0.0))
         self._leaving[begun.future] = begun.item
         begun.future.add_done_callback(self._leaving.pop)
 

@@ -7,6 +7,7 @@ threads share one stream: each image reuses the memory that the one before freed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from threading import Lock
 
 import numpy as np
@@ -79,6 +80,8 @@ def pin(memory: Pixels) -> Callable[[], None]:
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = memory.ctypes.data
     if int(cuda.cudaHostRegister(address, memory.nbytes, 0)) != 0:
+        with suppress(RuntimeError):  # the runtime tells the next kernel of it
+            torch.ones(1, device="cuda")
         return lambda: None  # it is copied into pinned memory then
     return lambda: cuda.cudaHostUnregister(address)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from saccade.batch.batch_records import BatchRecord, FileRecord
+from saccade.batch.batch_store import FileDraft
 from saccade.errors import RequestError, quoted
 from saccade.server.batch_jobs import BatchJobs
-from saccade.server.errors import ApiError, json_response
+from saccade.server.errors import ApiError, json_response, overloaded
 from saccade.server.http.limits import receive_body
 from saccade.server.http.multipart import MultipartReader
-from saccade.server.http.request_context import Exchange
+from saccade.server.http.request_context import Caller, Exchange
 from saccade.server.request.batches import read_batch
 from saccade.server.request.media_files import PURPOSES
 from saccade.server.service import Service
@@ -41,15 +44,26 @@ async def create_file(service: Service, request: Request) -> dict[str, Any]:
     """Written to the folder as it arrives."""
     reader = MultipartReader(request.headers.get("content-type", ""))
     jobs = jobs_of(service)
-    with jobs.store.draft(_owner(request)) as draft:
+    caller: Caller = request.scope["caller"]
+    with _draft(jobs, _owner(request)) as draft:
 
         async def take(chunk: bytes) -> None:
             if data := reader.take(chunk):
-                await jobs.in_thread(draft.write, data)
+                await jobs.in_thread(caller.tenant, caller.client, draft.write, data)
 
         await receive_body(request, service.server, service.gate, take, "split the file")
-        record = await jobs.in_thread(draft.save, *_check_form(reader))
+        record = await jobs.in_thread(caller.tenant, caller.client, draft.save, *_check_form(reader))
     return record.view()
+
+
+@contextmanager
+def _draft(jobs: BatchJobs, owner: str) -> Iterator[FileDraft]:
+    with ExitStack() as stack:
+        try:
+            draft = stack.enter_context(jobs.store.draft(owner))
+        except OSError as error:
+            raise overloaded(503, f"no file can be opened now: {error.strerror}; try again soon") from None
+        yield draft
 
 
 def _check_form(reader: MultipartReader) -> tuple[str, str]:
@@ -88,7 +102,8 @@ async def file_content(service: Service, request: Request) -> Response:
 async def delete_file(service: Service, request: Request) -> Response:
     file_id = request.path_params["id"]
     jobs = jobs_of(service)
-    await jobs.in_thread(jobs.store.delete_file, _owner(request), file_id)
+    caller: Caller = request.scope["caller"]
+    await jobs.in_thread(caller.tenant, caller.client, jobs.store.delete_file, caller.tenant, file_id)
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -99,9 +114,8 @@ async def create_batch(service: Service, exchange: Exchange) -> dict[str, Any]:
     jobs = jobs_of(service)
     order = await service.read(read_batch, exchange)
     owner = exchange.caller.tenant
-    record = await jobs.in_thread(
-        jobs.store.create_batch, owner, order.endpoint, order.input_file_id, order.metadata
-    )
+    create = partial(jobs.store.create_batch, owner, order.endpoint, order.input_file_id, order.metadata)
+    record = await jobs.in_thread(owner, exchange.caller.client, create)
     jobs.add(record)
     return record.view()
 

@@ -28,7 +28,7 @@ class BodyLimits(NamedTuple):
     inputs: tuple[str, ...] = ()  # fields of several prompts or token ids, which have their own limits
 
 
-def decoded(body: bytes | memoryview) -> dict[str, Any]:
+def decoded(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     """The JSON object in a body. Of duplicate keys the last one counts, as in every JSON library."""
     try:
         value = msgspec.json.decode(body)
@@ -55,9 +55,9 @@ def check(body: Mapping[str, Any], limits: BodyLimits) -> None:
 def check_text(body: Mapping[str, Any], limit: int) -> None:
     """RequestError if the strings and keys of a body have more than `limit` characters.
 
-    Other values count as one character. Data URLs count only where no image can be.
+    Other values count as one character. Data URLs count only where no image can be, or if they are not ASCII.
     """
-    media = {id(text) for text in _media(body)}
+    media = {id(text) for text in _media(body) if text.isascii()}
     count = 0
     for name, value in body.items():
         count += len(name) + _num_chars(value, media, limit - count)

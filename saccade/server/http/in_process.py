@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
@@ -12,6 +13,8 @@ from starlette.types import ASGIApp, Message
 from saccade.server.accounts import Account
 from saccade.server.http.request_context import Caller
 from saccade.server.request_record import RequestRecord
+
+_PIECE = 1 << 16  # as bodies arrive from a socket
 
 
 class Answer(NamedTuple):
@@ -39,14 +42,15 @@ async def post(app: ASGIApp, account: Account, client: str, path: str, body: byt
         "server": None,
         "caller": caller,
     }
-    unread = [body]
+    pieces = _pieces(body)
     status = 0
     headers: dict[bytes, bytes] = {}
     content = bytearray()
 
     async def receive() -> Message:
-        if unread:
-            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        for message in pieces:
+            await asyncio.sleep(0)  # others have their turn
+            return message
         await asyncio.Event().wait()  # this client never leaves
         raise AssertionError
 
@@ -60,3 +64,9 @@ async def post(app: ASGIApp, account: Account, client: str, path: str, body: byt
 
     await app(scope, receive, send)
     return Answer(status, headers.get(b"retry-after"), request_id, bytes(content))
+
+
+def _pieces(body: bytes) -> Iterator[Message]:
+    for end in range(_PIECE, len(body) + _PIECE, _PIECE):
+        piece = body[end - _PIECE : end]
+        yield {"type": "http.request", "body": piece, "more_body": end < len(body)}

@@ -10,8 +10,9 @@ _MAX_PARTS = 16
 _MAX_HEADERS = 8192  # bytes of one part's
 _MAX_FIELDS = 8192  # bytes of all fields that are no file
 _BOUNDARY = re.compile(r"boundary=(?:\"([^\"]{1,70})\"|([^\s;\"]{1,70}))", re.IGNORECASE)
-_NAME = re.compile(rb"content-disposition:[^\r\n]*?[;\s]name=\"([^\"\r\n]*)\"", re.IGNORECASE)
-_FILENAME = re.compile(rb"content-disposition:[^\r\n]*?[;\s]filename=\"([^\"\r\n]*)\"", re.IGNORECASE)
+_LINE = rb"^content-disposition:[^\r\n]*?[;\s]"  # one try for each line: each reads it to its end
+_NAME = re.compile(_LINE + rb"name=\"([^\"\r\n]*)\"", re.IGNORECASE | re.MULTILINE)
+_FILENAME = re.compile(_LINE + rb"filename=\"([^\"\r\n]*)\"", re.IGNORECASE | re.MULTILINE)
 
 
 class MultipartReader:

@@ -35,6 +35,8 @@ PEER = "peer"
 _MAX_PIPELINED = 8  # requests after the one that runs
 _PROBES = (b"/live", b"/health", b"/ready")
 _REQUEST_LINE = len(b"GET  HTTP/1.1\r\n\r\n")
+_SMALL_CHUNKS = 16_384  # of a body; each costs as much of the loop as many bytes
+_BYTES_PER_CHUNK = 64  # of a body with more
 _CHUNK_FRAME = 16  # bytes of a chunk's length and line ends, without extensions
 _LINGER_SECONDS = 3.0
 _MIN_PROBE_SECONDS = 0.1  # between two checks whether a half-closed client is still there
@@ -55,7 +57,10 @@ class _ResponseTransport(NamedTuple):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Ignores trailers and upgrades. A client that half-closes its connection still gets its response."""
+    """Ignores trailers and upgrades. The wish for a WebSocket is the last request of its connection.
+
+    A client that half-closes its connection still gets its response.
+    """
 
     def __init__(
         self,
@@ -80,6 +85,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_half_closed = False  # by the client
         self._num_headers = 0  # of the latest request, with its trailers
         self._header_bytes = 0
+        self._num_chunks = 0  # of the latest body
+        self._body_bytes = 0
         self._unreported = 0  # received but not reported by the parser: an unfinished line, chunk extensions
 
     # --- the connection -------------------------------------------------------------------------------------
@@ -88,7 +95,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_made(transport)
         if self.client is not None and isinstance(found := address_of(self.client[0]), IPv4Address):
             self.client = (str(found), self.client[1])  # not as IPv6: proxies are compared with it
-        self._response_transport = _ResponseTransport(transport.write, transport.is_closing, self._close)
+        self._response_transport = _ResponseTransport(transport.write, self._ends, self._close)
         if self._handshake is not None:
             self._connections.remove(self._handshake)
         self._admission = self._connections.admit(self, peer_of(self.client))
@@ -97,6 +104,10 @@ class BoundedHttp(HttpToolsProtocol):
             transport.close()  # without reading: there may be very many of these
         else:
             self._set_timer(self._options.header_timeout, self._on_header_timeout)
+
+    def _ends(self) -> bool:
+        """Whether no `100 Continue` may be written any more."""
+        return self._is_closing or self.transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
@@ -164,6 +175,9 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(ApiError(405, "this server is no proxy", code="method_not_allowed"))
             return b""
         lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+        ends = any(name == b"upgrade" and b"websocket" in value.lower() for name, value in self.headers)
+        if ends:  # a proxy may take what follows for frames, which could hide requests from it
+            lines.append(b"connection: close")
         for name, value in self.headers:
             if name == b"connection":
                 tokens = [token for token in value.split(b",") if token.strip().lower() not in _UPGRADE]
@@ -185,6 +199,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_in_headers = True
         self._num_headers = 0
         self._header_bytes = 0
+        self._num_chunks = 0
+        self._body_bytes = 0
         if not self._is_busy:
             self._set_timer(self._options.header_timeout, self._on_header_timeout)
         super().on_message_begin()
@@ -219,6 +235,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._connections.mark_busy(self)
         cycle = self.cycle
         cycle.transport = self._response_transport  # type: ignore[assignment]
+        cycle.waiting_for_100_continue &= self.scope["http_version"] == "1.1"
         self._keeps_alive = cycle.keep_alive and self._admission is Admission.OPEN
         cycle.keep_alive = False  # until the body is complete: an unread body must not go on arriving
         if not self.pipeline:
@@ -229,10 +246,17 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unreported -= len(body)
+        self._body_bytes += len(body)
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
         self._unreported -= _CHUNK_FRAME
+        self._num_chunks += 1
+        if self._num_chunks > _SMALL_CHUNKS + self._body_bytes // _BYTES_PER_CHUNK:
+            sizes = f"{self._num_chunks} chunks with {self._body_bytes} bytes"
+            message = f"the body came in {sizes}; send chunks of {_BYTES_PER_CHUNK} bytes or more"
+            self._refuse(ApiError(400, message, code="invalid_http"))
+            raise _Refused
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -58,6 +59,11 @@ def tls_context(server: ServerOptions) -> ssl.SSLContext | None:
 @contextmanager
 def _in_memory(data: bytes) -> Iterator[str]:
     """The name of a file that has them: the ssl module reads files alone, and would wait at a pipe."""
+    if not hasattr(os, "memfd_create"):  # macOS
+        with tempfile.NamedTemporaryFile(prefix="saccade-pem-", buffering=0) as private:
+            private.write(data)
+            yield private.name
+        return
     with os.fdopen(os.memfd_create("saccade-pem"), "wb", buffering=0) as file:
         file.write(data)
         yield f"/proc/self/fd/{file.fileno()}"

@@ -147,7 +147,7 @@ class MediaResolver:
             async with asyncio.TaskGroup() as group:
                 for link in links:
                     if link.file_id is not None and (link.file_id, _STORED) not in tasks:
-                        read = self._files.read(tenant, link.file_id, link.param, on_bytes)
+                        read = self._files.read(tenant, client, link.file_id, link.param, on_bytes)
                         tasks[link.file_id, _STORED] = group.create_task(read)
                     if link.url is None or link.is_data or (link.url, link.kind) in tasks:
                         continue

@@ -20,14 +20,14 @@ class StoredFiles:
         self._jobs = jobs  # None: this server keeps no files
         self._policy = policy
 
-    async def read(self, tenant: str, file_id: str, param: str, on_bytes: OnBytes) -> bytes:
+    async def read(self, tenant: str, client: str, file_id: str, param: str, on_bytes: OnBytes) -> bytes:
         if self._jobs is None:
             message = "file_id names a file, and this server keeps none; start it with --batch-dir DIR"
             raise RequestError(f"{message}, or send the data", code="unsupported", param=param)
         path, size = self._find(self._jobs.store, tenant, file_id, param)
         on_bytes(size)
         try:
-            return await self._jobs.in_thread(path.read_bytes)
+            return await self._jobs.in_thread(tenant, client, path.read_bytes)
         except FileNotFoundError:  # deleted since
             raise RequestError(
                 f"there is no file {quoted(file_id)}", code="file_not_found", param=param

@@ -6,7 +6,9 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -118,13 +120,24 @@ def test_what_is_kept_for_replays_is_bounded(
 
 
 def test_no_reader_connects_before_all_is_there_that_it_may_ask_for(server: EventServer, reader: Reader) -> None:
-    assert send(server, range(7, 8), cleared()) == [0, 0, True]  # this process is new; those before are missing
-    assert send(server, range(4), cleared(), end=8) == [0, 0, False]
+    assert send(server, range(7, 8), cleared()) == [0, 0, True, False]  # this process is new; those before are missing
+    assert send(server, range(4), cleared(), end=8) == [0, 0, False, False]
     reader._replay.send_multipart((b"", bytes(8)))
     assert not reader._replay.poll(300)
-    assert send(server, range(4, 8), cleared(), end=8) == [0, 0, False]
+    assert send(server, range(4, 8), cleared(), end=8) == [0, 0, False, False]
     assert reader._replay.poll(20_000)
     assert [reader._replay.recv_multipart()[1][-1] for _ in range(9)] == [*range(8), 255]
+
+
+def test_a_reader_that_takes_each_batch_just_in_time_gets_no_replay_for_ever(
+    server: EventServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(server, range(1000), cleared())
+    sent: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 0.9 * len(sent))
+    monkeypatch.setattr(kv_event_worker, "time", clock)
+    assert not server._has_replayed(Mock(send_multipart=sent.append), [b"reader", b"", bytes(8)])
+    assert len(sent) == 67
 
 
 # --- what readers send ----------------------------------------------------------------------------------------------
@@ -154,12 +167,16 @@ def memory() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def wait_for_another(publisher: KVEventPublisher, pid: int | None) -> None:
     """A request to the one that has ended would be lost."""
-    deadline = time.monotonic() + WAIT
-    while publisher._helper.pid in (pid, None):
-        assert time.monotonic() < deadline, "no other process was started"
-        time.sleep(0.01)
+    wait_until(lambda: publisher._helper.pid not in (pid, None))
 
 
 def test_readers_that_fill_the_memory_end_the_helper_process_and_nothing_is_lost(
@@ -218,6 +235,24 @@ def test_a_helper_process_that_ends_is_started_again_with_all_that_is_kept(
     assert publisher.stats()["dropped"] == 0
 
 
+def test_without_replays_what_no_helper_process_could_publish_is_counted(endpoints: KVEventEndpoints) -> None:
+    publisher = KVEventPublisher(KVEventEndpoints(endpoints.publish), 0)
+    publisher.publish(CLEARED)
+    wait_until(lambda: publisher._num_had == 1)
+    pid = publisher._helper.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: publisher._helper.pid != pid)
+    for _ in range(5):
+        publisher.publish(CLEARED)
+    wait_until(lambda: publisher.num_dropped)
+    publisher.publish(CLEARED)  # to a process that has its socket
+    wait_until(lambda: publisher._num_had == 7)
+    assert publisher.num_dropped == 5
+    publisher.check()
+    publisher.close()
+
+
 def test_batches_that_nobody_takes_are_dropped_and_counted(
     publisher: KVEventPublisher, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,9 +272,7 @@ def test_batches_that_nobody_takes_are_dropped_and_counted(
 def test_without_replays_nothing_is_kept(endpoints: KVEventEndpoints) -> None:
     publisher = KVEventPublisher(KVEventEndpoints(endpoints.publish), 0)
     publisher.publish(CLEARED)
-    deadline = time.monotonic() + WAIT
-    while publisher._batches and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not publisher._batches)
     assert publisher.num_batches == 1 and not publisher._batches
     publisher.check()
     publisher.close()

@@ -70,8 +70,10 @@ def test_open_streams_fail_when_the_worker_is_killed_and_the_next_request_works(
 
 def test_requests_are_refused_while_the_worker_is_started_again() -> None:
     async def test(client: EngineClient) -> None:
+        await until(client.stats)
         os.kill(pid_of(client), signal.SIGKILL)
         await until(lambda: client.status().state == "restarting")
+        assert not client.stats()  # those of the worker that died would show blocks in use
         with pytest.raises(EngineUnavailable, match="restarting"):
             await submit(client, make_request("a", 3))
 

@@ -61,6 +61,14 @@ def test_what_was_written_is_read_by_another_process(tmp_path: Path) -> None:
     assert read(folder_store(tmp_path), 8) is None
 
 
+def test_a_system_that_takes_no_advice_on_its_page_cache_goes_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fadvise")  # macOS
+    write(store := folder_store(tmp_path), 7)
+    store.make_cold(name(7))
+
+
 def test_others_can_neither_list_nor_read(tmp_path: Path) -> None:
     before = os.umask(0)
     try:

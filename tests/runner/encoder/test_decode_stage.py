@@ -11,9 +11,9 @@ import pytest
 
 from saccade.errors import RequestError
 from saccade.media.media_workers import Ticket
-from saccade.runner.encoder.decode_order import PIXELS_PER_SECOND, DecodeTurns
+from saccade.runner.encoder.decode_order import DecodeTurns
 from saccade.runner.encoder.decode_stage import DecodeStage
-from saccade.types import HEAVY_PIXELS, Grid, MediaItem, Size
+from saccade.types import HEAVY_PIXELS, PIXELS_PER_SECOND, Grid, MediaItem, Size
 from tests.helpers.fake_tower import picture
 
 
@@ -160,6 +160,19 @@ def test_what_is_needed_first_begins_though_others_wait_decoded(decoders: Decode
     decoders.stage.make_room([second], submitted={b"first"})
     assert b"second" not in decoders.stage
     decoders.let("needed")
+
+
+@pytest.mark.parametrize("is_heavy", [True, False])
+def test_an_image_that_is_dropped_before_it_begins_costs_nothing(decoders: Decoders, is_heavy: bool) -> None:
+    pixels = HEAVY_PIXELS + 1 if is_heavy else 16
+    first, second = (item(name, "A", "x", pixels) for name in ("light", "late"))
+    decoders.stage.start([first, second])  # with one thread
+    while not decoders.begun:
+        pass
+    decoders.stage.end([second.key])
+    decoders.stage.start([])
+    assert second.key not in decoders.stage
+    assert decoders.stage._turns._used == {"A": first.price}
 
 
 def test_a_light_image_that_is_being_decoded_is_not_begun_again(decoders: Decoders) -> None:

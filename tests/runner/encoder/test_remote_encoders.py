@@ -14,9 +14,8 @@ from saccade.errors import RequestError
 from saccade.runner.embedding_tiers.host import HostTier
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.runner.encoder import remote_encoders
-from saccade.runner.encoder.decode_order import PIXELS_PER_SECOND
 from saccade.runner.encoder.encoder_channel import EncoderLate, RemoteEmbedding
-from saccade.types import MediaItem, MediaTimes
+from saccade.types import PIXELS_PER_SECOND, MediaItem, MediaTimes
 from tests.helpers.fake_channel import FORM, WORKER_VALUE, FakeChannel, Workers, embedding
 from tests.helpers.fake_tower import picture
 from tests.helpers.tiers import CPU, FREE, SLOW

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 import subprocess
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,15 @@ def test_a_new_certificate_serves_new_connections(files: dict[str, str], tmp_pat
             except ssl.SSLWantReadError:
                 continue
     assert theirs.getpeercert()["subject"] == ((("commonName", "renewed"),),)
+
+
+def test_without_files_in_memory_private_ones_are_used_and_removed(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")  # macOS
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    context = tls_context(ServerOptions(**files, ssl_ca_certs=files["ssl_certfile"]))
+    assert context is not None and context.cert_store_stats()["x509"] == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("wrong", ["missing", "no PEM", "another's key", "passphrase", "authorities"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from saccade.runner.device_memory import free_in_cgroups, free_ram
+from saccade.helpers.free_memory import free_in_cgroups, free_ram
 
 
 def group(folder: Path, **values: object) -> None:
@@ -41,3 +42,10 @@ def test_groups_of_version_1_count_too(tmp_path: Path) -> None:
 def test_without_groups_the_machine_alone_counts(tmp_path: Path) -> None:
     assert not list(free_in_cgroups(tmp_path / "none", tmp_path / "none"))
     assert free_ram() > 0
+
+
+def test_a_system_that_tells_only_its_whole_memory_has_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {name: number for name, number in os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
+    monkeypatch.setattr(os, "sysconf_names", names)  # macOS
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert free_ram() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
