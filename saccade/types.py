@@ -93,10 +93,8 @@ class Still(NamedTuple):
     header: Header
 
 
-PIXELS_PER_SECOND = 200_000_000
-"""Of an item's price: what a second of CPU time decodes."""
-HEAVY_PIXELS = PIXELS_PER_SECOND // 4
-"""Of an item's price: what takes longer is decoded apart from other items."""
+PIXELS_PER_SECOND = 200_000_000  # of an item's price: what a second of CPU time decodes
+HEAVY_PIXELS = PIXELS_PER_SECOND // 4  # what takes longer is decoded apart from other items
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,8 +119,7 @@ class MediaItem:
     client: str = ""  # and whose that is: clients, then their requests, take turns in the decode threads
 
     @property
-    def num_frames(self) -> int:
-        """Frames decoded for it."""
+    def num_frames(self) -> int:  # decoded for it
         return len(self.stamps) or len(self.stills) or 1
 
     @property
@@ -134,6 +131,10 @@ class MediaItem:
     @property
     def is_heavy(self) -> bool:
         return self.price > HEAVY_PIXELS
+
+    @property
+    def is_decoded_first(self) -> bool:  # by its price it may take long, or its price says little
+        return self.is_heavy or self.page is not None or bool(self.stamps)
 
     @property
     def leading(self) -> int:
@@ -312,9 +313,8 @@ class StepPlan:
     encode: tuple[MediaItem, ...] = ()  # newly given to the encoder; slots are reserved
     encode_layers: int | None = None  # encoder layers to advance in this step; None: until all is encoded
     prefetch: tuple[MediaItem, ...] = ()  # likely next: image decoding may begin
-    heavy: tuple[MediaItem, ...] | None = (
-        None  # decoded before they are given to the encoder; None: as before
-    )
+    decode_first: tuple[MediaItem, ...] = ()  # before they are given to the encoder, those needed first first
+    unwanted: tuple[Key, ...] = ()  # media of no open request any more: their decoding ends
     kind: PlanKind = "sync"
     fuse_with_next: bool = False  # run the prefill and the next async decode as one mixed batch
 
@@ -360,7 +360,7 @@ class StepResult:
     slice: Slice = Slice()  # noqa: RUF009 (immutable)
     restored: frozenset[Key] = frozenset()  # those of `encoded` that a tier of embeddings had
     local_work: int | None = None  # embeddings in flight that the engine itself encodes; None: all
-    decoded: frozenset[Key] = frozenset()  # heavy images that may be given to the encoder
+    decoded: frozenset[Key] = frozenset()  # of `decode_first`: these may be given to the encoder
 
 
 Collect = Callable[[], StepResult]

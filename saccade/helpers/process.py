@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from queue import LifoQueue
 from typing import Generic, NamedTuple, TypeVar
@@ -25,7 +26,9 @@ from typing import Generic, NamedTuple, TypeVar
 REQUEST = struct.Struct(">dQ")
 REPLY = struct.Struct(">BdQ")
 MAX_BODY = 1 << 31
-_HUNG_SECONDS = 60.0  # of wall time beyond the CPU time; only a stopped process takes as long
+_HUNG_SECONDS = 60.0  # of wall time beyond the CPU time: longer only while it gets a little of a processor
+_CPU_CLOCK = 2  # Linux, as clock_getcpuclockid(3) makes the clock of a process
+_MIN_SHARE = 0.01  # of a processor; with less it counts as stopped
 
 _END_SECONDS = 1.0  # for one that has closed its socket, or is told to end by that
 _REAP_SECONDS = 0.001  # between looks if it has ended
@@ -33,12 +36,17 @@ _REAP_SECONDS = 0.001  # between looks if it has ended
 Buffer = bytes | bytearray | memoryview
 
 
-_helped = threading.local()  # what helper processes took for each thread
+_helped = threading.local()  # what other processes took for each thread
 
 
 def thread_seconds() -> float:
     """CPU seconds of this thread, as `time.thread_time`, and of the helper processes that it asked."""
     return time.thread_time() + getattr(_helped, "seconds", 0.0)
+
+
+def count_seconds(seconds: float) -> None:
+    """CPU time that was taken elsewhere for this thread."""
+    _helped.seconds = getattr(_helped, "seconds", 0.0) + seconds
 
 
 class Outcome(IntEnum):
@@ -86,17 +94,26 @@ class HelperProcess:
         self._is_cancelled = False
         self._is_closed = False
 
-    def ask(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int] = ()) -> Reply:
-        """Sends the parts as one body; `fds` go with it. RuntimeError after `close`."""
-        reply = self._reply(parts, seconds, fds)
-        _helped.seconds = getattr(_helped, "seconds", 0.0) + reply.seconds
-        return reply
+    def ask(
+        self,
+        parts: Sequence[Buffer],
+        seconds: float,
+        fds: Sequence[int] = (),
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Reply:
+        """Sends the parts as one body; `fds` go with it. RuntimeError after `close`.
 
-    def _reply(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int]) -> Reply:
+        `is_cancelled`: true before `cancel` is called, which may be before the process is known.
+        """
         try:
-            running = self._started()
+            running = self._started(is_cancelled)
         except OSError:
             return Reply(Outcome.UNAVAILABLE, 0.0)
+        reply = self._reply(running, parts, seconds, fds) if running else Reply(Outcome.CANCELLED, 0.0)
+        count_seconds(reply.seconds)
+        return reply
+
+    def _reply(self, running: _Running, parts: Sequence[Buffer], seconds: float, fds: Sequence[int]) -> Reply:
         start = time.monotonic()
         try:
             reply = running.ask(parts, seconds, fds, self._max_reply)
@@ -131,11 +148,14 @@ class HelperProcess:
         running = self._running
         return None if running is None or running.has_ended else running.pid
 
-    def _started(self) -> _Running:
+    def _started(self, is_cancelled: Callable[[], bool]) -> _Running | None:
+        """The process; None where the caller wants no answer any more."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the helper process was closed")
             self._is_cancelled = False
+            if is_cancelled():  # asked under the lock: a `cancel` after this finds the process
+                return None
             if self._running is None or self._running.has_ended:
                 self._running = _Running(self._command, self._environment)
             return self._running
@@ -170,6 +190,7 @@ class _Running:
         self.seconds = 0.0  # of CPU time that no reply has told of; known when it has ended
         self._told = 0.0
         self._is_killed = False
+        self._patience = _HUNG_SECONDS
         self._reaping = threading.Lock()
         self._socket = ours
         self._finish = weakref.finalize(self, _finish, self._child, ours)  # at the latest with this object
@@ -180,8 +201,9 @@ class _Running:
         return self._is_killed or self._reap()
 
     def ask(self, parts: Sequence[Buffer], seconds: float, fds: Sequence[int], max_reply: int) -> Reply:
-        """Raises OSError if the process has ended."""
-        self._socket.settimeout(seconds + _HUNG_SECONDS)
+        """Raises OSError if the process has ended, TimeoutError if it stands still."""
+        self._patience = seconds + _HUNG_SECONDS
+        self._socket.settimeout(self._patience)
         header = REQUEST.pack(seconds, sum(map(len, parts)))
         if fds:
             socket.send_fds(self._socket, [header], fds)
@@ -235,11 +257,27 @@ class _Running:
         body = bytearray(length)
         view = memoryview(body)
         while view:
-            count = self._socket.recv_into(view)
+            count = self._receive_into(view)
             if not count:
                 raise ConnectionError("a helper process has ended")
             view = view[count:]
         return bytes(body)
+
+    def _receive_into(self, view: memoryview) -> int:
+        """Waits on while the process works: beside busy threads a nice one gets little of a processor."""
+        while True:
+            before = self._cpu_seconds()
+            try:
+                return self._socket.recv_into(view)
+            except TimeoutError:
+                if self._cpu_seconds() - before < _MIN_SHARE * self._patience:
+                    raise
+
+    def _cpu_seconds(self) -> float:
+        """Of the process until now; 0 where the system has no such clock."""
+        with suppress(OSError):
+            return time.clock_gettime(~self.pid << 3 | _CPU_CLOCK)
+        return 0.0
 
 
 def _finish(child: subprocess.Popen[bytes], connection: socket.socket) -> None:

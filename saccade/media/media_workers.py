@@ -75,6 +75,11 @@ class Ticket:
             if self._process is not None:
                 self._process.cancel()
 
+    def check(self) -> None:
+        """RequestError after `cancel`: for work in steps that no process ends."""
+        if self.is_cancelled:
+            raise RequestError("no request waits for this any more", code="cancelled")
+
     @contextmanager
     def held_by(self, process: HelperProcess) -> Iterator[None]:
         with self._lock:
@@ -95,23 +100,25 @@ class _Worker:
     def ask(self, task: Task, ticket: Ticket) -> bytes:
         """The body of the reply. RequestError where there is none."""
         with ticket.held_by(self.process):
-            if ticket.is_cancelled:
-                raise task.fault.error(Outcome.CANCELLED, b"")
-            reply = self._send(task)
+            reply = self._send(task, ticket)
         is_alive = reply.outcome in (Outcome.DONE, Outcome.FAILED)
         self.data = task.data if task.keep and is_alive else None
         if reply.outcome is not Outcome.DONE:
             raise task.fault.error(reply.outcome, reply.body)
         return reply.body
 
-    def _send(self, task: Task) -> Reply:
+    def _send(self, task: Task, ticket: Ticket) -> Reply:
         fds = [self.memory.fd] if self.memory.fd >= 0 else []
+
+        def ask(*parts: bytes) -> Reply:
+            return self.process.ask(parts, task.seconds, fds, lambda: ticket.is_cancelled)
+
         if self.data is task.data:
             head = pack(task.job, task.memory, has_data=True)
-            reply = self.process.ask([head], task.seconds, fds)
+            reply = ask(head)
             if reply.outcome is not Outcome.FAILED or reply.body != SEND_AGAIN:
                 return reply
-        return self.process.ask([pack(task.job, task.memory, has_data=False), task.data], task.seconds, fds)
+        return ask(pack(task.job, task.memory, has_data=False), task.data)
 
     def close(self) -> None:
         self.process.close()

@@ -180,6 +180,8 @@ class Runner:
             if key in self.embeddings:
                 del self.embeddings[key]
             self._coordinates.pop(key, None)
+        if self.encoder and plan.unwanted:
+            self.encoder.end(plan.unwanted)
         for admission in plan.admitted:
             # A preempted request continues with its grammar's state.
             grammar = self.grammars.of(admission.request)
@@ -201,8 +203,8 @@ class Runner:
         advanced = self.encoder.advance(plan.encode_layers, may_wait=may_wait)
         if plan.encode_layers != 0:  # otherwise the encoder pauses and earlier prefetches stay
             self.encoder.prefetch(plan.prefetch)
-        if plan.heavy is not None:
-            self.encoder.want_heavy(plan.heavy)
+        if plan.decode_first:
+            self.encoder.decode_first(plan.decode_first)
         done = self.encoder.poll()
         self.embeddings.update(done.embeddings)
         self._coordinates.update(done.coordinates)
@@ -213,7 +215,7 @@ class Runner:
             slice=advanced,
             restored=frozenset(done.restored),
             local_work=self.encoder.local_work,
-            decoded=self.encoder.decoded_heavy(),
+            decoded=self.encoder.decoded_first(),
         )
 
     def _before_failed(self, window: ScheduledWindow, failed: Container[Key]) -> ScheduledWindow | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, KeptImages
@@ -21,23 +21,36 @@ def spans_ahead(candidates: Iterable[ScheduledRequest], pool: BlockPool) -> Span
     By rank, not running ones first: a later request that runs must not keep taking the cache space that an
     earlier one waits for. Unless that waits for just this one, which holds its space until it has gone on.
     """
-    wanting = [seq for seq in candidates if seq.has_images_ahead]
-    for seq in sorted(wanting, key=lambda seq: (not seq.blocks_cache, seq.share.rank, seq.place)):
+    for seq in _in_order(candidates):
         for index in range(seq.next_span, len(seq.spans)):
             end = seq.spans[index].pinned_until
             if seq.is_running or not pool.has_prefix(seq.hashes, end, seq.num_tokens):
                 yield seq, index
 
 
+def _in_order(candidates: Iterable[ScheduledRequest]) -> list[ScheduledRequest]:
+    wanting = [seq for seq in candidates if seq.has_images_ahead]
+    return sorted(wanting, key=lambda seq: (not seq.blocks_cache, seq.share.rank, seq.place))
+
+
+def _next_of_running(candidates: Iterable[ScheduledRequest], encoder: EncoderScheduler) -> SpansAhead:
+    """The next image of each running request that is to be encoded: it may not go on without."""
+    for seq in _in_order(seq for seq in candidates if seq.is_running):
+        ahead = range(seq.next_span, len(seq.spans))
+        missing = next((index for index in ahead if not encoder.has(seq.spans[index].key)), None)
+        if missing is not None:
+            yield seq, missing
+
+
 class NextUp(NamedTuple):
     """What a plan has decoded before the encoder needs it."""
 
     prefetch: tuple[MediaItem, ...]
-    heavy: tuple[MediaItem, ...] | None  # see `StepPlan`
+    decode_first: tuple[MediaItem, ...]  # see `StepPlan`
 
     @property
     def is_new(self) -> bool:
-        return bool(self.prefetch) or self.heavy is not None
+        return bool(self.prefetch or self.decode_first)
 
 
 def next_up(
@@ -46,10 +59,11 @@ def next_up(
     encoder: EncoderScheduler,
     limits: StepLimits,
 ) -> NextUp:
-    heavy = encoder.heavy(spans_ahead((seq for seq in candidates() if seq.has_heavy_images), pool))
+    slow = [seq for seq in candidates() if seq.has_images_to_decode_first]
+    first = encoder.decode_first(chain(_next_of_running(slow, encoder), spans_ahead(slow, pool)))
     if encoder.is_sliced and limits.max_encode_in_flight is None:
-        return NextUp((), heavy)
-    return NextUp(encoder.prefetch(spans_ahead(candidates(), pool)), heavy)
+        return NextUp((), first)
+    return NextUp(encoder.prefetch(spans_ahead(candidates(), pool)), first)
 
 
 def encoded_ahead(candidates: Iterable[ScheduledRequest], encoder: EncoderScheduler) -> KeptImages:

@@ -6,6 +6,7 @@ A window ends before the first span whose embeddings are neither resident nor en
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types import Key, MediaItem, Span
 
-_MAX_HEAVY = 64  # that are decoded, or wait for it
+_MAX_DECODED_FIRST = 64  # that a plan names
 
 
 class WindowLimit(NamedTuple):
@@ -114,8 +115,10 @@ class EncoderScheduler:
         self._own_budget = encoder_budget
         self._encoder_budget = encoder_budget * (1 + num_workers)
         self.local_work: int | None = None  # embeddings that the engine itself makes; None: all in flight
-        self.decoded: frozenset[Key] = frozenset()  # heavy images that are decoded
-        self.waits_for_heavy = False  # some are to be decoded
+        self.decoded: frozenset[Key] = frozenset()  # of those that are decoded before they are encoded
+        self.waits_for_decoding = False  # some of them are to be decoded
+        self._wanted: Counter[Key] = Counter()  # media of open requests
+        self._left: dict[Key, None] = {}  # of requests that have ended since the last plan
         self._budget = 0  # work that may still be given to the encoder in this step
         self._in_flight: dict[Key, _InFlight] = {}
         self._encode_queue = _FifoTurn()
@@ -141,12 +144,30 @@ class EncoderScheduler:
     @property
     def is_busy(self) -> bool:
         """With images that are encoded, or decoded before that."""
-        return bool(self._in_flight) or self.waits_for_heavy
+        return bool(self._in_flight) or self.waits_for_decoding
 
     @property
     def work_in_flight(self) -> int:
         """Embeddings that the encoder is making, on which time and memory depend; some may be pruned then."""
         return sum(flight.work for flight in self._in_flight.values())
+
+    def join(self, seq: ScheduledRequest) -> None:
+        self._wanted.update(span.key for span in seq.spans)
+
+    def leave(self, seq: ScheduledRequest) -> None:
+        for span in seq.spans:
+            self._wanted[span.key] -= 1
+            self._left[span.key] = None
+
+    def drain_unwanted(self) -> tuple[Key, ...]:
+        """Media that no open request has any more, since the last call."""
+        if not self._left:
+            return ()
+        unwanted = tuple(key for key in self._left if not self._wanted[key])
+        for key in unwanted:
+            del self._wanted[key]
+        self._left.clear()
+        return unwanted
 
     def begin_step(self, is_sliced: bool, max_work: int | None = None) -> None:
         """`is_sliced`: encoding advances a few layers a step; what is in flight cannot be used in this step.
@@ -239,7 +260,7 @@ class EncoderScheduler:
         for seq, index in ahead:
             span = seq.spans[index]
             item = seq.request.prompt.items[index]
-            if span.key in self._cache or span.key in items or item.is_heavy:
+            if span.key in self._cache or span.key in items or item.is_decoded_first:
                 continue
             budget -= span.encode_cost
             if budget < 0:
@@ -247,21 +268,17 @@ class EncoderScheduler:
             items[span.key] = item
         return tuple(items.values())
 
-    def heavy(self, ahead: Iterable[tuple[ScheduledRequest, int]]) -> tuple[MediaItem, ...] | None:
-        """Images to decode first: until then they take neither budget nor space that others could use.
-
-        None: there are none, and there were none before.
-        """
+    def decode_first(self, ahead: Iterable[tuple[ScheduledRequest, int]]) -> tuple[MediaItem, ...]:
+        """Images that may take long: until then they take neither budget nor space that others could use."""
         items: dict[Key, MediaItem] = {}
         for seq, index in ahead:
             item = seq.request.prompt.items[index]
-            if item.is_heavy and item.key not in self._cache:
+            if item.is_decoded_first and item.key not in self._cache:
                 items[item.key] = item
-            if len(items) == _MAX_HEAVY:
+            if len(items) == _MAX_DECODED_FIRST:
                 break
-        were_none = not self.waits_for_heavy
-        self.waits_for_heavy = bool(items)
-        return None if were_none and not items else tuple(items.values())
+        self.waits_for_decoding = bool(items)
+        return tuple(items.values())
 
     def has(self, key: Key) -> bool:
         """Its embeddings are resident, or being made."""
@@ -287,14 +304,15 @@ class EncoderScheduler:
         """The encoder was cleared."""
         self._in_flight.clear()
 
-    def check(self) -> None:
+    def check(self, requests: Iterable[ScheduledRequest]) -> None:
+        assert +self._wanted == Counter(span.key for seq in requests for span in seq.spans), "wrong media"
         work = self.work_in_flight
         assert work <= self._encoder_budget, f"{work} embeddings in flight, {self._encoder_budget} allowed"
         assert self._in_flight.keys() == self._cache.in_flight(), "the cache has other images in flight"
 
     def _waits_for_decoding(self, seq: ScheduledRequest, index: int) -> bool:
         item = seq.request.prompt.items[index]
-        return item.is_heavy and item.key not in self._cache and item.key not in self.decoded
+        return item.is_decoded_first and item.key not in self._cache and item.key not in self.decoded
 
     def _may_enter(self, seq: ScheduledRequest, index: int) -> bool:
         span = seq.spans[index]

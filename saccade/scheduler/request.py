@@ -25,7 +25,7 @@ class ScheduledRequest:
     place: tuple[int, int] = field(init=False)  # among its tenant's requests, also after a preemption
     spans: tuple[Span, ...] = field(init=False)
     images_end: int = field(init=False)  # positions from here on need no embeddings
-    has_heavy_images: bool = field(init=False)  # which are decoded before they are encoded
+    has_images_to_decode_first: bool = field(init=False)
     samples_on_device: bool = field(init=False)  # not by the host
     stop_ids: frozenset[int] = field(init=False)
     hashes: BlockHashes = field(init=False)
@@ -54,7 +54,7 @@ class ScheduledRequest:
         self.request_id = self.request.request_id
         self.place = (self.request.priority, self.order)
         self.spans = prompt.spans
-        self.has_heavy_images = any(item.is_heavy for item in prompt.items)
+        self.has_images_to_decode_first = any(item.is_decoded_first for item in prompt.items)
         self.images_end = prompt.spans[-1].pinned_until if prompt.spans else 0
         self.samples_on_device = self.request.params.samples_on_device
         self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)

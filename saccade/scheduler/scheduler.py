@@ -83,6 +83,7 @@ class Scheduler:
         seq = ScheduledRequest(request, self._num_added, now, self.config.block_size, share)
         self._num_added += 1
         self._open[seq.request_id] = seq
+        self._encoder.join(seq)
         self._queue.wait(seq)
 
     def missing(self, request_id: str) -> tuple[MediaItem, ...]:
@@ -203,7 +204,7 @@ class Scheduler:
             encode=tuple(self._encoder.encode),
             encode_layers=layers,
             prefetch=ahead.prefetch,
-            heavy=ahead.heavy,
+            decode_first=ahead.decode_first,
             kind="async_prefill" if served else "sync",
             fuse_with_next=bool(served and fused) and not samples and self.policy.fuses(demand, fused),
         )
@@ -212,6 +213,7 @@ class Scheduler:
         self._num_steps += 1
         copies = self._kv_cache.drain_copies()
         evicted = self._encoder_cache.drain_evicted()
+        parts["unwanted"] = self._encoder.drain_unwanted()
         plan = StepPlan(self._num_steps, *copies, freed_requests=tuple(self._freed), evicted=evicted, **parts)
         self._freed = []
         self._plans.append(plan)
@@ -459,6 +461,7 @@ class Scheduler:
         """The one place where a request ends, so it ends once."""
         del self._open[seq.request_id]
         self._queue.leave(seq)
+        self._encoder.leave(seq)
         if seq.is_running:
             self._release(seq)
         return seq.last_event(reason, now, sample, error)
@@ -490,7 +493,7 @@ class Scheduler:
         """Assert the invariants of both caches, and that they agree with what the requests hold."""
         self._kv_cache.check()
         self._encoder_cache.check()
-        self._encoder.check()
+        self._encoder.check(self._open.values())
         self._state_cache.check()
         check_held(self._open.values(), self._kv_cache, self._encoder_cache)
         self._queue.check(self._open)

@@ -84,6 +84,12 @@ def test_another_thread_ends_what_it_works_on(helper: HelperProcess) -> None:
     assert ask(helper, b"x").body == b"hello x"
 
 
+def test_what_nobody_wants_any_more_is_not_begun(helper: HelperProcess) -> None:
+    reply = helper.ask([b"spin"], 60.0, is_cancelled=lambda: True)
+    assert reply == Reply(Outcome.CANCELLED, 0.0) and helper.pid is None
+    assert ask(helper, b"x").body == b"hello x"
+
+
 def test_one_that_was_cancelled_without_work_answers_the_next_request(helper: HelperProcess) -> None:
     for _ in range(5):
         assert ask(helper, b"x").body == b"hello x"
@@ -139,6 +145,7 @@ def test_one_that_stands_still_or_cannot_be_started_is_not_the_requests_fault(
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert outcome is Outcome.UNAVAILABLE
     assert ask(helper, b"x", 60.0).body == b"hello x"
+    assert ask(helper, b"plod", 0.6).body == b"hello plod", "it does not stand still, it gets little time"
 
 
 def test_a_limit_of_memory_that_the_system_refuses_ends_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:

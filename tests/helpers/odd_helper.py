@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,13 @@ def answer(body: bytes, fds: Sequence[int]) -> bytes:
     if body == b"spin":
         while True:
             pass
+    if body == b"plod":  # 0.3 s of CPU time, in a fourth of a processor
+        last = time.process_time() + 0.3
+        while time.process_time() < last:
+            end = time.process_time() + 0.01
+            while time.process_time() < end:
+                pass
+            time.sleep(0.03)
     if body == b"die":
         os._exit(3)
     if body == b"kill":

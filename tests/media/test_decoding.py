@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from saccade.errors import RequestError
-from saccade.helpers.process import thread_seconds
+from saccade.helpers.process import HelperProcess, thread_seconds
 from saccade.media.decode import Pixels, decode
 from saccade.media.decoding import MediaDecoder
 from saccade.media.jpeg_stream import StreamedJpeg
@@ -213,6 +213,20 @@ def test_an_image_that_no_request_waits_for_is_ended_while_it_is_decoded(decoder
     with pytest.raises(RequestError, match="no request waits"):
         pixels_of(decoder, item(png(make_photo())), ticket)
     assert pixels_of(decoder, item(png(make_photo()))).any()
+
+
+def test_a_cancel_that_comes_while_the_process_is_looked_for_ends_the_work(
+    decoder: MediaDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket, started = Ticket(), HelperProcess._started
+
+    def late(process: HelperProcess, *how: Any) -> Any:
+        ticket.cancel()
+        return started(process, *how)
+
+    monkeypatch.setattr(HelperProcess, "_started", late)
+    with pytest.raises(RequestError, match="no request waits"):
+        pixels_of(decoder, item(png(make_photo())), ticket)
 
 
 def test_memory_of_a_large_image_is_given_back_and_nothing_is_left_open(decoder: MediaDecoder) -> None:

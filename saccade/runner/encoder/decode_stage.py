@@ -4,12 +4,15 @@ Heavy ones have a few threads of their own, so that no other image waits for the
 
     light  ─► turns ─► threads, within a budget of patches and source pixels ─► ready
     heavy  ─► turns ─► threads of their own, a few at a time ─────────────────► ready
+
+Images that may take long are decoded before the encoder gets them, and ready ones must not keep away the one
+that is needed first (`make_room`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -34,6 +37,23 @@ class Begun(NamedTuple, Generic[Ready]):
     ticket: Ticket
 
 
+class _Held(NamedTuple):
+    """What light images take."""
+
+    patches: int
+    pixels: int  # of their sources, while they are decoded
+
+    def leaves_space_for(self, item: MediaItem, max_patches: int) -> bool:
+        """One that is larger than a limit goes alone."""
+        more = self.with_more(item)
+        return (not self.patches or more.patches <= max_patches) and (
+            not self.pixels or more.pixels <= _MAX_SOURCE_PIXELS
+        )
+
+    def with_more(self, item: MediaItem) -> _Held:
+        return _Held(self.patches + item.geometry.grid.patches, self.pixels + _source_pixels(item))
+
+
 class DecodeStage(Generic[Ready]):
     def __init__(self, decode: Decode[Ready], threads: int, heavy_threads: int, max_patches: int) -> None:
         """`max_patches`: of light images that are being decoded or wait decoded."""
@@ -49,6 +69,9 @@ class DecodeStage(Generic[Ready]):
 
     def __contains__(self, key: Key) -> bool:
         return key in self._begun
+
+    def keys(self) -> KeysView[Key]:
+        return self._begun.keys()
 
     @property
     def held_patches(self) -> int:
@@ -67,13 +90,30 @@ class DecodeStage(Generic[Ready]):
             self._start_light(item for item in new if not item.is_heavy)
             self._start_heavy(item for item in new if item.is_heavy)
 
+    def make_room(self, wanted: Sequence[MediaItem], submitted: Collection[Key]) -> None:
+        """Begin the first of `wanted` even where none fits: ready ones that are wanted last give way.
+
+        Not those `submitted`, which the encoder takes without waiting for others.
+        """
+        if not wanted or wanted[0].key in self._begun or self._fits(wanted[0]):
+            return
+        place = {item.key: index for index, item in enumerate(wanted)}
+        ready = [begun for begun in self._of(heavy=wanted[0].is_heavy) if begun.future.done()]
+        ready = [begun for begun in ready if begun.item.key not in submitted]
+        ready.sort(key=lambda begun: place.get(begun.item.key, len(wanted)))
+        while ready and not self._fits(wanted[0]):
+            self._leave(ready.pop())
+        if self._fits(wanted[0]):
+            self._begin(wanted[0])
+
     def is_done(self, key: Key) -> bool:
         begun = self._begun.get(key)
         return begun is not None and begun.future.done()
 
-    def done_heavy(self) -> frozenset[Key]:
-        """Heavy ones that are ready, or have failed."""
-        return frozenset(begun.item.key for begun in self._of(heavy=True) if begun.future.done())
+    def decoded_first(self) -> frozenset[Key]:
+        """Those of them that are ready, or have failed."""
+        begun = self._begun.items()
+        return frozenset(key for key, (item, future, _) in begun if item.is_decoded_first and future.done())
 
     def ready(self, key: Key) -> Ready | None:
         """What its thread has brought; None: nothing yet, or an error."""
@@ -82,8 +122,9 @@ class DecodeStage(Generic[Ready]):
         return begun.future.result() if begun is not None and is_ready else None
 
     def futures(self, keys: Collection[Key]) -> list[Future[Ready]]:
-        """Of these, and of heavy ones, which are waited for before they are submitted."""
-        return [begun.future for key, begun in self._begun.items() if key in keys or begun.item.is_heavy]
+        """Of these, and of those that are decoded before they are submitted."""
+        begun = self._begun.items()
+        return [future for key, (item, future, _) in begun if key in keys or item.is_decoded_first]
 
     def take(self, item: MediaItem) -> Ready:
         """Waits for it. The calling thread decodes it where it did not fit the limits until now."""
@@ -92,19 +133,20 @@ class DecodeStage(Generic[Ready]):
             return self._decode(item, Ticket())
         return begun.future.result()
 
-    def drop(self, kept: Collection[Key] = (), *, running: bool = True) -> None:
-        """Forget light ones but these. `running`: also those being decoded, which count meanwhile."""
-        for begun in self._of(heavy=False):
-            if begun.item.key not in kept and (begun.future.cancel() or running or begun.future.done()):
+    def drop_expected(self, kept: Collection[Key]) -> None:
+        """Forget what was begun early, but these and what is being decoded."""
+        for begun in list(self._begun.values()):
+            if begun.item.key in kept or begun.item.is_decoded_first:
+                continue
+            if begun.future.cancel() or begun.future.done():
                 self._leave(begun)
 
-    def drop_heavy(self, kept: Collection[Key] = ()) -> None:
-        """End the decoding of heavy ones but these, and forget them."""
-        for begun in self._of(heavy=True):
-            if begun.item.key not in kept:
-                begun.future.cancel()
-                begun.ticket.cancel()
-                self._leave(begun)
+    def end(self, keys: Iterable[Key]) -> None:
+        """End their decoding, and forget them. Those being decoded count until their threads are free."""
+        for begun in [self._begun[key] for key in keys if key in self._begun]:
+            begun.future.cancel()
+            begun.ticket.cancel()
+            self._leave(begun)
 
     def run(self, work: Callable[[], object]) -> None:
         """Something that one of the threads has to do first."""
@@ -112,8 +154,7 @@ class DecodeStage(Generic[Ready]):
 
     def close(self) -> None:
         """Waits for the threads."""
-        self.drop()
-        self.drop_heavy()
+        self.end(self._begun.keys())
         for pool in (self._light, self._heavy):
             pool.close(wait=True)
 
@@ -126,31 +167,40 @@ class DecodeStage(Generic[Ready]):
         begun.future.add_done_callback(self._leaving.pop)
 
     def _start_light(self, items: Iterable[MediaItem]) -> None:
-        light = self._of(heavy=False)
-        leaving = [item for item in list(self._leaving.values()) if not item.is_heavy]
-        held = sum(item.geometry.grid.patches for item in (*(begun.item for begun in light), *leaving))
-        decoding = (begun.item for begun in light if not begun.future.done())
-        pixels = sum(map(_source_pixels, (*decoding, *leaving)))
-        for item in self._turns.order(items, [begun.item for begun in light]):
-            if held and held + item.geometry.grid.patches > self._max_patches:
+        held = self._held_light()
+        for item in self._turns.order(items, [begun.item for begun in self._of(heavy=False)]):
+            if not held.leaves_space_for(item, self._max_patches):
                 break
-            if pixels and pixels + _source_pixels(item) > _MAX_SOURCE_PIXELS:
-                break
-            self._begin(item, self._light)
-            held += item.geometry.grid.patches
-            pixels += _source_pixels(item)
+            self._begin(item)
+            held = held.with_more(item)
 
     def _start_heavy(self, items: Iterable[MediaItem]) -> None:
+        for item in self._turns.order(items)[: self._space_for_heavy()]:
+            self._begin(item)
+
+    def _fits(self, item: MediaItem) -> bool:
+        if item.is_heavy:
+            return self._space_for_heavy() > 0
+        return self._held_light().leaves_space_for(item, self._max_patches)
+
+    def _held_light(self) -> _Held:
+        light = self._of(heavy=False)
+        leaving = [item for item in list(self._leaving.values()) if not item.is_heavy]
+        patches = sum(item.geometry.grid.patches for item in (*(begun.item for begun in light), *leaving))
+        decoding = (begun.item for begun in light if not begun.future.done())
+        return _Held(patches, sum(map(_source_pixels, (*decoding, *leaving))))
+
+    def _space_for_heavy(self) -> int:
         num_begun = len(self._of(heavy=True)) + sum(item.is_heavy for item in list(self._leaving.values()))
-        for item in self._turns.order(items)[: max(0, self._max_heavy - num_begun)]:
-            self._begin(item, self._heavy)
+        return max(0, self._max_heavy - num_begun)
 
     def _of(self, *, heavy: bool) -> list[Begun[Ready]]:
         return [begun for begun in self._begun.values() if begun.item.is_heavy is heavy]
 
-    def _begin(self, item: MediaItem, pool: FairPool) -> None:
+    def _begin(self, item: MediaItem) -> None:
         self._turns.begin(item)
         ticket = Ticket()
+        pool = self._heavy if item.is_heavy else self._light
         future = pool.submit(Owner(item.client, item.owner), partial(self._timed, item, ticket))
         self._begun[item.key] = Begun(item, future, ticket)
 

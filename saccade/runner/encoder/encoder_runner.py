@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import BoundedSemaphore
@@ -89,9 +89,11 @@ class Encoder(Protocol):
 
     def prefetch(self, items: Sequence[MediaItem]) -> None: ...
 
-    def want_heavy(self, items: Sequence[MediaItem]) -> None: ...
+    def decode_first(self, items: Sequence[MediaItem]) -> None: ...
 
-    def decoded_heavy(self) -> frozenset[Key]: ...
+    def decoded_first(self) -> frozenset[Key]: ...
+
+    def end(self, keys: Collection[Key]) -> None: ...
 
     def release(self) -> None: ...
 
@@ -206,29 +208,33 @@ class LocalEncoder:
         for item in items:
             assert item.key not in self._queue, "a key is submitted once until it is polled"
             self._queue[item.key] = item
+        self._stage.make_room(list(self._queue.values()), self._queue.keys())
         self._start_decoding()
 
     def prefetch_media(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode new arrivals, after all prefetches. `prefetch` drops what is not submitted."""
-        self._start_decoding([item for item in items if not item.is_heavy])
+        self._start_decoding([item for item in items if not item.is_decoded_first])
 
     def prefetch(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode what will probably be submitted soon; drop earlier prefetches not in it."""
-        self._stage.drop({item.key for item in items} | self._queue.keys(), running=False)
+        self._stage.drop_expected({item.key for item in items} | self._queue.keys())
         self._start_decoding(items)
 
-    def want_heavy(self, items: Sequence[MediaItem]) -> None:
-        """Decode these, which are submitted then; end others, as no request wants them any more."""
-        self._stage.drop_heavy({item.key for item in items} | self._queue.keys())
+    def decode_first(self, items: Sequence[MediaItem]) -> None:
+        """Decode these, which are submitted when they are decoded. The first of them can always begin."""
+        self._stage.make_room(items, self._queue.keys())
         self._start_decoding(items)
 
-    def decoded_heavy(self) -> frozenset[Key]:
-        return self._stage.done_heavy()
+    def decoded_first(self) -> frozenset[Key]:
+        return self._stage.decoded_first()
+
+    def end(self, keys: Collection[Key]) -> None:
+        """No request wants them any more: end their decoding, unless they are submitted."""
+        self._stage.end(key for key in keys if key not in self._queue)
 
     def release(self) -> None:
         """Drop all prefetches, without waiting."""
-        self._stage.drop(self._queue.keys())
-        self._stage.drop_heavy(self._queue.keys())
+        self.end(self._stage.keys())
 
     def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice:
         """Run up to this many layers; None: until everything submitted is encoded. Returns what was done.
@@ -272,9 +278,8 @@ class LocalEncoder:
 
     def clear(self) -> None:
         """Drop everything in flight, after a failed step."""
-        self._stage.drop()
-        self._stage.drop_heavy()
         self._queue.clear()
+        self.release()
         self._alone.clear()
         self._current = None
         self.poll()
@@ -283,8 +288,8 @@ class LocalEncoder:
         self.clear()
         if self.remote:
             self.remote.close()  # or threads would wait for it
-        with closing(self._stage):
-            self._decoder.close()
+        self._stage.close()  # first: its threads copy from the decoder's memory
+        self._decoder.close()
         if self.jpegs:
             self.jpegs.close()
         if self.tiers:
@@ -304,6 +309,7 @@ class LocalEncoder:
             if self.remote and (encoded := self.remote.load(item, self.place)):
                 return encoded
             with nullcontext() if item.is_heavy else self._decoders:
+                ticket.check()
                 start = time.perf_counter()
                 patches = self._decode_on_gpu(item)
                 on_gpu, kept = patches is not None, None

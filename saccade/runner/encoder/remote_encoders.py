@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from saccade.errors import RequestError
+from saccade.helpers.process import count_seconds
 from saccade.runner.embedding_tiers.entry import EntryForm, Namespace, Restored
 from saccade.runner.embedding_tiers.tiers import Place
 from saccade.runner.encoder.encoder_channel import (
@@ -173,6 +174,7 @@ class RemoteEncoders:
             worker.learn(patches, (found.times.decode_ms + found.times.encode_ms) / 1e3)
             self._suspects.pop(item.key, None)
         self._count(encoded=1)
+        count_seconds(found.times.decode_ms / 1e3)
         dtype: torch.dtype = getattr(torch, form.dtype)
         return Restored(data.view(dtype).view(form.slots, form.width), None, found.times)
 

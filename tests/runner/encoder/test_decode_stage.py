@@ -13,12 +13,13 @@ from saccade.errors import RequestError
 from saccade.media.media_workers import Ticket
 from saccade.runner.encoder.decode_order import DecodeTurns
 from saccade.runner.encoder.decode_stage import DecodeStage
-from saccade.types import HEAVY_PIXELS, PIXELS_PER_SECOND, MediaItem, Size
+from saccade.types import HEAVY_PIXELS, PIXELS_PER_SECOND, Grid, MediaItem, Size
 from tests.helpers.fake_tower import picture
 
 
-def item(name: str, client: str = "", request: str = "", pixels: int = 16) -> MediaItem:
+def item(name: str, client: str = "", request: str = "", pixels: int = 16, patches: int = 16) -> MediaItem:
     made = picture(name)
+    made = replace(made, geometry=replace(made.geometry, grid=Grid(1, 1, patches)))
     return replace(made, client=client, owner=request, header=replace(made.header, size=Size(pixels, 1)))
 
 
@@ -100,7 +101,7 @@ class Decoders:
 def decoders() -> Iterator[Decoders]:
     decoders = Decoders()
     yield decoders
-    for name in ("heavy 0", "heavy 1", "heavy 2", "light", "late"):
+    for name in ("heavy 0", "heavy 1", "heavy 2", "light", "late", "gone", "needed"):
         decoders.let(name)
     decoders.stage.close()
 
@@ -113,7 +114,7 @@ def test_no_light_image_waits_for_heavy_ones_even_with_one_thread(decoders: Deco
     decoders.let("light")
     decoders.stage.start([heavy(0), heavy(1), heavy(2), item("light", "B")])
     decoders.wait_for("light")
-    assert decoders.stage.ready(b"light") == "light" and not decoders.stage.done_heavy()
+    assert decoders.stage.ready(b"light") == "light" and not decoders.stage.decoded_first()
 
 
 def test_few_heavy_images_are_begun_at_once_and_clients_take_turns(decoders: Decoders) -> None:
@@ -124,21 +125,41 @@ def test_few_heavy_images_are_begun_at_once_and_clients_take_turns(decoders: Dec
     for name in ("heavy 0", "late"):
         decoders.let(name)
     decoders.wait_for("heavy 0", "late")
-    assert decoders.stage.done_heavy() == {b"heavy 0", b"late"}
+    assert decoders.stage.decoded_first() == {b"heavy 0", b"late"}
 
 
-def test_a_heavy_image_that_no_request_wants_is_ended_and_its_thread_is_free(decoders: Decoders) -> None:
-    decoders.stage.start([heavy(0)])
-    gone = decoders.stage._begun[b"heavy 0"].future
+@pytest.mark.parametrize("pixels", [16, HEAVY_PIXELS + 1])
+def test_an_image_that_no_request_wants_is_ended_and_its_thread_is_free(decoders: Decoders, pixels: int) -> None:
+    decoders.stage.start([item("gone", pixels=pixels)])
+    gone = decoders.stage._begun[b"gone"].future
     while not decoders.begun:
         pass
-    decoders.stage.drop_heavy()
+    decoders.stage.end([b"gone", b"never begun"])
     wait([gone], timeout=60)
-    assert decoders.ended == ["heavy 0"] and b"heavy 0" not in decoders.stage
-    decoders.let("heavy 1")
-    decoders.stage.start([heavy(1)])
-    decoders.wait_for("heavy 1")
-    assert decoders.stage.ready(b"heavy 1") == "heavy 1" and not decoders.stage.held_patches - 16
+    assert decoders.ended == ["gone"] and b"gone" not in decoders.stage
+    decoders.let("late")
+    decoders.stage.start([item("late", pixels=pixels)])
+    decoders.wait_for("late")
+    assert decoders.stage.ready(b"late") == "late" and not decoders.stage.held_patches - 16
+
+
+@pytest.mark.parametrize("size", [{"pixels": HEAVY_PIXELS + 1}, {"patches": 500}])
+def test_what_is_needed_first_begins_though_others_wait_decoded(decoders: Decoders, size: dict[str, int]) -> None:
+    first, second, needed = (item(name, **size) for name in ("first", "second", "needed"))
+    for name in ("first", "second"):
+        decoders.let(name)
+    decoders.stage.start([first, second])
+    decoders.wait_for("first", "second")
+    decoders.stage.make_room([needed, first, second], submitted={b"first", b"second"})
+    decoders.stage.start([needed])
+    assert b"needed" not in decoders.stage, "the encoder takes those that are submitted"
+    decoders.stage.make_room([needed, second, first], submitted=())
+    assert decoders.stage.keys() == {b"needed", b"second"}, "the last gave way, and only that"
+    decoders.stage.make_room([first, second], submitted=())
+    assert decoders.stage.keys() == {b"needed", b"first"}, "what is being decoded stays"
+    decoders.stage.make_room([second], submitted={b"first"})
+    assert b"second" not in decoders.stage
+    decoders.let("needed")
 
 
 @pytest.mark.parametrize("is_heavy", [True, False])
@@ -148,8 +169,7 @@ def test_an_image_that_is_dropped_before_it_begins_costs_nothing(decoders: Decod
     decoders.stage.start([first, second])  # with one thread
     while not decoders.begun:
         pass
-    decoders.stage.drop_heavy([first.key])
-    decoders.stage.drop([first.key])
+    decoders.stage.end([second.key])
     decoders.stage.start([])
     assert second.key not in decoders.stage
     assert decoders.stage._turns._used == {"A": first.price}
@@ -160,7 +180,7 @@ def test_a_light_image_that_is_being_decoded_is_not_begun_again(decoders: Decode
     decoders.stage.start([light])
     while not decoders.begun:
         pass
-    decoders.stage.drop(running=False)
+    decoders.stage.drop_expected(())
     decoders.stage.start([light])
     decoders.let("light")
     assert decoders.stage.take(light) == "light" and decoders.begun == ["light"]

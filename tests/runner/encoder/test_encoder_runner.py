@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -278,6 +279,31 @@ def test_a_slice_does_not_wait_for_a_image_that_is_still_being_decoded(tower: Fa
     gate.set()
     encoder.advance(None)
     assert list(encoder.poll().embeddings) == [b"slow"]
+
+
+def test_memory_of_decoders_is_given_back_when_no_thread_copies_from_it(
+    tower: FakeTower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = stage(tower)
+    begun = threading.Event()
+    order: list[str] = []
+
+    @contextmanager
+    def pixels(item: MediaItem, ticket: Ticket, new: object) -> Iterator[np.ndarray]:
+        begun.set()
+        for _ in range(3_000):
+            if ticket.is_cancelled:
+                break
+            time.sleep(0.01)
+        yield np.zeros((4, 4, 3), np.uint8)
+        order.append("copied")
+
+    monkeypatch.setattr(encoder._decoder, "pixels", pixels)
+    monkeypatch.setattr(encoder._decoder, "close", lambda: order.append("closed"))
+    encoder.prefetch([picture("a")])
+    assert begun.wait(60)
+    encoder.close()
+    assert order == ["copied", "closed"]
 
 
 def owned(owner: str, *names: str) -> list[MediaItem]:

@@ -15,7 +15,7 @@ from saccade.runner.embedding_tiers.host import HostTier
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.runner.encoder import remote_encoders
 from saccade.runner.encoder.encoder_channel import EncoderLate, RemoteEmbedding
-from saccade.types import MediaItem, MediaTimes
+from saccade.types import PIXELS_PER_SECOND, MediaItem, MediaTimes
 from tests.helpers.fake_channel import FORM, WORKER_VALUE, FakeChannel, Workers, embedding
 from tests.helpers.fake_tower import picture
 from tests.helpers.tiers import CPU, FREE, SLOW
@@ -54,6 +54,34 @@ def test_a_worker_encodes_and_the_engines_tower_does_not_run(opened: list[Worker
     assert done.times[b"b"] == MediaTimes(1.0, 2.0) and not done.restored
     assert workers.tower.passes == [] and workers.stage.counters.encoded == 2
     assert workers.remote.stats()["encoded"] == 2 and workers.remote.stats()["open"] == 0
+
+
+def test_its_client_is_charged_for_what_a_worker_decodes(opened: list[Workers]) -> None:
+    channel = FakeChannel(lambda item: embedding(item)._replace(times=MediaTimes(5_000.0, 2.0)))
+    stage = start(opened, channel).stage
+    stage.submit([picture("a")])
+    stage.advance(None)
+    stage._stage._learn()
+    assert stage._stage._turns._used[""] >= 5 * PIXELS_PER_SECOND
+
+
+def test_an_image_that_no_request_wants_any_more_is_not_decoded_after_a_worker(opened: list[Workers]) -> None:
+    is_late = threading.Event()
+
+    def respond(item: MediaItem) -> NoReturn:
+        assert is_late.wait(60)
+        raise EncoderLate
+
+    workers = start(opened, FakeChannel(respond))
+    workers.stage.prefetch([picture("a")])
+    begun = workers.stage._stage._begun[b"a"]
+    while not begun.future.running():
+        pass
+    workers.stage.end([b"a"])
+    is_late.set()
+    with pytest.raises(RequestError, match="no request waits"):
+        begun.future.result(60)
+    assert workers.tower.peak == 0 and b"a" not in workers.stage._stage
 
 
 def test_images_are_shared_between_the_workers(opened: list[Workers]) -> None:
