@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import random
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
@@ -40,6 +41,7 @@ _FORMATS: dict[str, dict[str, Any]] = {  # how Pillow is to save them: fast, for
     "GIF": {},
     "BMP": {},
 }
+_NO_TIME = time.gmtime(0)  # the same seed makes the same files
 _NUM_SEEN = 12  # images that come again and again, from all clients
 _NUM_TENANTS = 6
 _MAX_TURNS = 6
@@ -176,7 +178,7 @@ class Load:
     def _document(self) -> dict[str, Any]:
         """A scan: a PDF of one page that is an image."""
         scan = io.BytesIO()
-        Image.fromarray(_pixels(self._random, (480, 640))).save(scan, "PDF")
+        Image.fromarray(_pixels(self._random, (480, 640))).save(scan, "PDF", creationDate=_NO_TIME, modDate=_NO_TIME)
         url = "data:application/pdf;base64," + base64.b64encode(scan.getvalue()).decode()
         return {"type": "file", "file": {"file_data": url, "filename": "scan.pdf"}}
 

@@ -411,5 +411,5 @@ def test_gpus_that_convert_no_fp8_are_refused_by_their_capability() -> None:
 
 
 def test_unknown_kv_dtypes_are_refused_with_those_that_are_known() -> None:
-    with pytest.raises(UsageError, match="kv_cache_dtype must be auto, bfloat16, float16, fp8, fp8_e4m3"):
+    with pytest.raises(UsageError, match="kv_cache_dtype must be auto, bfloat16, float16, fp8 or fp8_e4m3"):
         Options(kv_cache_dtype="fp8_e5m2")

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from saccade.fair_pool import FairPool, Owner
 from saccade.helpers.process import thread_seconds
@@ -157,6 +157,7 @@ class DecodeStage(Generic[Ready]):
         self.end(self._begun.keys())
         for pool in (self._light, self._heavy):
             pool.close(wait=True)
+        self._decode = _closed  # the one before belongs to the owner of this: no cycle is left
 
     def _leave(self, begun: Begun[Ready]) -> None:
         """Its thread may hold what it decoded until it is done."""
@@ -214,6 +215,10 @@ class DecodeStage(Generic[Ready]):
     def _learn(self) -> None:
         while self._took:
             self._turns.end(*self._took.popleft())
+
+
+def _closed(item: MediaItem, ticket: Ticket) -> NoReturn:
+    raise RuntimeError("the decode stage was closed")
 
 
 def _source_pixels(item: MediaItem) -> int:

@@ -25,10 +25,11 @@ input()
 
 
 @pytest.fixture(autouse=True)
-def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    short = tmp_path_factory.mktemp("s")  # paths of sockets may not be long
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    monkeypatch.setenv("TMPDIR", str(short))
+    return short
 
 
 @contextmanager

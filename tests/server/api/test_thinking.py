@@ -41,7 +41,7 @@ def thinking_format(tokenizer: Tokenizer) -> OutputFormat:
 
 
 def generation_of(tokenizer: Tokenizer) -> Generation:
-    prompt: Any = SimpleNamespace(token_ids=[1], where={})
+    prompt: Any = SimpleNamespace(token_ids=[1], where={}, items=())
     outputs = [RequestOutputBuilder(0, tokenizer, SamplingParams())]
     billed = [BilledPrompt(prompt, Bill(1, 0, 0, 1, ()))]
     return Generation(billed, outputs, Timing(0.0, 0.0, 0.0), Metrics("m", dict), thinking_format(tokenizer))
