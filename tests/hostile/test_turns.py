@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.helpers.hostile import raw_connection
@@ -46,6 +47,7 @@ def shop(qwen2_vl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     file = tmp_path_factory.mktemp("tenants") / "tenants.toml"
     file.write_text(TENANTS)
     flags = ("--api-keys", str(file), "--max-waiting-megapixels", "1", "--max-num-seqs", "4")
+    flags += ("--batch-dir", str(tmp_path_factory.mktemp("batches")))
     with running_server(qwen2_vl_folder, *flags, key="operator-1") as server:
         yield server
 
@@ -79,6 +81,28 @@ def test_another_key_is_answered_before_a_flood_is_through(shop: RunningServer, 
         assert until(lambda: len(select.select(flood, [], [], 0)[0]) == count)
         answers = {sock.recv(12) for sock in flood}
         assert answers <= {b"HTTP/1.1 200", b"HTTP/1.1 400", b"HTTP/1.1 429"}
+
+
+def test_another_key_is_answered_beside_a_batch_of_heavy_lines(shop: RunningServer) -> None:
+    """Its lines are read in another process: each took a second and more of the server's own."""
+    api = psutil.Process(shop.process.pid)
+
+    def used() -> float:
+        times = api.cpu_times()
+        return times.user + times.system
+
+    entry = b'{"custom_id":"%d","method":"POST","url":"/v1/chat/completions","body":%b}'
+    lines = b"\n".join(entry % (number, (NAMES, IDS, STARTS)[number % 3]) for number in range(12))
+    with shop.stranger(authorization="Bearer ka-1") as ka:
+        file = ka.post("/v1/files", files={"file": ("in.jsonl", lines)}, data={"purpose": "batch"}).json()
+        order = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        batch = ka.post("/v1/batches", json=order).json()["id"]
+        before = used()
+        assert asked(shop, "kb-1", "/v1/chat/completions", chat_body(max_tokens=1)).status_code == 200
+        assert shop.get("/health").status_code == 200
+        assert until(lambda: ka.get(f"/v1/batches/{batch}").json()["status"] == "completed")
+        assert used() - before < 2
+        assert ka.get(f"/v1/batches/{batch}").json()["request_counts"] == {"total": 12, "completed": 0, "failed": 12}
 
 
 def test_processor_seconds_are_counted_and_limited(shop: RunningServer) -> None:
