@@ -98,13 +98,16 @@ def test_lines_are_at_most_140_columns(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", sorted(EXPERIMENTS.glob("[0-9]*.md")), ids=name_of)
-def test_an_experiment_is_short_and_in_the_index(page: Path) -> None:
+def test_an_experiment_is_short_says_first_what_came_of_it_and_is_in_the_index(page: Path) -> None:
     text = page.read_text("utf-8")
     assert re.fullmatch(r"\d{3}-[a-z0-9-]+\.md", page.name)
     assert text.startswith(f"# {page.name[:3]}: ")
     assert len(text.splitlines()) <= 60
     for part in ("**Question.**", "**Decision.**"):
         assert part in text, f"{page.name} has no {part}"
+    first = text.partition("\n")[2].partition("**Question.**")[0].strip()
+    assert first, f"{page.name} does not begin with a plain sentence of what was tried and what came of it"
+    assert first[0] not in "#*|-!", f"{page.name} begins with something else than a plain sentence"
     assert f"({page.name})" in (EXPERIMENTS / "README.md").read_text("utf-8")
 
 
