@@ -16,6 +16,7 @@ from PIL import Image
 from saccade import LLM, SamplingParams
 from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.errors import RequestError
+from saccade.media.media_workers import Ticket
 from saccade.processor.output import RequestOutputBuilder
 from saccade.types import MediaItem
 from tests.helpers.async_engine import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
@@ -205,10 +206,10 @@ def test_a_image_given_up_while_it_is_decoded_counts_until_it_is_done_and_is_the
     encoder, go_on, has_begun = llm.engine.core.runner.encoder, threading.Event(), threading.Event()
     prepare, made = encoder._prepare, []
 
-    def slowly(item: MediaItem, *how: Any) -> Any:
+    def slowly(item: MediaItem, ticket: Ticket) -> Any:
         has_begun.set()
         go_on.wait(120)
-        prepared = prepare(item, *how)
+        prepared = prepare(item, Ticket())  # as one that cannot be ended any more
         made.append(weakref.ref(prepared.patches))
         return prepared
 

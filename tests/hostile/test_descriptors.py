@@ -22,8 +22,9 @@ def test_without_descriptors_what_needs_one_is_a_503_and_works_again_later(
         limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))  # of numbers: all below it are taken
         refused = client.post("/v1/chat/completions", json=body)
-        unwritten = client.post("/v1/files", data={"purpose": "batch"}, files=batch_file)
         plain = client.post("/v1/chat/completions", json=chat_body(max_tokens=2))
+        # The last: a connection whose body is not read ends, and a new one would wait for a descriptor.
+        unwritten = client.post("/v1/files", data={"purpose": "batch"}, files=batch_file)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
         assert refused.status_code == 503 and "cannot be started" in refused.text
         assert "retry-after" in refused.headers

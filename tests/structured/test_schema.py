@@ -261,6 +261,7 @@ def test_a_check_without_an_answer_is_ended_and_not_remembered(
 ) -> None:
     slow, _ = REFUSED["patterns that take minutes to intersect"]
     monkeypatch.setattr(process, "_HUNG_SECONDS", 0.01 - schema_validation.CPU_SECONDS)
+    monkeypatch.setattr(process, "_MIN_SHARE", 1e9)  # that it works does not help
     for _ in range(2):
         with pytest.raises(EngineUnavailable, match="stands still"):
             check_schema(slow, scope="another")
@@ -269,7 +270,7 @@ def test_a_check_without_an_answer_is_ended_and_not_remembered(
 
 def test_the_time_of_a_check_counts_for_its_thread_unless_the_result_is_known(checks: SchemaChecks) -> None:
     slow = json.dumps(REFUSED["patterns that take minutes to intersect"][0])
-    for least, most in ((schema_validation.CPU_SECONDS, 3600), (0, 0.1)):
+    for least, most in ((0.5 * schema_validation.CPU_SECONDS, 3600), (0, 0.1)):
         start = process.thread_seconds()
         checks.problem(slow)
         assert least <= process.thread_seconds() - start < most
