@@ -124,7 +124,8 @@ def test_a_picture_whose_client_has_left_is_not_decoded_on(shop: RunningServer) 
             sent(shop, stack, body_of(image_part(as_url(jpeg_of_scans(2_500, 2_400 - number, 400), "image/jpeg"))))
         assert until(lambda: any(process.nice() > 0 for process in decoders(shop)))
         heavy = next(process for process in decoders(shop) if process.nice() > 0)
-        assert until(lambda: heavy.cpu_times().user > 0.3)
+        before = heavy.cpu_times().user  # one that waited may have worked for others
+        assert until(lambda: heavy.cpu_times().user > before + 0.3)
     assert until(lambda: not heavy.is_running() or heavy.status() == psutil.STATUS_ZOMBIE)
     assert until(lambda: shop.stats("saccade:running") == shop.stats("saccade:waiting") == 0)
     assert asked(shop, photo_part(seed=99)) == 200
