@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
     at: float  # seconds since the soak began
     rss: float  # MiB
-    uss: float  # MiB that no other process shares
+    uss: float  # MiB that no other process shares, without files, which others map and leave
     fds: int
     threads: int
     children: int
@@ -60,7 +60,7 @@ def _sample(process: psutil.Process, at: float) -> Sample:
     memory = process.memory_full_info()
     children = process.children()
     owners = owners_of(process.pid) | {"helpers": sum(map(_uss, children)) / _MIB}
-    sizes = (memory.rss / _MIB, memory.uss / _MIB)
+    sizes = (memory.rss / _MIB, memory.uss / _MIB - owners.get("files", 0.0))
     return Sample(at, *sizes, process.num_fds(), process.num_threads(), len(children), owners)
 
 
