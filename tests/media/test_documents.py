@@ -138,7 +138,7 @@ def test_more_pages_than_images_are_allowed_are_refused() -> None:
 
 def test_a_bomb_ends_its_worker_and_the_next_page_is_rendered() -> None:
     decoder = MediaDecoder(1, 1, isolated=False, max_seconds=30)
-    with pytest.raises(RequestError, match="needs more than 1024 MiB|takes more than 5 s"):
+    with pytest.raises(RequestError, match=r"needs more than 1024 MiB|takes more than 5 s"):
         rendered(pdfs.pdf_with_bomb(1200), Size(10, 10), decoder)
     assert len(rendered(PDF, Size(10, 10), decoder)) == 300
     decoder.close()
