@@ -25,8 +25,8 @@ def free_in_cgroups(root: Path, membership: Path) -> Iterator[int]:
     lines = membership.read_text().splitlines() if membership.exists() else []
     paths = {kind: path for _, kind, path in (line.split(":", 2) for line in lines)}
     for version, kind, names in ((root, "", _CGROUP_V2), (root / "memory", "memory", _CGROUP_V1)):
-        own = version / paths.get(kind, "/").lstrip("/")
-        for folder in {version, own, *own.parents}:  # a container may see its own group as the root
+        group = version / paths.get(kind, "/").lstrip("/")
+        for folder in {version, group, *group.parents}:  # a container may see its own group as the root
             limit, used = (folder / f"memory.{name}" for name in names)
             if limit.exists() and used.exists() and limit.read_text().strip() != "max":
                 yield int(limit.read_text()) - int(used.read_text()) + _droppable(folder / "memory.stat")

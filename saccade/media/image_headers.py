@@ -68,10 +68,10 @@ def _num_scans(data: bytes, at: int) -> int:
     """Of a JPEG, whose first scan has its pixels there. A library reads all of them before it shows one."""
     num_scans = 1
     for _ in range(MAX_STEPS):
-        found = _AFTER_PIXELS.search(data, at)
-        if found is None or num_scans > MAX_SCANS:
+        match = _AFTER_PIXELS.search(data, at)
+        if match is None or num_scans > MAX_SCANS:
             return num_scans
-        at = found.end()
+        at = match.end()
         marker = data[at - 1]
         if marker == _END:
             return num_scans

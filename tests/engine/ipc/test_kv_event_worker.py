@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -22,12 +21,6 @@ from tests.helpers.hostile_reader import HostileReader, endless, frame, topics
 from tests.helpers.kv_event_reader import Reader
 
 WAIT = 60.0  # seconds after which a test is given up
-
-
-@pytest.fixture
-def endpoints() -> Iterator[KVEventEndpoints]:
-    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
-        yield KVEventEndpoints(f"ipc://{folder}/events", f"ipc://{folder}/replay")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from itertools import count
 
@@ -26,12 +25,6 @@ from tests.helpers.fake_worker import collect, pid_of, run, run_replicas, submit
 from tests.helpers.kv_event_reader import Reader
 from tests.helpers.scheduling import BLOCK, FakeImage, Rig, make_request
 from tests.helpers.serving import free_port
-
-
-@pytest.fixture
-def endpoints() -> Iterator[KVEventEndpoints]:
-    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
-        yield KVEventEndpoints(f"ipc://{folder}/events", f"ipc://{folder}/replay")
 
 
 @pytest.fixture
