@@ -315,8 +315,9 @@ def test_a_batch_that_is_being_read_ends_at_once(
     async def run() -> None:
         world = World(tmp_path)
         record = world.batch({"id": "0"})
+        await until(lambda: len(helpers) == 1 and helpers[0].pid)
         waits = world.batch({"id": "1"}, owner="b"), world.batch({"id": "2"}, owner="c")  # for a turn to be read
-        await until(lambda: len(helpers) == 2 and all(helper.pid for helper in helpers))
+        await until(lambda: len(helpers) == 2 and helpers[1].pid)
         if is_cancelled:
             await world.jobs.cancel(record)
             await until(lambda: record.is_final)
