@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from benchmarks.results import write_json
 from saccade.scheduler.encoder_cache import EncoderCache
-from saccade.types import Tenant
+from saccade.types.request import Tenant
 
 SIZES = (64, 128, 256, 512, 1024)  # slots of an image, each as frequent as the others
 SLOTS = 100 * sum(SIZES) // len(SIZES)

@@ -34,7 +34,7 @@ from saccade.runner.embedding_tiers.valkey import ValkeyStore
 from saccade.runner.embedding_tiers.weights_digest import weights_digest
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.graph_capture import capture_tower
-from saccade.types import MediaItem, Size
+from saccade.types.media import MediaItem, Size
 
 SIZE = Size(1280, 960)
 HOST_BYTES = 1 << 28

@@ -55,7 +55,7 @@ from saccade.models.vision.blocks import RotaryCosSin, VisionBlock, angles_of, g
 from saccade.models.vision.preprocess import as_tensor
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.upload import Upload
-from saccade.types import Grid, MediaItem, Size
+from saccade.types.media import Grid, MediaItem, Size
 
 BICUBIC = int(Image.Resampling.BICUBIC)
 SIZES = {"1288x952": [Grid(1, 68, 92)], "644x476": [Grid(1, 34, 46)], "8 of 644x476": [Grid(1, 34, 46)] * 8,

@@ -17,7 +17,7 @@ from saccade import costs
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.models import load_model
 from saccade.models.families.qwen2_vl import Qwen2VL
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 FLOPS = 800e12  # reachable on an H200

@@ -9,8 +9,8 @@ from typing import Any
 from saccade.engine.core import EngineCore
 from saccade.engine.ipc.loop import run_process
 from saccade.engine.ipc.messages import Start
-from saccade.options import SchedulerConfig
-from saccade.types import MediaTimes, Sample, StepPlan, StepResult
+from saccade.options.engine import SchedulerConfig
+from saccade.types.step import MediaTimes, Sample, StepPlan, StepResult
 
 LIMITS = SchedulerConfig(
     max_model_len=32_768,

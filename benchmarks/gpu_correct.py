@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.gpu_shapes import SHAPES, write_folder
 from benchmarks.gpu_work import Inputs, say
 from saccade import LLM, SamplingParams
-from saccade.evaluation.questions import Question, QuestionSet, load_questions
+from saccade.apps.evaluation.questions import Question, QuestionSet, load_questions
 from saccade.outputs import RequestOutput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,7 +12,7 @@ from saccade import costs
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.runner.device_peaks import Peaks
-from saccade.types import Geometry, Size
+from saccade.types.media import Geometry, Size
 
 DTYPE = "bfloat16"
 

@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu_shapes import SHAPES
 from benchmarks.gpu_work import MEMORY_SHARE, Side, say
 from saccade import costs
-from saccade.types import Grid
+from saccade.types.media import Grid
 
 LONG = 320_000  # tokens: 64 pictures of 2560x1440 and a question
 PLACES = 64

@@ -145,7 +145,7 @@ def encodes(side: Side, repeats: int) -> None:
         return
     import torch
 
-    from saccade.types import Size
+    from saccade.types.media import Size
 
     model, images = side.engine.core.runner.model, side.engine.processor.images
     limits = images.limits.min_pixels, images.limits.max_pixels

@@ -31,11 +31,11 @@ from saccade.media.decode import decode
 from saccade.media.jpeg_stream import StreamedJpeg
 from saccade.media.probe import probe
 from saccade.models.vision.preprocess import resize
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.images import jpeg_reduction
 from saccade.runner.encoder import encoder_runner
 from saccade.runner.replica_placement import decode_threads
-from saccade.types import Geometry, Grid, MediaItem, Size
+from saccade.types.media import Geometry, Grid, MediaItem, Size
 
 PHOTO = Size(4032, 3024)
 TARGETS = {"0.1 MP": Size(364, 280), "1 MP": Size(1148, 868)}

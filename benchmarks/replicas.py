@@ -30,19 +30,12 @@ from saccade.checkpoint.config import model_config
 from saccade.engine.ipc.client import EngineClient
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.replicas.replica_set import ReplicaSet
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.sampling_params import SamplingParams
 from saccade.scheduler.kv_cache import text_records
-from saccade.types import (
-    Geometry,
-    Grid,
-    Header,
-    MediaItem,
-    Prompt,
-    Request,
-    Size,
-    Span,
-)
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
+from saccade.types.prompt import Prompt, Span
+from saccade.types.request import Request
 
 IMAGE_TOKENS = 1564
 IMAGE_BYTES = 60_000

@@ -12,9 +12,11 @@ import numpy as np
 
 from saccade import SamplingParams
 from saccade.media.hashing import identity
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.scheduler import Scheduler
-from saccade.types import Prompt, Request, Sample, StepResult, Tenant
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request, Tenant
+from saccade.types.step import Sample, StepResult
 
 
 def _request(index: int, tokens: int, tenant: Tenant) -> Request:

@@ -28,8 +28,8 @@ from tqdm import tqdm
 from benchmarks.soak_load import Call, Load, can_make_videos
 from benchmarks.soak_report import Fill, RequestOutputBuilder, Run, print_report, summary
 from benchmarks.soak_watch import Watch, engine_of
+from saccade.apps.evaluation.serving import serving_with
 from saccade.errors import ConfigError
-from saccade.evaluation.serving import serving_with
 
 _TIMEOUT = 120.0
 _IDLE_SECONDS = 2.0  # shorter than the server keeps idle connections, so that it closes none that is just used again

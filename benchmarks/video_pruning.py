@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from saccade import LLM, SamplingParams
-from saccade.evaluation.image_noise import Grain, add_grain
-from saccade.evaluation.scoring import Rule, chance
+from saccade.apps.evaluation.image_noise import Grain, add_grain
+from saccade.apps.evaluation.scoring import Rule, chance
 from saccade.media import video_pruning
-from saccade.types import Size
+from saccade.types.media import Size
 from training.canvas import KINDS, Canvas, noise_field, outline
 from training.palette import NAMES, background, shade
 

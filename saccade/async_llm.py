@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from saccade.engine.ipc.client import EngineClient, EngineInfo, RequestStream
 from saccade.errors import RequestError
-from saccade.options import MediaPolicy, SchedulerConfig, options
+from saccade.options.engine import MediaPolicy, SchedulerConfig, options
+from saccade.options.vllm.keywords import checked_call
 from saccade.outputs import RequestOutput
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import sampling_defaults
@@ -20,8 +21,10 @@ from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder, completions
 from saccade.processor.request_builder import with_structure
 from saccade.sampling_params import SamplingParams
-from saccade.types import Bill, Prompt, Request, TokenEvent
-from saccade.vllm_keywords import checked_call
+from saccade.types.bill import Bill
+from saccade.types.events import TokenEvent
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request
 
 _CHAT_ARGUMENTS = ("tools", "add_generation_prompt", "chat_template_kwargs", "mm_processor_kwargs")
 

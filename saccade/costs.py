@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from saccade.checkpoint.config import LinearConfig, MLAConfig, ModelConfig, TextConfig, VisionConfig
 from saccade.checkpoint.quantization import stays_fp8
-from saccade.types import Size
+from saccade.types.media import Size
 
 GIB = 1 << 30
 FP8 = "float8_e4m3fn"

@@ -19,7 +19,8 @@ from saccade.engine.build import build_core
 from saccade.engine.core import EngineCore, Profiles
 from saccade.engine.process_tuning import collect, trim
 from saccade.errors import RequestError, quoted
-from saccade.options import MediaPolicy, Options, SchedulerConfig, options
+from saccade.options.engine import MediaPolicy, Options, SchedulerConfig, options
+from saccade.options.vllm.keywords import checked_call
 from saccade.outputs import BeamSearchOutput, RequestOutput
 from saccade.processor.beam_search import best_sequences
 from saccade.processor.call_arguments import ManyParams, PromptInput, priorities_of, spread, with_kwargs
@@ -33,8 +34,10 @@ from saccade.processor.pooled_calls import Embeddings, Run, Scores, embeddings, 
 from saccade.processor.pooling import Side
 from saccade.processor.request_builder import child_id, with_structure
 from saccade.sampling_params import BeamSearchParams, SamplingParams
-from saccade.types import Bill, MediaItem, Prompt, TokenEvent
-from saccade.vllm_keywords import checked_call
+from saccade.types.bill import Bill
+from saccade.types.events import TokenEvent
+from saccade.types.media import MediaItem
+from saccade.types.prompt import Prompt
 
 logger = logging.getLogger("saccade.engine")
 
@@ -297,8 +300,8 @@ class LLM:
     ...     {"type": "image", "image": "photo.jpg"}, {"type": "text", "text": "What is this?"}]}])
     >>> print(outs[0].outputs[0].text)
 
-    Without a model it is the small one inside the package. Every option of the command line is a keyword here
-    (see `saccade.options.Options`). `close` frees the memory, as does the end of a `with LLM(...) as llm:`.
+    Without a model it is the small one inside the package. Every option of the command line is a keyword:
+    the fields of `saccade.options.engine.Options`. `close` frees the memory, as does the end of `with`.
     """
 
     def __init__(self, model: str | None = None, **given: Any) -> None:

@@ -9,7 +9,9 @@ from functools import cache
 from typing import Generic, NamedTuple, TypeVar
 
 from saccade.errors import RequestError
-from saccade.types import Bill, FinishReason, Logprobs
+from saccade.types.bill import Bill
+from saccade.types.events import FinishReason
+from saccade.types.step import Logprobs
 
 
 class Logprob(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
 
-logger = logging.getLogger("saccade.options")
+logger = logging.getLogger("saccade.options.engine")
 
 MAX_N = 64
 MAX_LOGPROBS = 20

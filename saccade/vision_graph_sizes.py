@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saccade.checkpoint.config import VisionConfig
-from saccade.types import Grid
+from saccade.types.media import Grid
 
 SIZES = tuple(range(128, 2049, 128))  # patches; GEMMs work in tiles of 128 rows anyway
 MAXIMUM = 8192  # patches, where all images have one size: then there are few passes to capture

@@ -16,7 +16,7 @@ from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import TorchVision
 from saccade.processor.families import default_family
 from saccade.processor.families.llava import Llava
-from saccade.types import Size
+from saccade.types.media import Size
 from tests.helpers.launched import META, SHAPES
 
 LLAVA_7B = {

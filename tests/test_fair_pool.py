@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from saccade.fair_pool import FairPool, Owner, QueueFull
+from saccade.util.fair_pool import FairPool, Owner, QueueFull
 
 
 def blocked(threads: int = 1, max_waiting: int | None = None) -> tuple[FairPool, threading.Event]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from saccade import logs
+from saccade.util import logs
 
 logger = logging.getLogger("saccade.test_logs")
 

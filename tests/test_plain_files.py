@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from saccade.batch.batch_lines import batch_lines, line_helper
-from saccade.bench.trace import read_trace
+from saccade.apps.batch.batch_lines import batch_lines, line_helper
+from saccade.apps.bench.trace import read_trace
+from saccade.apps.evaluation.report import check_markers
+from saccade.apps.plan.calibration import read_calibration
 from saccade.cli.main import main
 from saccade.cli.writable import check_writable
 from saccade.errors import ConfigError, RequestError
-from saccade.evaluation.report import check_markers
 from saccade.media.load import load_image
-from saccade.options import MediaPolicy, Options
-from saccade.plain_files import open_plain, read_plain, read_text, write_whole
-from saccade.plan.calibration import read_calibration
+from saccade.options.engine import MediaPolicy, Options
+from saccade.options.server import ServerOptions
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.server.config import load_settings
 from saccade.server.http.tls import tls_context
 from saccade.server.tenant_file import read_tenants
-from saccade.server_options import ServerOptions
+from saccade.util.plain_files import open_plain, read_plain, read_text, write_whole
 from tests.helpers.full_disk import full_disk
 
 

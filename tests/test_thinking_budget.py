@@ -16,7 +16,9 @@ from saccade.cli.chat import Conversation
 from saccade.errors import RequestError
 from saccade.processor.request_builder import RequestBuilder
 from saccade.runner.batch import RequestState
-from saccade.types import Admission, Prompt, Request, Sample, Thinking
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request, Thinking
+from saccade.types.step import Admission, Sample
 from tests.helpers.serving import RunningServer, events_of, running_server
 
 ASK = [{"role": "user", "content": "What is this?"}]

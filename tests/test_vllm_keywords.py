@@ -10,13 +10,13 @@ import pytest
 
 from saccade.cli import main as cli
 from saccade.errors import RequestError, UsageError
-from saccade.option_fields import defaults_of
-from saccade.options import Options, options
+from saccade.options.engine import Options, options
+from saccade.options.fields import defaults_of
+from saccade.options.server import ServerOptions
+from saccade.options.vllm.keywords import checked_call, translated
+from saccade.options.vllm.table import CALLS, NEUTRAL, OFFLINE, SHORT, TABLE, Keyword
 from saccade.server import serve as serving
 from saccade.server.config import Settings, load_settings
-from saccade.server_options import ServerOptions
-from saccade.vllm_keywords import checked_call, translated
-from saccade.vllm_table import CALLS, NEUTRAL, OFFLINE, SHORT, TABLE, Keyword
 
 ENGINE = defaults_of(Options)
 SERVER = {**ENGINE, **defaults_of(ServerOptions)}

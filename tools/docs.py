@@ -1,7 +1,7 @@
 """Writes the generated parts of the documentation: `python -m tools.docs`; `--check` fails if one is stale.
 
-docs/modules.md comes from module docstrings, docs/options.md from `saccade.options`, the lists of
-docs/coming_from_vllm.md from `saccade.vllm_table`, docs/metrics.md from
+docs/modules.md comes from module docstrings, docs/options.md from `saccade.options.engine`, the lists of
+docs/coming_from_vllm.md from `saccade.options.vllm.table`, docs/metrics.md from
 `saccade.server.metrics`, docs/python.md from the public classes, the example of docs/plan.md from
 `saccade plan`, and the result tables from docs/results/*.json, which the benchmarks write with `--json`.
 In other files only what stands between
@@ -27,11 +27,11 @@ from benchmarks.gpu_rows import ROWS
 from saccade.cli.main import main as run_command
 from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import EngineStatus, ReplicaView
-from saccade.options import Options
+from saccade.options.engine import Options
+from saccade.options.server import ServerOptions
+from saccade.options.vllm.table import CALLS, TABLE, Keyword
 from saccade.server.engine_metrics import REMOTE_COUNTERS, TIER_COUNTERS, TIER_GAUGES
 from saccade.server.metrics import Metrics
-from saccade.server_options import ServerOptions
-from saccade.vllm_table import CALLS, TABLE, Keyword
 from tools.python_reference import python_page
 
 ROOT = Path(__file__).parent.parent
@@ -131,8 +131,8 @@ def options_page() -> str:
     parts = [
         "# Options",
         _NOTE,
-        "Every option of `saccade serve`, from `saccade/options.py` and\n"
-        "`saccade/server_options.py`. The engine's are keyword arguments of\n"
+        "Every option of `saccade serve`, from `saccade/options/engine.py` and\n"
+        "`saccade/options/server.py`. The engine's are keyword arguments of\n"
         "`LLM(...)` too, with underscores. An option is also an environment variable\n"
         "(`SACCADE_MAX_MODEL_LEN`) and a line of the file that `--config` names (`max_model_len: 4096`).\n"
         "Flags win over the environment, the environment over the file. An *automatic* value is chosen at\n"

@@ -13,7 +13,7 @@ PUBLIC = (  # file of saccade/ -> its classes, in the order in which a reader ne
     ("async_llm.py", ("AsyncLLM",)),
     ("sampling_params.py", ("SamplingParams", "StructuredOutputsParams", "BeamSearchParams")),
     ("outputs.py", ("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "BeamSearchSequence")),
-    ("types.py", ("Bill", "BillItem")),
+    ("types/bill.py", ("Bill", "BillItem")),
     ("errors.py", ("RequestError", "ConfigError")),
 )
 _INTRO = """\

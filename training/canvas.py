@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from saccade.evaluation.image_noise import Field, Grain, add_grain
+from saccade.apps.evaluation.image_noise import Field, Grain, add_grain
 from training.fonts import Font, advance
 from training.palette import Rgb
 from training.samples import Picture

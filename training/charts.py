@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from saccade.evaluation.scoring import OTHER_NUMBER
+from saccade.apps.evaluation.scoring import OTHER_NUMBER
 from training.canvas import Canvas
 from training.chart_questions import ask_bars, ways_to_a_cell
 from training.extract import ask_json

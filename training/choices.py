@@ -6,7 +6,7 @@ import string
 from collections.abc import Sequence
 from random import Random
 
-from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
+from saccade.apps.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
 from training.canvas import KINDS
 from training.claims import draw_claim
 from training.palette import NAMES

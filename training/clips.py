@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from saccade.evaluation.scoring import OTHER_NUMBER
+from saccade.apps.evaluation.scoring import OTHER_NUMBER
 from training.canvas import KIND_CLASSES, KINDS, Canvas, Points, outline
 from training.palette import NAMES, Rgb, background, shade
 from training.samples import Picture, Question

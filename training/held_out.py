@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from saccade.evaluation.image_noise import field_to_image
-from saccade.evaluation.questions import ABOUT, QUESTIONS, load_questions
+from saccade.apps.evaluation.image_noise import field_to_image
+from saccade.apps.evaluation.questions import ABOUT, QUESTIONS, load_questions
 from training.canvas import noise_field
 from training.fonts import WANTED, font_names
 from training.refusals import REFUSED

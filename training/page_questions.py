@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import TYPE_CHECKING
 
-from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
+from saccade.apps.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
 from training.extract import ask_json
 from training.off_topic import off_topic
 from training.receipt_questions import ask_naturally, caption

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
+from saccade.apps.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
 from training.canvas import Canvas
 from training.fonts import font, font_names
 from training.off_topic import off_topic

@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import TYPE_CHECKING
 
-from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
+from saccade.apps.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
 from training.records import spoken
 from training.samples import Question
 from training.shape_questions import DESCRIBE, a

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from saccade.evaluation.image_noise import Grain
-from saccade.evaluation.scoring import Rule
+from saccade.apps.evaluation.image_noise import Grain
+from saccade.apps.evaluation.scoring import Rule
 
 SKILLS = (
     "color",

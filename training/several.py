@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
+from saccade.apps.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
 from training.palette import NAMES
 from training.reading import TextScene
 from training.samples import Picture, Question

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from saccade.evaluation.scoring import OTHER_NUMBER
+from saccade.apps.evaluation.scoring import OTHER_NUMBER
 from training.canvas import KINDS
 from training.extract import ask_json
 from training.off_topic import off_topic

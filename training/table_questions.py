@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from saccade.evaluation.scoring import OTHER_NUMBER
+from saccade.apps.evaluation.scoring import OTHER_NUMBER
 from training.samples import Question
 from training.shape_questions import counted
 from training.sheet import listed, others

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from saccade.errors import ConfigError
-from saccade.plain_files import open_plain
+from saccade.util.plain_files import open_plain
 
 SETTINGS_BYTES = 8 << 20  # published ones have at most a tenth
 INDEX_BYTES = 64 << 20  # the largest MoE models have 10 MB

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from saccade.bench.chart import distributions, rates
-from saccade.bench.goodput import FIRST_SHARE, best, find_goodput, saturated, summary
-from saccade.bench.load import LoadResult, Part, Server, run_load
-from saccade.bench.max_images import Attempt, send_images
-from saccade.bench.report import (
+from saccade.apps.bench.chart import distributions, rates
+from saccade.apps.bench.goodput import FIRST_SHARE, best, find_goodput, saturated, summary
+from saccade.apps.bench.load import LoadResult, Part, Server, run_load
+from saccade.apps.bench.max_images import Attempt, send_images
+from saccade.apps.bench.report import (
     Figures,
     Slo,
     as_json,
@@ -28,15 +28,15 @@ from saccade.bench.report import (
     table,
     write_csv,
 )
-from saccade.bench.stream_client import Target
-from saccade.bench.trace import TraceRequest
-from saccade.bench.workloads import Shape
+from saccade.apps.bench.stream_client import Target
+from saccade.apps.bench.trace import TraceRequest
+from saccade.apps.bench.workloads import Shape
 from saccade.cli.bench_arguments import MAX_IMAGES
 from saccade.cli.bench_checks import check
 from saccade.cli.bench_max_images import max_images
 from saccade.cli.get_json import get_json
 from saccade.errors import ConfigError
-from saccade.plain_files import write_whole
+from saccade.util.plain_files import write_whole
 
 _WARM_UP = 4  # requests before the load, not counted
 _ROUNDS = 3  # of each client in the closed loops before a search for goodput

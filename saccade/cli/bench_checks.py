@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from saccade.bench.trace import TraceRequest, read_trace
-from saccade.bench.video import check_av
+from saccade.apps.bench.trace import TraceRequest, read_trace
+from saccade.apps.bench.video import check_av
 from saccade.cli.bench_arguments import MAX_IMAGES, NAMES, engine_options
 from saccade.cli.writable import check_writable
 from saccade.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from saccade.bench.max_images import Attempt, MaxImages, find_max_images
+from saccade.apps.bench.max_images import Attempt, MaxImages, find_max_images
 
 
 def max_images(attempt: Callable[[int], Attempt], up_to: int) -> MaxImages:

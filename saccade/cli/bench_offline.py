@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from saccade import LLM, SamplingParams
-from saccade.bench.load import LoadResult, Part, Result
-from saccade.bench.max_images import Attempt
-from saccade.bench.stream_client import Sample
-from saccade.bench.workloads import WORKLOADS, Job, Shape
+from saccade.apps.bench.load import LoadResult, Part, Result
+from saccade.apps.bench.max_images import Attempt
+from saccade.apps.bench.stream_client import Sample
+from saccade.apps.bench.workloads import WORKLOADS, Job, Shape
 from saccade.cli.bench import Subject
 from saccade.cli.bench_arguments import engine_options
 from saccade.errors import RequestError

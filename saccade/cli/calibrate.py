@@ -11,17 +11,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from saccade import LLM, SamplingParams, costs
-from saccade.bench.workloads import jpeg
+from saccade.apps.bench.workloads import jpeg
+from saccade.apps.plan.calibration import calibration_for
+from saccade.apps.plan.fit import Figure, fit
+from saccade.apps.plan.hardware import Hardware
+from saccade.apps.plan.timing import Precision, Timing
 from saccade.media.decode import decode
-from saccade.plain_files import write_whole
-from saccade.plan.calibration import calibration_for
-from saccade.plan.fit import Figure, fit
-from saccade.plan.hardware import Hardware
-from saccade.plan.timing import Precision, Timing
 from saccade.processor.images import ImageInput
 from saccade.runner.device_memory import device_of, dtype_of
 from saccade.runner.device_peaks import MeasuredDevice, measure_device
-from saccade.types import MediaItem
+from saccade.types.media import MediaItem
+from saccade.util.plain_files import write_whole
 
 _REPEATS = 3
 _STEPS = 32  # of decode

@@ -13,10 +13,10 @@ from typing import Any
 from saccade.errors import RequestError
 from saccade.llm import Engine
 from saccade.media.load import load_image
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.outputs import CompletionOutput, RequestOutput
 from saccade.sampling_params import SamplingParams
-from saccade.types import Bill
+from saccade.types.bill import Bill
 
 with contextlib.suppress(ImportError):  # not in every build of Python
     import readline  # noqa: F401  # arrow keys and a history for `input`

@@ -13,14 +13,15 @@ from saccade.media.documents import Document, is_pdf, load_document
 from saccade.media.load import load_image
 from saccade.media.video_probe import is_video_file
 from saccade.media.video_sources import Video
-from saccade.options import MediaPolicy, Options
-from saccade.plain_files import open_plain
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor import families
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.base import Family
 from saccade.processor.images import Limits, limits_among, page_size
 from saccade.processor.video import Videos, video_bill_item
-from saccade.types import Size, VideoRun
+from saccade.types.media import Size
+from saccade.types.prompt import VideoRun
+from saccade.util.plain_files import open_plain
 
 
 @dataclass(frozen=True, slots=True)

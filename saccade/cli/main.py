@@ -19,18 +19,20 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from saccade import __version__, logs
+from saccade import __version__
 from saccade.cli import bench_arguments, plan_arguments, run_batch_arguments
 from saccade.cli.vllm_flags import add_vllm_flags, given_vllm_flags, spelled
 from saccade.cli.writable import check_writable
 from saccade.errors import ConfigError, RequestError, UsageError
-from saccade.option_fields import defaults_of
-from saccade.options import Options, options
+from saccade.options.engine import Options, options
+from saccade.options.fields import defaults_of
+from saccade.options.server import ServerOptions
 from saccade.server.config import load_settings, log_unused, option_kinds, text_reader
-from saccade.server_options import ServerOptions
+from saccade.util.logs import FORMAT_VARIABLE, LEVEL_VARIABLE
+from saccade.util.logs import set_up as set_up_logs
 
 if TYPE_CHECKING:
-    from saccade.evaluation.commands import Target
+    from saccade.apps.evaluation.commands import Target
 
 _SEVERAL = "latest flag that takes several values"  # an attribute of the parsed arguments
 
@@ -235,8 +237,8 @@ def _serve(args: argparse.Namespace) -> int:
     given = {**given_vllm_flags(args), **given_options(args, Options, ServerOptions)}
     settings = load_settings(given, os.environ, file)
     level = "debug" if args.debug else settings.server.log_level
-    logs.set_up(level, settings.server.log_format)
-    os.environ |= {logs.LEVEL_VARIABLE: level, logs.FORMAT_VARIABLE: settings.server.log_format}
+    set_up_logs(level, settings.server.log_format)
+    os.environ |= {LEVEL_VARIABLE: level, FORMAT_VARIABLE: settings.server.log_format}
     log_unused(os.environ)
     return serve(settings)
 
@@ -374,14 +376,14 @@ def _add_target(command: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from saccade.evaluation.commands import Output, evaluate
+    from saccade.apps.evaluation.commands import Output, evaluate
 
     _check_results(args, "json")
     return evaluate(_target(args), Output(args.json, tuple(args.markdown), args.show_wrong))
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from saccade.evaluation.commands import Output, tune
+    from saccade.apps.evaluation.commands import Output, tune
 
     _check_results(args, "json", "plot")
     return tune(_target(args), args.sizes, Output(args.json, tuple(args.markdown), plot=args.plot))
@@ -394,7 +396,7 @@ def _check_results(args: argparse.Namespace, *flags: str) -> None:
 
 
 def _target(args: argparse.Namespace) -> Target:
-    from saccade.evaluation.commands import Target
+    from saccade.apps.evaluation.commands import Target
 
     given = given_options(args, Options)
     if args.url is None:

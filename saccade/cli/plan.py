@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from saccade.apps.plan.alternatives import alternatives
+from saccade.apps.plan.calibration import calibration_for, read_calibration
+from saccade.apps.plan.chart import svg
+from saccade.apps.plan.hardware import DEFAULT, Hardware, find_hardware
+from saccade.apps.plan.model_cards import find_model
+from saccade.apps.plan.planner import Deployment, make_plan
+from saccade.apps.plan.report import as_json, listing, table
+from saccade.apps.plan.workload import SizeShare, Workload
 from saccade.errors import ConfigError
-from saccade.options import Options
-from saccade.plain_files import write_whole
-from saccade.plan.alternatives import alternatives
-from saccade.plan.calibration import calibration_for, read_calibration
-from saccade.plan.chart import svg
-from saccade.plan.hardware import DEFAULT, Hardware, find_hardware
-from saccade.plan.model_cards import find_model
-from saccade.plan.planner import Deployment, make_plan
-from saccade.plan.report import as_json, listing, table
-from saccade.plan.workload import SizeShare, Workload
-from saccade.types import Size
+from saccade.options.engine import Options
+from saccade.types.media import Size
+from saccade.util.plain_files import write_whole
 
 
 def plan(args: argparse.Namespace, options: Mapping[str, Any]) -> int:

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from saccade.batch.batch_file import BatchResult
-from saccade.batch.batch_lines import batch_lines, line_helper
-from saccade.batch.batch_run import BatchCounts, HttpSender, run_batch
+from saccade.apps.batch.batch_file import BatchResult
+from saccade.apps.batch.batch_lines import batch_lines, line_helper
+from saccade.apps.batch.batch_run import BatchCounts, HttpSender, run_batch
+from saccade.apps.evaluation.serving import serving_with
 from saccade.cli.run_batch_arguments import files_of
 from saccade.errors import ConfigError
-from saccade.evaluation.serving import serving_with
-from saccade.plain_files import open_plain
+from saccade.util.plain_files import open_plain
 
 
 class _Server(NamedTuple):

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from saccade.vllm_keywords import literal
-from saccade.vllm_table import SHORT, TABLE, Keyword
+from saccade.options.vllm.keywords import literal
+from saccade.options.vllm.table import SHORT, TABLE, Keyword
 
 _DEST = "vllm:"  # no option of ours begins so
 

@@ -10,12 +10,11 @@ from typing import Any
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.quantization import quantization_of
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
-from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.engine.process_tuning import freeze, switch_threads_often
 from saccade.engine.profiler import Profiler
-from saccade.options import Options, SchedulerConfig
-from saccade.replica import Replica
+from saccade.options.engine import Options, SchedulerConfig
 from saccade.runner.build import EncoderLinks, build_runner
 from saccade.runner.build_encoder import plan_encoder
 from saccade.runner.device_memory import plan_memory
@@ -35,7 +34,9 @@ from saccade.scheduler.latency_model import (
     spare_ms,
     split_spare_time,
 )
-from saccade.types import Geometry, LatencyCurve, LatencyProfile, StepTime
+from saccade.types.latency import LatencyCurve, LatencyProfile, StepTime
+from saccade.types.media import Geometry
+from saccade.types.replica import Replica
 
 logger = logging.getLogger("saccade.engine")
 

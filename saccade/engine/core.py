@@ -11,9 +11,12 @@ from typing import Any, Protocol
 
 from saccade.engine.step_stats import StepTrace
 from saccade.errors import RequestError
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.scheduler import Scheduler
-from saccade.types import MediaItem, Request, StepPlan, StepResult, TokenEvent
+from saccade.types.events import TokenEvent
+from saccade.types.media import MediaItem
+from saccade.types.request import Request
+from saccade.types.step import StepPlan, StepResult
 
 _MIN_PATIENCE = 0.001  # seconds that a step waits for grammars: a quarter of the last step, within these
 _MAX_PATIENCE = 0.02

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from saccade.types import Key, ScheduledWindow, Span, StepPlan, StepResult
+from saccade.types.media import Key
+from saccade.types.prompt import Span
+from saccade.types.step import ScheduledWindow, StepPlan, StepResult
 
 NUM_KEPT = 64
 

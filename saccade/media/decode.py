@@ -21,7 +21,7 @@ from saccade.errors import RequestError
 from saccade.media.png_rows import has_all_rows
 from saccade.media.rgb import BAND, MIRRORED, as_image, to_rgb, upright
 from saccade.media.video_reader import VideoReaders
-from saccade.types import MediaItem, Size
+from saccade.types.media import MediaItem, Size
 
 try:
     import simplejpeg  # type: ignore[import-untyped, import-not-found, unused-ignore]

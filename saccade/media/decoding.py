@@ -18,7 +18,7 @@ from saccade.media.media_workers import Fault, MediaWorkers, Task, Ticket
 from saccade.media.pdf import MEMORY_MB, SECONDS, check_available, pdf_fault
 from saccade.media.shared_pixels import Pin
 from saccade.media.video_reader import VideoReaders
-from saccade.types import MediaItem, Size
+from saccade.types.media import MediaItem, Size
 
 _SECONDS_PER_PIXEL = 1e-7  # of its price: ten times what a slow machine takes
 _MIN_SECONDS = 1.0

@@ -14,8 +14,8 @@ from saccade.media.load import decode_data_url, read_file
 from saccade.media.media_workers import MEDIA, MediaWorkers
 from saccade.media.pdf import Box, CpuTime, Pdf
 from saccade.media.probe import guess_format
-from saccade.options import DocumentPolicy, MediaPolicy
-from saccade.types import Size
+from saccade.options.engine import DocumentPolicy, MediaPolicy
+from saccade.types.media import Size
 
 _POINTS_PER_INCH = 72
 _MAX_BOX = 1e6  # points

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from saccade.errors import RequestError
 from saccade.media.documents import PdfPage
 from saccade.media.load import Loaded
-from saccade.types import RECORD_BYTES, Header, Key, Size, Span
+from saccade.types.media import Header, Key, Size
+from saccade.types.prompt import RECORD_BYTES, Span
 
 _KEY_WORDS = 4  # a 32-byte key as 64-bit words
 _RECORD_WORDS = RECORD_BYTES // 8

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from saccade.types import Size
+from saccade.types.media import Size
 
 MAX_STEPS = 20_000
 """Segments read of one file. A longer animation reports the frames counted so far."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from saccade.types import MediaItem, Size
+from saccade.types.media import MediaItem, Size
 
 LENGTH = struct.Struct(">I")
 SEND_AGAIN = b""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saccade.media.image_headers import jpeg_segments
-from saccade.types import Header
+from saccade.types.media import Header
 
 END = b"\xff\xd9"
 _FRAME, _SCAN, _ADOBE, _SEVERAL = 0xC0, 0xDA, 0xEE, 0xE2

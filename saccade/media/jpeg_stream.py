@@ -25,7 +25,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from saccade.media.decode import Pixels, check_stored_size, decode, draft, reduce_size, refuse_faults
 from saccade.media.rgb import BAND, MIRRORED, MODE, as_image, upright
-from saccade.types import MediaItem, Size
+from saccade.types.media import MediaItem, Size
 
 _MIN_PIXELS = 1 << 20  # a smaller image takes one thread a few milliseconds
 _BLOCK = 256  # columns

@@ -24,8 +24,8 @@ from PIL import Image, ImageFile
 from saccade.errors import RequestError
 from saccade.media.probe import check_bytes, check_pixels, probe
 from saccade.media.rgb import to_rgb, upright
-from saccade.options import MediaPolicy
-from saccade.types import Header, Size
+from saccade.options.engine import MediaPolicy
+from saccade.types.media import Header, Size
 
 _ORIENTATION_TAG = 0x0112
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]{1,20}):")

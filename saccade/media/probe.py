@@ -16,8 +16,8 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from saccade.errors import RequestError
 from saccade.media.image_headers import MAX_SCANS, PARSERS, Outline, exif_orientation
-from saccade.options import MediaPolicy
-from saccade.types import Header, Size
+from saccade.options.engine import MediaPolicy
+from saccade.types.media import Header, Size
 
 _MAGIC = {
     "jpeg": (b"\xff\xd8\xff",),

@@ -16,8 +16,8 @@ from saccade.errors import RequestError
 from saccade.media.jobs import VideoHeader
 from saccade.media.media_workers import MEDIA, Fault, MediaWorkers, Task
 from saccade.media.video_file import CODECS, check_available, open_video, video_stream
-from saccade.options import MediaPolicy
-from saccade.types import Size
+from saccade.options.engine import MediaPolicy
+from saccade.types.media import Size
 
 if TYPE_CHECKING:
     import av

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from saccade.types import MediaItem, Size
+from saccade.types.media import MediaItem, Size
 
 Ints = npt.NDArray[np.int64]
 

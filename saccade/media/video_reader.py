@@ -18,7 +18,7 @@ from PIL import Image
 from saccade.errors import RequestError
 from saccade.media.rgb import upright
 from saccade.media.video_file import open_video, video_stream
-from saccade.types import MediaItem, Size
+from saccade.types.media import MediaItem, Size
 
 if TYPE_CHECKING:
     import av

@@ -12,7 +12,7 @@ import numpy as np
 from saccade.errors import RequestError
 from saccade.media.load import decode_data_url, read_file
 from saccade.media.video_probe import VideoInfo, check_video_bytes, probe_video
-from saccade.options import MediaPolicy
+from saccade.options.engine import MediaPolicy
 
 FRAME_TYPES = ("video/jpeg", "video/png", "video/webp")
 """MIME types of data: URLs that hold a list of frames."""

@@ -12,7 +12,7 @@ from saccade.models.layers.forward_types import Attention, CrossAttentionRows, E
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps
 from saccade.models.vision.preprocess import ImagePixels, pixel_policy
-from saccade.types import Geometry, Grid
+from saccade.types.media import Geometry, Grid
 
 if TYPE_CHECKING:
     from saccade.models.layers.decoder import Decoder

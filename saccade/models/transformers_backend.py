@@ -35,7 +35,7 @@ from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.tensor_files import StoredTensors, some
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import OF_QUANTISED
-from saccade.types import Geometry, Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 
 logger = logging.getLogger("saccade.models")
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from saccade.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, TokenLogprobs
 from saccade.processor.input_processor import Processor
 from saccade.sampling_params import BeamSearchParams, SamplingParams
-from saccade.types import FinishReason
+from saccade.types.events import FinishReason
 
 
 class Beam(NamedTuple):

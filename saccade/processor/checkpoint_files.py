@@ -18,11 +18,11 @@ from saccade.checkpoint.late_interaction import TOKEN_DIM, unwrapped
 from saccade.checkpoint.schema import IMAGES, PROCESSOR, Table
 from saccade.errors import ConfigError
 from saccade.media.hashing import digest_of
-from saccade.options import Options
-from saccade.plain_files import open_plain
+from saccade.options.engine import Options
 from saccade.processor import late_interaction
 from saccade.processor.families import FAMILIES, built_in_template, is_known
 from saccade.processor.tasks import Task, task_of
+from saccade.util.plain_files import open_plain
 
 logger = logging.getLogger("saccade.processor")
 

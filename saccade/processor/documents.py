@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from saccade.errors import RequestError, quoted
 from saccade.media.documents import Document, load_document
 from saccade.media.pdf import CpuTime
-from saccade.options import MediaPolicy
+from saccade.options.engine import MediaPolicy
 from saccade.processor.images import ImageInput, reads_text_only
 
 _OF_CLIENTS = ("file",)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from saccade.errors import ConfigError, RequestError
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.sampling_params import SamplingParams
 
 _FILE = "generation_config.json"

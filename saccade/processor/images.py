@@ -14,11 +14,12 @@ from saccade.media.documents import PdfPage
 from saccade.media.hashing import RecentKeys
 from saccade.media.jpeg_layout import is_plain_jpeg
 from saccade.media.load import load_image
-from saccade.options import MediaPolicy
+from saccade.options.engine import MediaPolicy
 from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.families import family_for
 from saccade.processor.families.base import Family, ManyImagesPolicy
-from saccade.types import BillItem, Geometry, Header, Key, MediaItem, Size, short_key
+from saccade.types.bill import BillItem
+from saccade.types.media import Geometry, Header, Key, MediaItem, Size, short_key
 
 LOW_DETAIL_PIXELS = 512 * 512
 """The limit for OpenAI's `detail: "low"`; auto, high and original use the deployment's limit."""

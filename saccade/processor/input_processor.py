@@ -15,7 +15,7 @@ from saccade.costs import blocks_for, max_chars
 from saccade.errors import ConfigError, RequestError
 from saccade.media.hashing import identity, salt_of
 from saccade.media.video_sources import Video
-from saccade.options import MediaPolicy
+from saccade.options.engine import MediaPolicy
 from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.dialects.parser import OutputFormat, OutputFormats, output_formats
 from saccade.processor.documents import open_documents
@@ -26,18 +26,19 @@ from saccade.processor.messages import Form, cleaned, cut_at_mark, form_of, mark
 from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.request_builder import RequestBuilder
 from saccade.processor.tasks import check_task
-from saccade.processor.template import MAX_CHARS, RESERVED
+from saccade.processor.template import MAX_CHARS, RESERVED, SHOWN_CHARS
 from saccade.processor.template_pool import TemplatePool
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.video import largest_item, split_kwargs, video_bill_item, videos_for
 from saccade.processor.video_prompt import build_video_prompt
 from saccade.sampling_params import SamplingParams
-from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, Span, short_key
+from saccade.types.bill import Bill, BillItem
+from saccade.types.media import Geometry, Key, MediaItem, short_key
+from saccade.types.prompt import Prompt, Span
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
 _MAX_CHARS = 64 << 20  # of a rendered chat, whatever context config.json claims
 _MARKER_TOKENS = 16  # at the end of a prompt, where a marker of thinking may be
-_SHOWN_CHARS = 500  # of a template's error message
 
 Ids = npt.NDArray[np.int64]
 
@@ -202,7 +203,7 @@ class Processor:
             )
         except RequestError as error:
             said = " ".join(self.tokenizer.unshield(error.message).split())
-            raise RequestError(said[:_SHOWN_CHARS], code=error.code, param=error.param) from None
+            raise RequestError(said[:SHOWN_CHARS], code=error.code, param=error.param) from None
         return Rendered(cut_at_mark(text) if continue_final_message else text, chat.images, chat.videos)
 
     def open_documents(self, messages: Any, *, allow_paths: bool = False) -> Any:

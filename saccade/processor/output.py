@@ -18,7 +18,8 @@ from saccade.processor.dialects.events import Content, OutputEvent, Reasoning
 from saccade.processor.dialects.parser import OutputFormat
 from saccade.processor.tokenizer import Tokenizer
 from saccade.sampling_params import SamplingParams
-from saccade.types import FinishReason, Logprobs, TokenEvent, Usage
+from saccade.types.events import FinishReason, TokenEvent, Usage
+from saccade.types.step import Logprobs
 
 
 class RequestOutputBuilder:

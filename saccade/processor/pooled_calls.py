@@ -27,7 +27,7 @@ from saccade.processor.pooling import (
 )
 from saccade.processor.tasks import check_task
 from saccade.sampling_params import SamplingParams
-from saccade.types import Prompt
+from saccade.types.prompt import Prompt
 
 Run = Callable[[Sequence[Callable[[], Prompt]], SamplingParams], list[RequestOutput]]
 Input = str | Mapping[str, Any]

@@ -13,7 +13,8 @@ from saccade.errors import RequestError
 from saccade.sampling_params import SamplingParams
 from saccade.structured.schema_validation import check_structured
 from saccade.structured.structured_outputs import structured_of
-from saccade.types import NO_TENANT, Prompt, Request, Tenant, Thinking
+from saccade.types.prompt import Prompt
+from saccade.types.request import NO_TENANT, Request, Tenant, Thinking
 
 
 class RequestBuilder:

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from saccade.errors import ConfigError, RequestError
 
+SHOWN_CHARS = 500  # of a template's error message
 MAX_CHARS = 1 << 20
 MAX_REASON = 1 << 16  # characters
 _OPENAI_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "template", "tokenize"}

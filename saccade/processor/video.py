@@ -19,12 +19,14 @@ from saccade.media.hashing import digest_of
 from saccade.media.load import Loaded, load_image
 from saccade.media.video_probe import VideoInfo, check_video_seconds
 from saccade.media.video_sources import File, Video, load_video_source
-from saccade.options import MediaPolicy
+from saccade.options.engine import MediaPolicy
 from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling, VideoRules
 from saccade.processor.images import Images, bill_item, whole_number
-from saccade.types import BillItem, Geometry, Header, Key, MediaItem, Size, Still, VideoRun, short_key
+from saccade.types.bill import BillItem
+from saccade.types.media import Geometry, Header, Key, MediaItem, Size, Still, short_key
+from saccade.types.prompt import VideoRun
 
 REQUEST_KEYS = ("fps", "num_frames", "max_frames", "max_video_pixels", "video_pruning")
 """The keys of mm_processor_kwargs that concern videos."""

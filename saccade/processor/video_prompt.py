@@ -13,7 +13,8 @@ import numpy.typing as npt
 from saccade.media.hashing import identity
 from saccade.processor.families.frame_groups import MropeSegment, VideoRules, positions
 from saccade.processor.video import FrameGroups
-from saccade.types import Grid, Key, MediaItem, Span, VideoRun
+from saccade.types.media import Grid, Key, MediaItem
+from saccade.types.prompt import Span, VideoRun
 
 Ids = npt.NDArray[np.int64]
 

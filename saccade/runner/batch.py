@@ -20,7 +20,10 @@ from saccade.models.layers.torch_attention import AttentionBatch
 from saccade.runner.sampler import Row
 from saccade.structured.grammar import Bits, Grammar
 from saccade.structured.thinking import ThinkingBudget
-from saccade.types import Admission, Key, Request, Sample, ScheduledWindow, Span
+from saccade.types.media import Key
+from saccade.types.prompt import Span
+from saccade.types.request import Request
+from saccade.types.step import Admission, Sample, ScheduledWindow
 
 Ints = npt.NDArray[np.int64]
 

@@ -15,7 +15,7 @@ from saccade.checkpoint.config import ModelConfig, TextConfig
 from saccade.models import load_kv_scales, load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedKV
-from saccade.options import Options, SchedulerConfig
+from saccade.options.engine import Options, SchedulerConfig
 from saccade.runner.build_embedding_tiers import build_tiers
 from saccade.runner.build_encoder import max_patches
 from saccade.runner.cuda.attention_selector import AttentionTarget, check
@@ -38,7 +38,7 @@ from saccade.runner.runner import Runner
 from saccade.runner.torch_threads import OneTorchThread
 from saccade.runner.weight_packing import pack_where_faster
 from saccade.structured.grammar import Grammars
-from saccade.types import Geometry, Key
+from saccade.types.media import Geometry, Key
 
 _REMOTE_IMAGES = 4  # of the largest size, that may be under way in one encoder worker
 _MIN_ARENA_BYTES = 16 << 20

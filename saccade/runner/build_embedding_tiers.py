@@ -13,7 +13,7 @@ from saccade import costs
 from saccade.errors import ConfigError
 from saccade.helpers.free_memory import free_ram
 from saccade.models.interface import VisionLanguageModel
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.runner.device_memory import MemoryPlan
 from saccade.runner.embedding_tiers.entry import Namespace, checksum
 from saccade.runner.embedding_tiers.folder import FolderStore
@@ -23,7 +23,7 @@ from saccade.runner.embedding_tiers.store import Store, StoreError
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
 from saccade.runner.embedding_tiers.weights_digest import weights_digest
 from saccade.runner.latency_profile import encode_seconds, largest_within
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 
 _HOST_GIB = 4.0  # beside a GPU
 _HOST_SHARE = 0.1  # of the free memory, if that is less

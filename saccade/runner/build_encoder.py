@@ -13,7 +13,7 @@ from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models import is_native, load_model
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.runner.cuda.compile_kernels import compile_kernels
 from saccade.runner.device_memory import check_gpu_jpeg, device_of, dtype_of
 from saccade.runner.encoder.encoder_runner import LocalEncoder
@@ -30,7 +30,7 @@ from saccade.runner.memory import (
 )
 from saccade.runner.replica_placement import decode_threads
 from saccade.runner.weight_packing import pack_where_faster
-from saccade.types import Geometry
+from saccade.types.media import Geometry
 
 MAX_CPU_PATCHES = 2048  # per pass: more gain nothing in GEMMs, cost memory, and lengthen a slice of a layer
 _MEASURED_PATCHES = 1024

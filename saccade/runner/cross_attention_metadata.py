@@ -9,7 +9,9 @@ import torch
 
 from saccade.models.layers.forward_types import CrossAttentionRows
 from saccade.runner.forward import Embeddings
-from saccade.types import Key, ScheduledWindow, Span
+from saccade.types.media import Key
+from saccade.types.prompt import Span
+from saccade.types.step import ScheduledWindow
 
 
 def rows_by_image(

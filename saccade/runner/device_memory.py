@@ -18,11 +18,11 @@ from saccade.models import is_native, reads_int4_experts
 from saccade.models.fp8_weights import multiplies_fp8
 from saccade.models.int4_weights import keeps_int4
 from saccade.models.layers.packed_linear import multiplies_bfloat16
-from saccade.options import Options, SchedulerConfig
+from saccade.options.engine import Options, SchedulerConfig
 from saccade.runner.encoder.nvjpeg import load_library
 from saccade.runner.memory import Encoders, Machine, MemoryParts, size_memory
 from saccade.runner.weight_packing import plan_packing
-from saccade.types import Geometry
+from saccade.types.media import Geometry
 
 _FP8_FROM = (8, 9)  # compute capability
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saccade.runner.cuda.staging import to_device
-from saccade.types import Key
+from saccade.types.media import Key
 
 _WARM_UP_ROWS = 512  # PyTorch has other kernels for only a few
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from saccade.models.interface import VisionLanguageModel
 from saccade.runner.batch import RequestState
-from saccade.types import Admission, Grid, Key, LatencyProfile, Sample, ScheduledWindow
+from saccade.types.latency import LatencyProfile
+from saccade.types.media import Grid, Key
+from saccade.types.step import Admission, Sample, ScheduledWindow
 
 Windows = Sequence[tuple[ScheduledWindow, RequestState]]
 Embeddings = Mapping[Key, Tensor]

@@ -17,13 +17,13 @@ from saccade.models.layers.cross_attention import CrossDecoder
 from saccade.models.layers.mla import LatentDecoder
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.layers.transformers_text import TextModel
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.runner.cuda.attention_selector import AttentionTarget, choose
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Forward
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.torch_forward import TorchForward
-from saccade.types import Key
+from saccade.types.media import Key
 
 _CHECKED = (CrossDecoder, LatentDecoder, TextModel)
 """Decoders whose graphs are compared with PyTorch at start, and may run without them."""

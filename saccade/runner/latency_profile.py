@@ -13,7 +13,8 @@ import torch
 from saccade.checkpoint.config import ModelConfig
 from saccade.models.interface import VisionLanguageModel
 from saccade.runner.encoder.graph_capture import blank_patches
-from saccade.types import Grid, LatencyCurve
+from saccade.types.latency import LatencyCurve
+from saccade.types.media import Grid
 
 _REPEATS = 3
 _LONG_MS = 100.0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
-from saccade.options import Options, SchedulerConfig
+from saccade.options.engine import Options, SchedulerConfig
 from saccade.runner.cuda.graph_sizes import (
     GRAPH_STRETCHES,
     GRAPH_TOKENS,
@@ -23,7 +23,7 @@ from saccade.runner.cuda.graph_sizes import (
     mixed_sizes,
 )
 from saccade.runner.cuda.staging_sizes import IN_BUFFERS, OUT_BUFFERS, staging_blocks
-from saccade.types import Geometry, Size
+from saccade.types.media import Geometry, Size
 from saccade.vision_graph_sizes import largest_pass
 
 _CPU_KV_GIB = 4.0  # automatic maximum on a CPU

@@ -17,7 +17,7 @@ from saccade.runner.forward import Windows
 from saccade.runner.prompt_logprobs import Head, prompt_rows, take_prompt_logprobs
 from saccade.runner.sampler import sample
 from saccade.sampling_params import Pooling
-from saccade.types import Sample
+from saccade.types.step import Sample
 
 
 def sample_or_pool(

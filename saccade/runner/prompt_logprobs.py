@@ -9,8 +9,8 @@ from torch import Tensor
 
 from saccade.runner.batch import RequestState
 from saccade.runner.sampler import top_logprobs
-from saccade.torch_utils import to_device
-from saccade.types import ScheduledWindow
+from saccade.types.step import ScheduledWindow
+from saccade.util.torch_utils import to_device
 
 _ROWS = 64  # that pass through the LM head together: 40 MB of logits where 150,000 tokens are known
 

@@ -14,7 +14,7 @@ import torch
 
 from saccade.checkpoint.config import LinearConfig
 from saccade.models.layers.forward_types import States, WindowGroup
-from saccade.types import ScheduledWindow, StateCheckpoint
+from saccade.types.step import ScheduledWindow, StateCheckpoint
 
 
 class _State(NamedTuple):

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from saccade.errors import ConfigError
-from saccade.options import Options
-from saccade.replica import Replica
+from saccade.options.engine import Options
 from saccade.runner.device_memory import device_of
+from saccade.types.replica import Replica
 
 _MAX_DECODE_THREADS = 8
 

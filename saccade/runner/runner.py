@@ -23,7 +23,8 @@ from saccade.runner.encoder.encoder_runner import Encoder, LocalEncoder
 from saccade.runner.forward import Forward, Sampled, Windows
 from saccade.runner.latency_profile import largest_within, seconds_per_layer
 from saccade.structured.grammar import Grammars
-from saccade.types import Collect, Geometry, Grid, Key, MediaItem, ScheduledWindow, StepPlan, StepResult
+from saccade.types.media import Geometry, Grid, Key, MediaItem
+from saccade.types.step import Collect, ScheduledWindow, StepPlan, StepResult
 
 
 class Runner:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from saccade.sampling_params import SamplingParams
-from saccade.types import Logprobs, Sample
+from saccade.types.step import Logprobs, Sample
 
 Added = tuple[Tensor, Tensor]
 

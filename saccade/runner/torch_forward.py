@@ -19,7 +19,11 @@ from saccade.runner.forward import Embeddings, Sampled, Windows
 from saccade.runner.pooling import keep_rows, needs_rows, sample_or_pool
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.sampling_params import SamplingParams
-from saccade.types import Admission, Grid, LatencyProfile, Prompt, Request, Sample, ScheduledWindow
+from saccade.types.latency import LatencyProfile
+from saccade.types.media import Grid
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request
+from saccade.types.step import Admission, Sample, ScheduledWindow
 
 
 class TorchForward:

@@ -13,7 +13,7 @@ from itertools import chain
 
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.request import OpenRequests, ScheduledRequest
-from saccade.types import ScheduledWindow, StepPlan
+from saccade.types.step import ScheduledWindow, StepPlan
 
 
 def can_fuse(

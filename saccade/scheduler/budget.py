@@ -18,13 +18,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.fair_queue import LAST, Rank
 from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.step_policy import IMAGE_SHARE, Demand, StepLimits
-from saccade.types import Admission, Key, ScheduledWindow
+from saccade.types.media import Key
+from saccade.types.step import Admission, ScheduledWindow
 
 _MANY_EMBEDDINGS = 1 << 16  # that are queued; more are not counted
 _LAST_TOKENS = 16  # of a prompt that did not end where it might have been fused: fewer take as long

@@ -7,7 +7,8 @@ A machine is often busy when an engine starts, or becomes so later. One measure 
 
 from __future__ import annotations
 
-from saccade.types import Slice, StepTime
+from saccade.types.latency import StepTime
+from saccade.types.step import Slice
 
 MIN_PREFILL_TOKENS = 16  # in a step: fewer would be all overhead, and show nothing
 _FASTER = 2.0  # at most, from one step to the next: how long larger ones take is not known yet

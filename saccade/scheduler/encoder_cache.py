@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from saccade.scheduler.cache_log import CacheLog
 from saccade.scheduler.encoder_eviction import Charge, FairEviction
-from saccade.types import NO_TENANT, Key, Tenant, family_of
+from saccade.types.media import Key
+from saccade.types.request import NO_TENANT, Tenant, family_of
 
 Holder = tuple[str, int]
 """A request and the index of one of its spans: the same image twice in a request is two holders."""

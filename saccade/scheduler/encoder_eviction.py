@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from saccade.scheduler.fair_queue import counted_as
-from saccade.types import OTHER_LABEL, Key, Tenant
+from saccade.types.media import Key
+from saccade.types.request import OTHER_LABEL, Tenant
 
 _MAX_TENANTS = 64  # of either kind with an account of their own; further ones share one
 _SHARED = ""  # that of requests without a tenant

@@ -9,7 +9,8 @@ from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.request import OpenRequests
-from saccade.types import Key, StepPlan
+from saccade.types.media import Key
+from saccade.types.step import StepPlan
 
 Affected = dict[str, RequestError]
 

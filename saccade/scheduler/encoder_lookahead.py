@@ -10,7 +10,8 @@ from saccade.scheduler.encoder_scheduler import EncoderScheduler, KeptImages
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.step_policy import StepLimits
-from saccade.types import MediaItem, ScheduledWindow
+from saccade.types.media import MediaItem
+from saccade.types.step import ScheduledWindow
 
 SpansAhead = Iterator[tuple[ScheduledRequest, int]]  # requests, and indices of their spans
 

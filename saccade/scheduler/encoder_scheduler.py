@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.fair_queue import DECODED_PIXEL_COST, EMBEDDING_COST
 from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
-from saccade.types import Key, MediaItem, Span
+from saccade.types.media import Key, MediaItem
+from saccade.types.prompt import Span
 
 _MAX_DECODED_FIRST = 64  # that a plan names
 

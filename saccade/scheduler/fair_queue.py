@@ -23,7 +23,7 @@ from heapq import heapify, heappop, heapreplace
 from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from saccade.types import OTHER_LABEL, Tenant
+from saccade.types.request import OTHER_LABEL, Tenant
 
 if TYPE_CHECKING:
     from saccade.scheduler.request import OpenRequests, ScheduledRequest

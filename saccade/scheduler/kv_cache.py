@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.cache_log import CacheLog
 from saccade.scheduler.kv_event_log import KVEventLog
 from saccade.scheduler.kv_host_cache import HostCache
-from saccade.types import RECORD_BYTES, KVCopy
+from saccade.types.prompt import RECORD_BYTES
+from saccade.types.step import KVCopy
 
 _COPIED_AHEAD = 32  # blocks a plan, beside as many as it takes
 _TEXT_RECORD = "32xQ"  # zeros where a media record has its content key, then the token id

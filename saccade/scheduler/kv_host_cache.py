@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.kv_event_log import KVEventLog
-from saccade.types import KVCopy
+from saccade.types.step import KVCopy
 
 if TYPE_CHECKING:
     from saccade.scheduler.kv_cache import CachedBlock

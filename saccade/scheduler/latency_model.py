@@ -19,7 +19,7 @@ from bisect import bisect_left
 from itertools import pairwise
 from typing import NamedTuple
 
-from saccade.types import LatencyCurve, LatencyProfile
+from saccade.types.latency import LatencyCurve, LatencyProfile
 
 SLOWDOWN = 2.5  # of decode steps beside other work that keeps up
 CEILING_MS = 20.0  # of a step, where none is set: or `SLOWDOWN`, where that is longer

@@ -9,7 +9,11 @@ from saccade.errors import RequestError
 from saccade.scheduler.encoder_cache import EncoderCache, Holder
 from saccade.scheduler.fair_queue import TenantShare
 from saccade.scheduler.kv_cache import BlockHashes, BlockPool, CachedPrefix
-from saccade.types import FinishReason, Key, MediaTimes, Request, Sample, Span, TokenEvent, Usage
+from saccade.types.events import FinishReason, TokenEvent, Usage
+from saccade.types.media import Key
+from saccade.types.prompt import Span
+from saccade.types.request import Request
+from saccade.types.step import MediaTimes, Sample
 
 
 @dataclass(slots=True, eq=False)

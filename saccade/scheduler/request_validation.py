@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from saccade.errors import RequestError
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.fair_queue import FairQueue
-from saccade.types import Request, Span, Tenant
+from saccade.types.prompt import Span
+from saccade.types.request import Request, Tenant
 
 
 def refuse_overload(tenant: Tenant, queue: FairQueue, num_running: int, config: SchedulerConfig) -> None:

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from saccade.errors import RequestError
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.async_decode import async_decode_windows, can_fuse
 from saccade.scheduler.budget import StepBudget, StepBuilder, are_enough, demand_of
 from saccade.scheduler.cache_log import CacheLog
@@ -28,19 +28,11 @@ from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.request_validation import refuse_impossible, refuse_overload
 from saccade.scheduler.state_cache import StateCache
 from saccade.scheduler.step_policy import StepLimits, make_policy
-from saccade.types import (
-    RECORD_BYTES,
-    Admission,
-    FinishReason,
-    Key,
-    MediaItem,
-    Request,
-    Sample,
-    ScheduledWindow,
-    StepPlan,
-    StepResult,
-    TokenEvent,
-)
+from saccade.types.events import FinishReason, TokenEvent
+from saccade.types.media import Key, MediaItem
+from saccade.types.prompt import RECORD_BYTES
+from saccade.types.request import Request
+from saccade.types.step import Admission, Sample, ScheduledWindow, StepPlan, StepResult
 
 _CREDIT_STEPS = 8  # full steps that a tenant may claim later which could not use its share for a while
 _FirstWindow = tuple[CachedPrefix, WindowLimit]

@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable
 
 from saccade.scheduler.kv_cache import BlockHashes, CachedPrefix
 from saccade.scheduler.request import ScheduledRequest
-from saccade.types import ScheduledWindow, StateCheckpoint
+from saccade.types.step import ScheduledWindow, StateCheckpoint
 
 
 class StateCache:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.cpu_step_time import CpuStepTime
 from saccade.scheduler.latency_model import (
     EncoderLoad,
@@ -24,7 +24,8 @@ from saccade.scheduler.latency_model import (
     spare_ms,
     split_spare_time,
 )
-from saccade.types import LatencyProfile, StepPlan, StepResult
+from saccade.types.latency import LatencyProfile
+from saccade.types.step import StepPlan, StepResult
 
 IMAGE_SHARE = 4  # images keep a quarter of a step's tokens, and some encoding in every fourth step
 

@@ -20,20 +20,20 @@ from weakref import WeakValueDictionary
 
 from starlette.types import ASGIApp
 
-from saccade.batch.batch_file import BatchResult, result_lines
-from saccade.batch.batch_lines import BatchLines, BatchRequest, batch_lines
-from saccade.batch.batch_records import STOPPABLE, BatchRecord
-from saccade.batch.batch_run import BUSY, retry_seconds, run_batch
-from saccade.batch.batch_store import BatchStore
+from saccade.apps.batch.batch_file import BatchResult, result_lines
+from saccade.apps.batch.batch_lines import BatchLines, BatchRequest, batch_lines
+from saccade.apps.batch.batch_records import STOPPABLE, BatchRecord
+from saccade.apps.batch.batch_run import BUSY, retry_seconds, run_batch
+from saccade.apps.batch.batch_store import BatchStore
 from saccade.errors import ConfigError, RequestError
-from saccade.fair_pool import FairPool, Owner
 from saccade.helpers.process import HelperProcess, Reply, thread_seconds
+from saccade.options.server import ServerOptions
 from saccade.server.accounts import Account
 from saccade.server.errors import ApiError
 from saccade.server.http.auth import Tenants
 from saccade.server.http.in_process import Answer, post
 from saccade.server.http.limits import AdmissionGate
-from saccade.server_options import ServerOptions
+from saccade.util.fair_pool import FairPool, Owner
 
 logger = logging.getLogger("saccade.server")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from saccade.batch.line_helper import serve_lines
+from saccade.apps.batch.line_helper import serve_lines
 from saccade.server.errors import ApiError
 from saccade.server.http.text_limit import TextTally
 

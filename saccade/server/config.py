@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from saccade.errors import ConfigError, UsageError
-from saccade.option_fields import defaults_of
-from saccade.options import Options
-from saccade.plain_files import read_text
-from saccade.server_options import ServerOptions
-from saccade.vllm_keywords import translated, with_nearest
-from saccade.vllm_table import TABLE
+from saccade.options.engine import Options
+from saccade.options.fields import defaults_of
+from saccade.options.server import ServerOptions
+from saccade.options.vllm.keywords import translated, with_nearest
+from saccade.options.vllm.table import TABLE
+from saccade.util.plain_files import read_text
 
 logger = logging.getLogger("saccade.server")
 

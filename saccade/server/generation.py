@@ -20,7 +20,12 @@ from saccade.server.accounts import Account, Charge
 from saccade.server.http.limits import ByteLease
 from saccade.server.metrics import Finished, Metrics
 from saccade.server.request_record import RequestRecord
-from saccade.types import PIXELS_PER_SECOND, Bill, Logprobs, Prompt, Request, TokenEvent
+from saccade.types.bill import Bill
+from saccade.types.events import TokenEvent
+from saccade.types.media import PIXELS_PER_SECOND
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request
+from saccade.types.step import Logprobs
 
 logger = logging.getLogger("saccade.server")
 

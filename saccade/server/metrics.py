@@ -17,7 +17,8 @@ from saccade.server.engine_metrics import EngineCollector
 from saccade.server.inter_token_latency import InterTokenLatency
 from saccade.server.recent_hour import RecentHour
 from saccade.server.tenant_metrics import Stats, TenantMetrics
-from saccade.types import Bill, Usage
+from saccade.types.bill import Bill
+from saccade.types.events import Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from saccade.types import Bill
+from saccade.types.bill import Bill
 
 _MINUTES = 60
 _STEP = 1.1  # from one bound to the next: a percentile is within a tenth

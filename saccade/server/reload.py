@@ -10,10 +10,10 @@ from functools import partial
 from typing import TypeVar
 
 from saccade.errors import ConfigError
-from saccade.fair_pool import FairPool
+from saccade.options.server import ServerOptions
 from saccade.server.http.auth import Tenants
 from saccade.server.http.tls import Certificate
-from saccade.server_options import ServerOptions
+from saccade.util.fair_pool import FairPool
 
 logger = logging.getLogger("saccade.server")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.types import Usage
+from saccade.types.events import Usage
 
 
 @dataclass(slots=True)

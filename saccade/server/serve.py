@@ -34,7 +34,8 @@ from saccade.engine.ray_cluster.launcher import ENCODER, ray_launcher
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
 from saccade.media.fetch import Fetcher, FetchPolicy
-from saccade.options import MediaPolicy, SchedulerConfig
+from saccade.options.engine import MediaPolicy, SchedulerConfig
+from saccade.options.server import ServerOptions
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line
 from saccade.processor.input_processor import Processor
@@ -50,10 +51,9 @@ from saccade.server.http.parser import BoundedHttp
 from saccade.server.http.tls import tls_context
 from saccade.server.reload import Reloader
 from saccade.server.service import Engine, Service
-from saccade.server_options import ServerOptions
 from saccade.structured.schema import is_available
 from saccade.structured.schema_validation import ANY_OBJECT
-from saccade.types import Request
+from saccade.types.request import Request
 
 logger = logging.getLogger("saccade.server")
 

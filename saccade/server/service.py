@@ -23,7 +23,8 @@ from saccade.errors import ConfigError, RequestError, quoted
 from saccade.helpers.free_memory import free_ram
 from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
-from saccade.options import Options, SchedulerConfig
+from saccade.options.engine import Options, SchedulerConfig
+from saccade.options.server import ServerOptions
 from saccade.processor.checkpoint_files import BUILTIN_NAME
 from saccade.processor.dialects.parser import PLAIN, OutputFormat, OutputFormats, output_formats
 from saccade.processor.generation_config import sampling_defaults
@@ -53,9 +54,10 @@ from saccade.server.request.media_files import StoredFiles
 from saccade.server.request.media_uuids import UuidCache
 from saccade.server.tracing import traces_to
 from saccade.server.turns import Turns, Work
-from saccade.server_options import ServerOptions
 from saccade.structured.schema_validation import CHECKS
-from saccade.types import Bill, Prompt, Request, Tenant
+from saccade.types.bill import Bill
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request, Tenant
 
 logger = logging.getLogger("saccade.server")
 

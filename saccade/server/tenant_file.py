@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.errors import ConfigError, quoted
-from saccade.plain_files import read_plain
-from saccade.types import OTHER_LABEL
+from saccade.types.request import OTHER_LABEL
+from saccade.util.plain_files import read_plain
 
 logger = logging.getLogger("saccade.server")
 

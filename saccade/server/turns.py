@@ -13,14 +13,14 @@ from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
-from saccade.fair_pool import FairPool, Owner, QueueFull
 from saccade.helpers.process import thread_seconds
+from saccade.options.server import ServerOptions
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
 from saccade.server.accounts import Account
 from saccade.server.errors import overloaded
 from saccade.server.http.request_context import Caller
 from saccade.server.metrics import Metrics
-from saccade.server_options import ServerOptions
+from saccade.util.fair_pool import FairPool, Owner, QueueFull
 
 Result = TypeVar("Result")
 

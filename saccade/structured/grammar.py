@@ -26,10 +26,10 @@ import numpy.typing as npt
 
 from saccade.checkpoint.tokenizer_json import read_tokenizer
 from saccade.errors import RequestError
-from saccade.fair_pool import FairPool
 from saccade.structured.schema import compiled, is_available, is_schema, unavailable
 from saccade.structured.thinking import ThinkingGate
-from saccade.types import Request, Thinking
+from saccade.types.request import Request, Thinking
+from saccade.util.fair_pool import FairPool
 
 if is_available():
     from llguidance import LLMatcher, LLTokenizer

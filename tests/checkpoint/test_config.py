@@ -7,7 +7,7 @@ import pytest
 from saccade.checkpoint.config import model_config
 from saccade.checkpoint.late_interaction import unwrapped
 from saccade.errors import ConfigError
-from saccade.options import Options, options
+from saccade.options.engine import Options, options
 from tests.helpers.published import PUBLISHED
 
 

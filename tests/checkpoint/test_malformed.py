@@ -18,7 +18,7 @@ from saccade.checkpoint.config import check_values, model_config
 from saccade.checkpoint.schema import CONFIG, IMAGES, first_wrong
 from saccade.errors import ConfigError
 from saccade.models import load_model
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import Checkpoint, open_checkpoint
 from saccade.processor.families import FAMILIES as KNOWN
 from saccade.processor.families import video_rules_for

@@ -23,7 +23,8 @@ from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.tokenizer import Tokenizer
 from saccade.sampling_params import SamplingParams
 from saccade.structured.grammar import Grammars
-from saccade.types import Prompt, Request
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request
 from tests.helpers import family_qwen_vl
 from tests.helpers.family_qwen_vl import CONTROL, MARKS, SlowTokenizer, train_ranks
 

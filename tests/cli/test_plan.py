@@ -85,7 +85,7 @@ def test_a_service_level_that_cannot_be_kept_is_said(capsys: pytest.CaptureFixtu
 
 
 def test_a_calibration_of_ones_own_is_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    known = json.loads((DOCS.parent / "saccade" / "plan" / "calibrations.json").read_text("utf-8"))["h200"]
+    known = json.loads((DOCS.parent / "saccade" / "apps" / "plan" / "calibrations.json").read_text("utf-8"))["h200"]
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({**known, "gemm": known["gemm"] / 2, "source": "mine"}))
     built_in = as_json(capsys, "Qwen/Qwen3-VL-8B")
@@ -134,7 +134,7 @@ def test_where_no_request_fits_no_number_of_gpus_is_shown(capsys: pytest.Capture
 def test_a_machine_that_cannot_be_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, hardware: object
 ) -> None:
-    known = json.loads((DOCS.parent / "saccade" / "plan" / "calibrations.json").read_text("utf-8"))["h200"]
+    known = json.loads((DOCS.parent / "saccade" / "apps" / "plan" / "calibrations.json").read_text("utf-8"))["h200"]
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({**known, "hardware": hardware}))
     status, _, err = run(capsys, "Qwen/Qwen3-VL-8B", "--calibration", str(file))

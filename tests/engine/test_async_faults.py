@@ -11,9 +11,11 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
-from saccade.engine.overlap_core import AsyncEngineCore
-from saccade.types import Key, MediaTimes, StepPlan, StepResult, TokenEvent
+from saccade.types.events import TokenEvent
+from saccade.types.media import Key
+from saccade.types.step import MediaTimes, StepPlan, StepResult
 from tests.helpers.async_engine import GREEDY, OPTIONS, QWEN2_VL, overlapped
 from tests.helpers.async_scheduling import PACE
 from tests.helpers.launching import Launching, drained

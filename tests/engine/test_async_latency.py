@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from saccade.engine.overlap_core import AsyncEngineCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.scheduler.latency_model import SLOWDOWN, milliseconds
-from saccade.types import LatencyProfile
+from saccade.types.latency import LatencyProfile
 from tests.helpers.scheduling import FakeImage, make_config, make_request
 from tests.helpers.timed_device import PACE, RIDING, TimedDevice
 

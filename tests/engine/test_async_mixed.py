@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
-from saccade.engine.overlap_core import AsyncEngineCore
-from saccade.types import StepPlan, StepResult, TokenEvent
+from saccade.types.events import TokenEvent
+from saccade.types.step import StepPlan, StepResult
 from tests.helpers.async_scheduling import MIXED
 from tests.helpers.launching import Launching, drained
 from tests.helpers.scheduling import FakeImage, Part, make_config, make_request

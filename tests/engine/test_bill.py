@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from saccade.types import Bill, BillItem, Grid, Usage, short_key
+from saccade.types.bill import Bill, BillItem
+from saccade.types.events import Usage
+from saccade.types.media import Grid, short_key
 
 KEYS = (b"a" * 32, b"b" * 32)
 USAGE = Usage(

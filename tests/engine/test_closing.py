@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.engine.overlap_core import AsyncEngineCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.errors import RequestError
 from saccade.media.media_workers import Ticket
 from saccade.processor.output import RequestOutputBuilder
-from saccade.types import MediaItem
+from saccade.types.media import MediaItem
 from tests.helpers.async_engine import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
 
 pytestmark = pytest.mark.transformers

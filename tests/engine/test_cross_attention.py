@@ -14,10 +14,10 @@ from saccade.checkpoint.config import model_config
 from saccade.cli import main as cli
 from saccade.cli.chat import bill_line
 from saccade.errors import RequestError
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.runner import build as runner_build
 from saccade.runner.device_memory import plan_memory
-from saccade.types import Geometry, Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 from tests.helpers import family_mllama
 from tests.helpers.family_mllama import HUB, IMAGE
 from tests.helpers.images import make_photo

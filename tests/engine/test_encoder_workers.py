@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from saccade import LLM
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
 from saccade.engine.encoders.socket_channel import SocketChannel
-from saccade.engine.overlap_core import AsyncEngineCore
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.runner.build_encoder import build_encoder, plan_encoder

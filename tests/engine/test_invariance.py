@@ -12,7 +12,7 @@ import pytest
 from saccade import LLM, SamplingParams, costs
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import fallback
-from saccade.types import Size
+from saccade.types.media import Size
 from tests.helpers.engine_runs import GREEDY, Subject, prompts, run
 from tests.helpers.families import ModelFamily
 

@@ -16,7 +16,7 @@ from saccade import LLM, SamplingParams
 from saccade.kernels.attention.decode import DecodeAttention
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.staging import PinnedStaging
-from saccade.types import StepPlan
+from saccade.types.step import StepPlan
 from tests.helpers.async_engine import (
     FEW,
     GREEDY,

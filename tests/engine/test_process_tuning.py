@@ -20,8 +20,9 @@ from saccade.engine.core import EngineCore
 from saccade.engine.ipc import messages
 from saccade.engine.ipc.loop import EngineLoop
 from saccade.engine.process_tuning import collect, freeze
-from saccade.options import Options, SchedulerConfig
-from saccade.types import Request, StepPlan, StepResult
+from saccade.options.engine import Options, SchedulerConfig
+from saccade.types.request import Request
+from saccade.types.step import StepPlan, StepResult
 from tests.helpers.fake_worker import CONFIG, HANG, WorkerRunner
 from tests.helpers.scheduling import make_config, make_request
 from tests.helpers.serving import until

@@ -17,7 +17,7 @@ from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.request_builder import RequestBuilder
 from saccade.runner.batch import RequestState
 from saccade.runner.prompt_logprobs import prompt_rows, take_prompt_logprobs
-from saccade.types import Admission, ScheduledWindow
+from saccade.types.step import Admission, ScheduledWindow
 from tests.helpers import family_qwen3_vl
 from tests.helpers.async_engine import overlapped
 from tests.helpers.images import make_photo

@@ -15,7 +15,7 @@ from saccade.errors import RequestError
 from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.vision.backend import TorchVision
-from saccade.types import Geometry, Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 from tests.helpers.images import make_photo
 from tests.helpers.videos import GREEDY, VIDEO, answers, film, frames
 from tests.helpers.vision_towers import DEVICE, QWEN, model

@@ -22,11 +22,14 @@ from saccade.media import video_reader
 from saccade.media.decode import decode_item
 from saccade.media.video_pruning import changes, kept_of, top_changed
 from saccade.media.video_reader import VideoReaders
-from saccade.options import MediaPolicy, Options, options
+from saccade.options.engine import MediaPolicy, Options, options
 from saccade.processor.families.frame_groups import published
 from saccade.processor.input_processor import Processor
 from saccade.runner.batch import RequestState
-from saccade.types import Admission, Prompt, Request, Size
+from saccade.types.media import Size
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request
+from saccade.types.step import Admission
 from tests.helpers.async_engine import overlapped
 from tests.helpers.images import png
 from tests.helpers.prompts import POLICY, make, refusal

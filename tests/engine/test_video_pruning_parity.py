@@ -14,7 +14,7 @@ from saccade import LLM, SamplingParams
 from saccade.media.decode import decode_item
 from saccade.media.video_pruning import kept_of
 from saccade.media.video_reader import VideoReaders
-from saccade.types import Prompt
+from saccade.types.prompt import Prompt
 from tests.helpers.families import FAMILIES as ALL
 from tests.helpers.videos import FAMILIES, VIDEO, VideoReference, frames, metadata, video_reference
 

@@ -10,7 +10,7 @@ from unittest import mock
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.engine.overlap_core import AsyncEngineCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.runner.build import new_slab
 from saccade.runner.cuda.forward import CudaForward
 from tests.helpers.families import FAMILIES

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from saccade.types import NO_TENANT, LatencyProfile, StepPlan, StepResult, Tenant
+from saccade.types.latency import LatencyProfile
+from saccade.types.request import NO_TENANT, Tenant
+from saccade.types.step import StepPlan, StepResult
 from tests.helpers.scheduling import Rig
 
 PACE = LatencyProfile(decode_ms=((1, 1.0),), prefill_ms=((2, 0.5), (8, 1.0)), layer_ms=((4, 0.5),), ceiling_ms=2.5)

@@ -17,7 +17,7 @@ from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.processor.families.llava_next import LlavaNext
 from saccade.processor.families.llava_onevision import LlavaOnevision
 from saccade.processor.families.mistral3 import Mistral3
-from saccade.types import Size
+from saccade.types.media import Size
 from tests.helpers import family_qwen2_5_vl, family_qwen3_vl
 from tests.helpers.families import FAMILIES
 from tests.helpers.family_checks import CrossAttentionSubject, Given, Subject

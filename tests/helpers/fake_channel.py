@@ -12,7 +12,8 @@ from saccade.runner.embedding_tiers.entry import Namespace
 from saccade.runner.encoder.encoder_channel import EncoderLost, RemoteEmbedding
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
-from saccade.types import MediaItem, MediaTimes
+from saccade.types.media import MediaItem
+from saccade.types.step import MediaTimes
 from tests.helpers.fake_tower import FakeTower
 
 FORM = Namespace(1, "float32", b"")

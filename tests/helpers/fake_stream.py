@@ -14,7 +14,8 @@ from saccade.server.http.request_context import Caller
 from saccade.server.http.response import ResponseWriter
 from saccade.server.metrics import Metrics
 from saccade.server.request_record import RequestRecord
-from saccade.types import Bill, TokenEvent
+from saccade.types.bill import Bill
+from saccade.types.events import TokenEvent
 
 
 def new_stream() -> RequestStream:

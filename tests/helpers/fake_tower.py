@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 
 LAYERS = 4
 

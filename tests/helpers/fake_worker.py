@@ -26,8 +26,10 @@ from saccade.engine.ipc.messages import Start
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
-from saccade.options import Options
-from saccade.types import Request, StepPlan, StepResult, TokenEvent
+from saccade.options.engine import Options
+from saccade.types.events import TokenEvent
+from saccade.types.request import Request
+from saccade.types.step import StepPlan, StepResult
 from tests.helpers.scheduling import FakeRunner, make_config, make_request
 
 BREAKS_THE_STEP, BREAKS_THE_CORE = 66_000, 77_000  # first tokens

@@ -16,12 +16,13 @@ from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.models import load_model
 from saccade.models.interface import Tiled
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.runner.cross_attention_metadata import rows_by_image
 from saccade.runner.recurrent_state import RecurrentStates
-from saccade.types import Geometry, ScheduledWindow, Size
+from saccade.types.media import Geometry, Size
+from saccade.types.step import ScheduledWindow
 
 POLICY = MediaPolicy.of(Options(limit_mm_per_prompt={"image": 4}, max_image_bytes=1 << 24, max_image_pixels=10_000_000))
 CPU = torch.device("cpu")

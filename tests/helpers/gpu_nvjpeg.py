@@ -26,11 +26,11 @@ from PIL import Image, ImageDraw
 from saccade import LLM, SamplingParams
 from saccade.media.jpeg_layout import END
 from saccade.media.probe import probe
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.images import is_for_gpu
 from saccade.runner.encoder.gpu_jpeg import GpuJpegs, check_pixels
 from saccade.runner.encoder.nvjpeg import Jpeg, NvJpeg, NvJpegError, load_library
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 
 PHOTO, ONE, TURNED = Size(4032, 3024), Size(1152, 864), Size(3024, 4032)
 MAX_PIXELS = 1_003_520

@@ -36,7 +36,7 @@ from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES, MAX_MIXED_ROWS, mix
 from saccade.runner.cuda.kv_host_blocks import _by_block
 from saccade.runner.cuda.prefill_metadata import Parts
 from saccade.runner.recurrent_state import RecurrentStates
-from saccade.types import Geometry, Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 from tests.helpers.variant import NONE, ONE, Variant
 
 META = torch.device("meta")

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from saccade.engine.core import EngineCore
-from saccade.types import MediaItem, StepPlan, StepResult, TokenEvent
+from saccade.types.events import TokenEvent
+from saccade.types.media import MediaItem
+from saccade.types.step import StepPlan, StepResult
 from tests.helpers.scheduling import FakeRunner
 
 

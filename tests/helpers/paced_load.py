@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from saccade.engine.overlap_core import AsyncEngineCore
-from saccade.types import TokenEvent
+from saccade.engine.async_core import AsyncEngineCore
+from saccade.types.events import TokenEvent
 from tests.helpers.scheduling import FakeImage, make_config, make_request
 from tests.helpers.timed_device import RIDING, TimedDevice
 

@@ -20,7 +20,8 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.runner.recurrent_state import RecurrentStates
-from saccade.types import Geometry, Grid, ScheduledWindow, Size
+from saccade.types.media import Geometry, Grid, Size
+from saccade.types.step import ScheduledWindow
 
 BLOCK = 4
 CPU = torch.device("cpu")

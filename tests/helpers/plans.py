@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from saccade.options import Options
-from saccade.plan.calibration import calibration_for
-from saccade.plan.hardware import find_hardware
-from saccade.plan.model_cards import find_model
-from saccade.plan.planner import Deployment, Plan, make_plan
-from saccade.plan.workload import SizeShare, Workload
+from saccade.apps.plan.calibration import calibration_for
+from saccade.apps.plan.hardware import find_hardware
+from saccade.apps.plan.model_cards import find_model
+from saccade.apps.plan.planner import Deployment, Plan, make_plan
+from saccade.apps.plan.workload import SizeShare, Workload
+from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import Checkpoint
-from saccade.types import Size
+from saccade.types.media import Size
 
 
 def sizes(*given: tuple[int, int]) -> tuple[SizeShare, ...]:

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from saccade import LLM, SamplingParams
-from saccade.evaluation.questions import Question, QuestionSet, load_questions
+from saccade.apps.evaluation.questions import Question, QuestionSet, load_questions
 from tests.helpers.quantize import FORMATS, quantize
 
 BUILTIN = Path("saccade/builtin")

@@ -22,7 +22,8 @@ from saccade.models.vision.backend import TorchVision, VisionOps
 from saccade.models.weights import fill_random
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
-from saccade.types import Grid, Size, Span
+from saccade.types.media import Grid, Size
+from saccade.types.prompt import Span
 from tests.helpers.allocations import PeakMemory
 from tests.helpers.family_checks import finish
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
-from saccade.types import NO_TENANT, Tenant
+from saccade.types.request import NO_TENANT, Tenant
 from tests.helpers.scheduling import FakeImage, Rig
 
 IMAGES = [

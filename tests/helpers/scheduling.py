@@ -9,31 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saccade.errors import RequestError
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.processor.families.base import cross_attended
 from saccade.sampling_params import SamplingParams
 from saccade.scheduler import Scheduler
 from saccade.scheduler.kv_cache import text_records
-from saccade.types import (
-    NO_TENANT,
-    Geometry,
-    Grid,
-    Header,
-    Key,
-    MediaItem,
-    MediaTimes,
-    Prompt,
-    Request,
-    Sample,
-    ScheduledWindow,
-    Size,
-    Span,
-    StepPlan,
-    StepResult,
-    StepTime,
-    Tenant,
-    TokenEvent,
-)
+from saccade.types.events import TokenEvent
+from saccade.types.latency import StepTime
+from saccade.types.media import Geometry, Grid, Header, Key, MediaItem, Size
+from saccade.types.prompt import Prompt, Span
+from saccade.types.request import NO_TENANT, Request, Tenant
+from saccade.types.step import MediaTimes, Sample, ScheduledWindow, StepPlan, StepResult
 
 BLOCK = 4  # tokens per block in these tests, unless they say otherwise
 EOS = 2

@@ -17,7 +17,7 @@ from saccade.runner.embedding_tiers.rates import Rate
 from saccade.runner.embedding_tiers.store import Store, StoreError
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.runner.embedding_tiers.valkey import ValkeyStore
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 
 WIDTH = 8
 SLOW = Rate(1.0, 0.0)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from saccade.scheduler.latency_model import EncoderLoad, layer_ms, milliseconds
-from saccade.types import LatencyProfile, StepPlan, StepResult
+from saccade.types.latency import LatencyProfile
+from saccade.types.step import StepPlan, StepResult
 from tests.helpers.launching import Launching
 
 LAYERS = 32

@@ -15,7 +15,7 @@ from saccade.models.interface import ModelParts
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps
 from saccade.models.weights import fill_random
-from saccade.types import Grid
+from saccade.types.media import Grid
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEXT = {

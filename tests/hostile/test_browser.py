@@ -14,9 +14,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from saccade.errors import ConfigError
+from saccade.options.server import ServerOptions
 from saccade.server.errors import ApiError
 from saccade.server.http.origins import BrowserRules
-from saccade.server_options import ServerOptions
 from tests.helpers.browser import PATIENCE_MS, open_page, running_browser
 from tests.helpers.hostile import raw_connection
 from tests.helpers.serving import MODEL, RunningServer, chat_body, error_of, running_server, until

@@ -18,9 +18,9 @@ import msgspec
 import pytest
 
 from saccade.errors import ConfigError
+from saccade.options.server import ServerOptions
 from saccade.server.http.auth import peer_of
 from saccade.server.http.connections import connection_limit
-from saccade.server_options import ServerOptions
 from tests.helpers.hostile import engine_pid, raw_connection, read_all, watching
 from tests.helpers.serving import RunningServer, chat_body, error_of, running_server, until
 

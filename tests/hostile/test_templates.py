@@ -25,7 +25,7 @@ import pytest
 from saccade import LLM, SamplingParams
 from saccade.errors import ConfigError, EngineUnavailable, RequestError
 from saccade.helpers.process import thread_seconds
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.processor.template import RESERVED, _environment

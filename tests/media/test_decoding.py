@@ -25,8 +25,8 @@ from saccade.media.load import load_image
 from saccade.media.media_workers import Ticket
 from saccade.media.shared_pixels import SharedPixels, WrittenPixels
 from saccade.media.video_probe import probe_video
-from saccade.options import MediaPolicy, Options
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.options.engine import MediaPolicy, Options
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 from tests.helpers.images import jpeg_of_scans, make_photo, png
 from tests.helpers.serving import until
 from tests.helpers.videos import film
@@ -134,7 +134,7 @@ def test_groups_of_a_video_are_decoded_by_the_process_that_has_the_file(decoder:
 def test_frames_that_came_one_by_one_are_decoded_together(decoder: MediaDecoder) -> None:
     frames = [png(make_photo(20, 10, seed)) for seed in (1, 2)]
     loaded = [load_image(frame, POLICY) for frame in frames]
-    from saccade.types import Still
+    from saccade.types.media import Still
 
     stills = tuple(Still(len(one.data), one.header) for one in loaded)
     header = Header("frames", Size(20, 10), 1, 2, "RGB")

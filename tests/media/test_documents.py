@@ -19,8 +19,8 @@ from saccade.media.decoding import MediaDecoder
 from saccade.media.documents import PdfPage, load_document, read_pages
 from saccade.media.media_workers import MediaWorkers, Ticket
 from saccade.media.pdf import REQUEST_SECONDS, Box, CpuTime, Pdf
-from saccade.options import MediaPolicy, Options
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.options.engine import MediaPolicy, Options
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 from tests.helpers import pdfs
 from tests.helpers.pdfs import LETTER, make_pdf, pdf_url
 

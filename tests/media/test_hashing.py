@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from saccade.errors import RequestError
 from saccade.media.hashing import RecentKeys, content_key, identity, salt_of
 from saccade.media.load import Loaded, load_image
-from saccade.options import MediaPolicy, Options
-from saccade.types import RECORD_BYTES, Header, Key, Size, Span
+from saccade.options.engine import MediaPolicy, Options
+from saccade.types.media import Header, Key, Size
+from saccade.types.prompt import RECORD_BYTES, Span
 from tests.helpers.images import make_photo, png
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 20, max_image_pixels=1_000_000))

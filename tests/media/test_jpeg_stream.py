@@ -22,8 +22,8 @@ from saccade.media.decode import decode
 from saccade.media.jpeg_stream import StreamedJpeg, is_streamed
 from saccade.media.load import load_image
 from saccade.models.vision.backend import TorchVision
-from saccade.options import MediaPolicy, Options
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.options.engine import MediaPolicy, Options
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 from tests.helpers.images import make_photo
 
 POLICY = MediaPolicy.of(Options())

@@ -20,8 +20,8 @@ from PIL import Image
 from saccade.errors import RequestError
 from saccade.media import load
 from saccade.media.load import load_image
-from saccade.options import MediaPolicy, Options
-from saccade.types import Size
+from saccade.options.engine import MediaPolicy, Options
+from saccade.types.media import Size
 from tests.helpers.images import make_photo, png
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 20, max_image_pixels=1_000_000))

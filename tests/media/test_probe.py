@@ -19,8 +19,8 @@ from saccade.errors import RequestError
 from saccade.media import image_headers
 from saccade.media.image_headers import MAX_SCANS
 from saccade.media.probe import probe
-from saccade.options import MediaPolicy, Options
-from saccade.types import Size
+from saccade.options.engine import MediaPolicy, Options
+from saccade.types.media import Size
 from tests.helpers.images import jpeg_of_scans, make_photo
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=4 << 20, max_image_pixels=100_000_000))

@@ -22,7 +22,7 @@ from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedAttention, PagedKV
-from saccade.types import Grid
+from saccade.types.media import Grid
 from tests.helpers.parity import (
     BLOCK,
     CPU,

@@ -22,12 +22,12 @@ from saccade.checkpoint.hf_processor import load_processor
 from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
 from saccade.models import load_model
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.processor.families.base import Family
 from saccade.processor.families.fallback import Fallback
-from saccade.types import Size
+from saccade.types.media import Size
 from tests.helpers import family_fallback
 from tests.helpers.images import make_photo
 from tests.helpers.quantize import quantize

@@ -12,7 +12,7 @@ import pytest
 
 from saccade import LLM, SamplingParams
 from saccade.errors import ConfigError
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line, sampling_defaults
 from tests.helpers.serving import RunningServer, running_server, until

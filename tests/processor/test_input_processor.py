@@ -15,7 +15,7 @@ from saccade.errors import ConfigError
 from saccade.media.hashing import salt_of
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.input_processor import Processor
-from saccade.types import RECORD_BYTES
+from saccade.types.prompt import RECORD_BYTES
 from tests.helpers.images import make_photo, png
 from tests.helpers.prompts import PHOTOS, changed, make, reference, refusal
 

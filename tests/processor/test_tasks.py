@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from saccade.errors import RequestError, UsageError
-from saccade.options import options
+from saccade.options.engine import options
 from saccade.processor.pooling import content_of, embedding, relevance, sides_of, similarity
 from saccade.processor.tasks import task_of
 

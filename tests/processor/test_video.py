@@ -22,12 +22,13 @@ from saccade.media.decode import decode_item
 from saccade.media.video_file import open_video
 from saccade.media.video_probe import probe_video
 from saccade.media.video_reader import VideoReaders
-from saccade.options import MediaPolicy, Options, VideoPolicy, options
+from saccade.options.engine import MediaPolicy, Options, VideoPolicy, options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import Sampling, VideoRules
 from saccade.processor.input_processor import Processor
-from saccade.types import MediaItem, Prompt, Size
+from saccade.types.media import MediaItem, Size
+from saccade.types.prompt import Prompt
 from tests.helpers.families import FAMILIES as ALL
 from tests.helpers.images import make_photo, png
 from tests.helpers.prompts import POLICY, make, refusal

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "saccade"
 WALL_CLOCK = re.compile(r"\btime\.time\b|\btime_ns\b|\bdatetime\.(now|today|utcnow)\b|\bdate\.today\b")
 ALLOWED = {
-    "batch/batch_store.py": "moments of files and batches, shown and kept on disk",
+    "apps/batch/batch_store.py": "moments of files and batches, shown and kept on disk",
     "engine/encoders/socket_folder.py": "the age of a folder of another process, on disk",
     "engine/ipc/kv_event_publisher.py": "the moment of an event, shown",
     "processor/template.py": "the date in a prompt",

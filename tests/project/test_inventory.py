@@ -8,19 +8,19 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import MagicMock
 
+from saccade.options.server import ServerOptions
 from saccade.server.app import create_app
 from saccade.server.turns import Work
-from saccade.server_options import ServerOptions
 
 PROJECT = Path(__file__).parents[2]
 PACKAGE = PROJECT / "saccade"
 NOT_SERVED = (
-    "bench",
+    "apps/bench",
+    "apps/evaluation",
+    "apps/plan",
     "cli",
-    "evaluation",
     "kernels",
     "models",
-    "plan",
     "async_llm.py",
 )  # no client of a server comes here
 POOLS = {"FairPool", "ThreadPoolExecutor", "HelperProcess", "Popen", "to_thread"}

@@ -12,23 +12,23 @@ PROJECT = Path(__file__).parents[2]
 MAX_FUNCTION = 49  # lines, from `def` to the last; decorators do not count
 MAX_FILE = 500
 BUDGETS = {  # lines of a folder of saccade/; "": its own files. Raised only in a commit that says why
-    "": 4_050,
-    "batch": 1_000,
-    "bench": 1_300,
+    "": 1_900,
+    "apps": 5_400,
     "checkpoint": 1_650,
     "cli": 2_300,
     "engine": 5_000,
-    "evaluation": 1_600,
     "helpers": 520,
     "kernels": 11_900,
     "media": 3_800,
     "models": 8_800,
-    "plan": 1_500,
+    "options": 1_300,
     "processor": 7_900,
     "runner": 8_500,
     "scheduler": 3_850,
     "server": 9_900,
     "structured": 1_450,
+    "types": 600,
+    "util": 420,
 }
 
 

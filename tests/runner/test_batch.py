@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.runner.batch import RequestState
-from saccade.types import Admission
+from saccade.types.step import Admission
 from tests.helpers.scheduling import make_request
 
 

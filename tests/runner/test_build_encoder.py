@@ -13,13 +13,13 @@ from torch import Tensor
 
 from saccade.errors import ConfigError
 from saccade.models import load_model
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.runner.build_encoder import build_encoder, plan_encoder
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.weight_packing import pack_where_faster
-from saccade.types import Key, MediaItem
+from saccade.types.media import Key, MediaItem
 from tests.helpers.families import FAMILIES
 from tests.helpers.images import make_photo
 
@@ -78,7 +78,7 @@ def test_a_decoder_that_is_left_out_loads_no_compiler() -> None:
     code = (
         "import sys, torch\n"
         "from saccade.models import load_model\n"
-        "from saccade.options import Options\n"
+        "from saccade.options.engine import Options\n"
         "from saccade.processor.checkpoint_files import open_checkpoint\n"
         "files = open_checkpoint(Options().model)\n"
         "how = dict(dtype=torch.float32, device=torch.device('cpu'), progress=False, is_encoder=True)\n"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade import LLM
 from saccade.runner import latency_profile
-from saccade.types import Grid
+from saccade.types.media import Grid
 from tests.helpers.families import FAMILIES
 
 pytestmark = pytest.mark.transformers

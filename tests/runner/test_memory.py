@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from saccade import costs
+from saccade.apps.plan.model_cards import read_card
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import ConfigError, UsageError
 from saccade.models import is_native, load_model
 from saccade.models.layers.decoder import Decoder
-from saccade.options import Options
-from saccade.plan.model_cards import read_card
+from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner import device_memory
 from saccade.runner.device_memory import GpuMemory, MemoryPlan, _free_bytes, dtype_of, plan_memory
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.memory import Encoders
-from saccade.types import Geometry, Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 from tests.helpers.fake_tower import FakeTower, picture
 from tests.helpers.published import PUBLISHED
 

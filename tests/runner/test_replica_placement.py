@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from saccade.errors import ConfigError
-from saccade.options import Options
-from saccade.replica import Replica
+from saccade.options.engine import Options
 from saccade.runner.replica_placement import device_label, place
+from saccade.types.replica import Replica
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,12 @@ from saccade import costs
 from saccade.models import load_model
 from saccade.models.layers.packed_linear import shares_rows
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner import weight_packing
 from saccade.runner.device_memory import plan_memory
 from saccade.runner.weight_packing import pack_weights, plan_packing
-from saccade.types import Grid
+from saccade.types.media import Grid
 from tests.helpers.packing import needs_onednn
 
 pytestmark = needs_onednn

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
-from saccade.types import NO_TENANT, LatencyProfile, Sample, ScheduledWindow, StepPlan, StepResult, Tenant
+from saccade.types.latency import LatencyProfile
+from saccade.types.request import NO_TENANT, Tenant
+from saccade.types.step import Sample, ScheduledWindow, StepPlan, StepResult
 from tests.helpers.async_scheduling import PACE, AheadRig, add
 from tests.helpers.scheduling import EOS, FakeImage, FakeRunner, Rig, key_of
 

@@ -10,7 +10,8 @@ import pytest
 
 from saccade.engine.core import EngineCore
 from saccade.scheduler.cpu_step_time import MIN_PREFILL_TOKENS, CpuStepTime, Rate
-from saccade.types import Slice, StepPlan, StepResult, StepTime
+from saccade.types.latency import StepTime
+from saccade.types.step import Slice, StepPlan, StepResult
 from tests.helpers.scheduling import FakeImage, FakeRunner, make_config, make_request
 
 STEP = 0.4

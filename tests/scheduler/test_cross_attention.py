@@ -16,7 +16,7 @@ from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.fair_queue import TenantShare
 from saccade.scheduler.request import ScheduledRequest
-from saccade.types import TO_THE_END, Span
+from saccade.types.prompt import TO_THE_END, Span
 from tests.helpers.random_workloads import CONFIGS
 from tests.helpers.scheduling import BLOCK, EOS, Part, Rig, key_of, make_request, names, seen
 

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from benchmarks.cache_policies import SLOTS, Fair, Load, Lru, beside, conversations, hit_rates, scans, unique, zipf
 from saccade.scheduler import encoder_eviction
 from saccade.scheduler.encoder_cache import EncoderCache
-from saccade.types import Key, Tenant
+from saccade.types.media import Key
+from saccade.types.request import Tenant
 from tests.helpers.scheduling import FakeImage, Rig, key_of, make_request
 
 A, B = Tenant("a"), Tenant("b")

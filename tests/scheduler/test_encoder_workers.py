@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
-from saccade.types import Key, LatencyProfile, MediaTimes, StepPlan, StepResult
+from saccade.types.latency import LatencyProfile
+from saccade.types.media import Key
+from saccade.types.step import MediaTimes, StepPlan, StepResult
 from tests.helpers.random_workloads import CONFIGS, REQUESTS, assert_nothing_is_held, drive
 from tests.helpers.scheduling import FakeImage, FakeRunner, Rig
 

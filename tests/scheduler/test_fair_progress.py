@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from saccade.errors import RequestError
-from saccade.types import Tenant
+from saccade.types.request import Tenant
 from tests.helpers.async_scheduling import AheadRig
 from tests.helpers.scheduling import FakeImage, Rig, seen, steps_to_first_token, unchecked
 

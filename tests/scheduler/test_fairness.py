@@ -21,7 +21,8 @@ from saccade.scheduler.fair_queue import (
     Rank,
     TenantShare,
 )
-from saccade.types import OTHER_LABEL, StepPlan, Tenant
+from saccade.types.request import OTHER_LABEL, Tenant
+from saccade.types.step import StepPlan
 from tests.helpers.async_scheduling import AheadRig
 from tests.helpers.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, assert_nothing_is_held, drive
 from tests.helpers.scheduling import FakeImage, Part, Rig, key_of, steps_to_first_token, unchecked

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from saccade.scheduler.request import ScheduledRequest
-from saccade.types import HEAVY_PIXELS, Size, StepPlan, StepResult, Tenant
+from saccade.types.media import HEAVY_PIXELS, Size
+from saccade.types.request import Tenant
+from saccade.types.step import StepPlan, StepResult
 from tests.helpers.scheduling import FakeImage, FakeRunner, Rig, key_of, make_request, names
 
 A, B = Tenant("A"), Tenant("B")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from saccade.engine.ipc.kv_events import block_hash, encode_batch, encode_events
 from saccade.errors import RequestError
 from saccade.scheduler.kv_event_log import KVEventLog
-from saccade.types import RECORD_BYTES
+from saccade.types.prompt import RECORD_BYTES
 from tests.helpers.kv_event_reader import Index
 from tests.helpers.random_workloads import BROKEN, CONFIGS, REQUESTS, drive
 from tests.helpers.scheduling import PLACEHOLDER, FakeImage, Rig, key_of

@@ -10,7 +10,7 @@ import pytest
 from saccade.errors import RequestError
 from saccade.scheduler.kv_cache import BlockHashes, BlockPool, CachedBlock
 from saccade.scheduler.kv_host_cache import HostCache
-from saccade.types import KVCopy, StepPlan
+from saccade.types.step import KVCopy, StepPlan
 from tests.helpers.async_scheduling import PACE, AheadRig, add
 from tests.helpers.scheduling import BLOCK, FakeImage, Rig, make_prompt, unchecked
 

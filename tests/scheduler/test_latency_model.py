@@ -22,7 +22,7 @@ from saccade.scheduler.latency_model import (
     spare_ms,
     split_spare_time,
 )
-from saccade.types import LatencyProfile
+from saccade.types.latency import LatencyProfile
 
 PACE = LatencyProfile(
     decode_ms=((1, 1.0), (32, 2.0)),

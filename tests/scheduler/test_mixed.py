@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.types import LatencyProfile
+from saccade.types.latency import LatencyProfile
 from tests.helpers.async_scheduling import ALONE, MIXED, RIDING, AheadRig, add
 from tests.helpers.scheduling import FakeImage, Part
 

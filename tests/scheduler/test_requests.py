@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from saccade.errors import RequestError
-from saccade.types import Sample, StepResult
+from saccade.types.step import Sample, StepResult
 from tests.helpers.scheduling import EOS, FakeImage, Rig
 
 CAT, DOG = FakeImage("cat", 8), FakeImage("dog", 8)

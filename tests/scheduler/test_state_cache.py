@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saccade.types import StepPlan, StepResult
+from saccade.types.step import StepPlan, StepResult
 from tests.helpers.random_workloads import CONFIGS, REQUESTS, assert_nothing_is_held, drive
 from tests.helpers.scheduling import BLOCK, FakeImage, FakeRunner, Rig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from saccade.errors import RequestError
-from saccade.types import LatencyProfile
+from saccade.types.latency import LatencyProfile
 from tests.helpers.scheduling import FakeImage, Rig, names
 
 GROUPS = [FakeImage(name, 3, made=12) for name in "abcd"]  # a quarter stays

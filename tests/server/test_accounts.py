@@ -18,7 +18,9 @@ from saccade.server.generation import BilledPrompt, Generation, Timing
 from saccade.server.http.limits import AdmissionGate
 from saccade.server.metrics import Metrics
 from saccade.server.tenant_file import Limits, TenantSettings
-from saccade.types import PIXELS_PER_SECOND, Bill, BillItem, Grid, Usage
+from saccade.types.bill import Bill, BillItem
+from saccade.types.events import Usage
+from saccade.types.media import PIXELS_PER_SECOND, Grid
 from tests.helpers.fake_stream import FakeAnswer, FakeEngine, new_stream, running, token
 
 

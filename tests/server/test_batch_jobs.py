@@ -14,8 +14,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from saccade.batch.batch_records import BatchRecord
+from saccade.apps.batch.batch_records import BatchRecord
 from saccade.helpers.process import HelperProcess, Reply
+from saccade.options.server import ServerOptions
 from saccade.server import batch_jobs
 from saccade.server.accounts import Account
 from saccade.server.batch_jobs import BatchJobs
@@ -24,7 +25,6 @@ from saccade.server.http.auth import Tenants
 from saccade.server.http.in_process import post
 from saccade.server.http.limits import AdmissionGate
 from saccade.server.tenant_file import TenantSettings
-from saccade.server_options import ServerOptions
 from tests.helpers.full_disk import full_disk
 
 CHAT = "/v1/chat/completions"

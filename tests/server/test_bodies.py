@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from saccade.errors import RequestError
+from saccade.options.server import ServerOptions
 from saccade.server import bodies
 from saccade.server.bodies import BodyReader
 from saccade.server.errors import ApiError
@@ -18,7 +19,6 @@ from saccade.server.http.request_context import Exchange
 from saccade.server.http.text_limit import TextTally
 from saccade.server.metrics import Metrics
 from saccade.server.turns import Turns
-from saccade.server_options import ServerOptions
 from tests.helpers.fake_stream import Wire, running
 
 CHARS = 4_000_000  # of a context of 128,000 tokens

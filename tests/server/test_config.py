@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
+from saccade.options.server import ServerOptions
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.server.config import load_settings, log_unused
 from saccade.server.serve import check_context
-from saccade.server_options import ServerOptions
 from tests.helpers.scheduling import make_config
 
 

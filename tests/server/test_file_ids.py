@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from saccade.batch.batch_store import BatchStore
+from saccade.apps.batch.batch_store import BatchStore
 from saccade.errors import RequestError
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.server.request.media import ChatLimits, find_links
 from saccade.server.request.media_files import StoredFiles
 from tests.helpers.images import make_photo

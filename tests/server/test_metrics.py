@@ -16,7 +16,9 @@ from saccade import __version__
 from saccade.engine.ipc.client import EngineStatus
 from saccade.server.inter_token_latency import InterTokenLatency
 from saccade.server.metrics import Finished, Metrics
-from saccade.types import Bill, BillItem, Grid, Usage
+from saccade.types.bill import Bill, BillItem
+from saccade.types.events import Usage
+from saccade.types.media import Grid
 from tests.helpers.serving import RunningServer, photo_part, text_part, until
 
 STATS: dict[str, Any] = {

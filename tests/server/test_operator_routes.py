@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from saccade.errors import UsageError
-from saccade.server_options import ServerOptions
+from saccade.options.server import ServerOptions
 from tests.helpers.serving import RunningServer, error_of, running_server
 
 POSTS = ("/reset_prefix_cache", "/sleep", "/wake_up", "/start_profile", "/stop_profile")

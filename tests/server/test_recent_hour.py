@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from saccade.server.recent_hour import RecentHour
-from saccade.types import Bill, BillItem, Grid
+from saccade.types.bill import Bill, BillItem
+from saccade.types.media import Grid
 
 IMAGE = BillItem("image", 640, 480, 644, 476, 391, 25, "abc", Grid(1, 34, 46))
 BILL = Bill(10, 782, 0, 50, (IMAGE, IMAGE))

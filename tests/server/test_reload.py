@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from saccade.options.server import ServerOptions
 from saccade.server import reload
 from saccade.server.http.auth import Tenants
 from saccade.server.reload import Reloader
-from saccade.server_options import ServerOptions
 from tests.helpers.serving import running_builtin, until
 
 ACME = '[acme]\nkeys = ["acme-1"]\noperator = true\n'

@@ -9,7 +9,7 @@ import pytest
 
 from saccade.errors import ConfigError
 from saccade.server.tenant_file import Limits, digest_of, read_tenants
-from saccade.types import OTHER_LABEL
+from saccade.types.request import OTHER_LABEL
 
 SECRET = "sk-very-secret"
 HASHED = f"sha256:{hashlib.sha256(b'sk-other').hexdigest()}"

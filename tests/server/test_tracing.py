@@ -14,13 +14,13 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from saccade.errors import ConfigError
+from saccade.options.server import ServerOptions
 from saccade.server.http.auth import Tenants
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
 from saccade.server.request_record import RequestRecord
 from saccade.server.tracing import Ended, Traces, stages
-from saccade.server_options import ServerOptions
-from saccade.types import Usage
+from saccade.types.events import Usage
 
 PARENT = {b"traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 USAGE = Usage(

@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 
 from saccade.helpers.process import HelperProcess
+from saccade.options.server import ServerOptions
 from saccade.server.accounts import Account, LimitExceeded
 from saccade.server.errors import ApiError
 from saccade.server.http.request_context import Caller
@@ -21,7 +22,6 @@ from saccade.server.metrics import Metrics
 from saccade.server.request_record import RequestRecord
 from saccade.server.tenant_file import Limits, TenantSettings
 from saccade.server.turns import Turns, Work
-from saccade.server_options import ServerOptions
 from tests.helpers.fake_stream import running
 
 

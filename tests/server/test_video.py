@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from saccade import LLM, SamplingParams
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.server.api.models import video_card

@@ -17,11 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade import LLM, SamplingParams
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
-from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.structured import grammar, schema
 from saccade.structured.grammar import Allowance, Budget, Grammar, Grammars
-from saccade.types import Prompt, Request, TokenEvent
+from saccade.types.events import TokenEvent
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request
 from tests.helpers.launching import Launching
 from tests.helpers.scheduling import make_config, make_request
 

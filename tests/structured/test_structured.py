@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from saccade import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams, costs
 from saccade.errors import RequestError
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.runner.sampler import Row, reference_sample, sample
@@ -30,7 +30,8 @@ from saccade.server.serve import warmup_requests
 from saccade.structured.grammar import Grammars
 from saccade.structured.schema import MIN_VERSION
 from saccade.structured.structured_outputs import structured_from
-from saccade.types import Prompt, Request
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request
 
 PERSON = {
     "$defs": {
@@ -278,7 +279,7 @@ sys.modules["llguidance"] = old
 """
 WITHOUT = """
 from saccade import LLM, SamplingParams
-from saccade.types import RequestError
+from saccade.errors import RequestError
 llm = LLM(model=sys.argv[1], kv_cache_gb=0.02)
 print(llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].finish_reason)
 try:

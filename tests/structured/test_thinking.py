@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from saccade import SamplingParams
 from saccade.structured.grammar import Grammar, Grammars
 from saccade.structured.thinking import ThinkingBudget, ThinkingGate
-from saccade.types import Prompt, Request, Thinking
+from saccade.types.prompt import Prompt
+from saccade.types.request import Request, Thinking
 
 SCHEMA = '{"enum": ["ab", "cd"]}'
 TEXT = Thinking("<think>", "</think>", is_open=True)

@@ -17,7 +17,7 @@ from transformers import Qwen2VLForConditionalGeneration
 
 import saccade
 from saccade import SamplingParams
-from saccade.evaluation.questions import load_questions
+from saccade.apps.evaluation.questions import load_questions
 from saccade.structured.schema import compiled
 from training import chat
 from training.batches import IGNORED, BatchSizes, Encoder, Mix, held_out_batch, train_batch

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from saccade.errors import RequestError
 from saccade.runner.encoder.encoder_runner import Encoded, LocalEncoder
-from saccade.types import Key, MediaItem, MediaTimes
+from saccade.types.media import Key, MediaItem
+from saccade.types.step import MediaTimes
 
 _LAYERS = 4  # between two heartbeats
 _IDLE_SECONDS = 0.5

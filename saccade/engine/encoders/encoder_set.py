@@ -18,9 +18,9 @@ from saccade.engine.ipc.messages import start_message
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.supervisor import EngineStatus, Launcher, WorkerSupervisor
 from saccade.engine.ipc.worker_places import WorkerPlaces
-from saccade.options import Options
-from saccade.replica import Replica
-from saccade.types import Geometry
+from saccade.options.engine import Options
+from saccade.types.media import Geometry
+from saccade.types.replica import Replica
 
 WORKER = (sys.executable, "-m", "saccade.engine.encoders.worker")
 

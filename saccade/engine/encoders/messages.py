@@ -13,7 +13,8 @@ import msgspec
 
 from saccade.engine.ipc.messages import Message, decode_error, decoded
 from saccade.errors import RequestError
-from saccade.types import MediaItem, MediaTimes
+from saccade.types.media import MediaItem
+from saccade.types.step import MediaTimes
 
 
 class Welcome(Message, frozen=True):

@@ -22,7 +22,7 @@ from saccade.engine.encoders.arena import Space, mapped, new_arena
 from saccade.engine.encoders.messages import Begun, Encode, Encoded, Failed, Welcome, reply_in
 from saccade.engine.ipc.messages import WireError, frame, read_body
 from saccade.runner.encoder.encoder_channel import EncoderLate, EncoderLost, RemoteEmbedding
-from saccade.types import MediaItem
+from saccade.types.media import MediaItem
 
 _HANDSHAKE_SECONDS = 5.0
 _SEND_TIMEOUT = struct.pack("ll", 5, 0)  # seconds, microseconds

@@ -19,9 +19,9 @@ from saccade.engine.encoders.socket_server import SocketServer
 from saccade.engine.ipc.loop import BEAT_SECONDS, WorkerLoop, place_on, run_process
 from saccade.engine.ipc.messages import Ready, Start, StepUpdate, Stop, config_of
 from saccade.engine.process_tuning import freeze
-from saccade.logs import set_up_worker
 from saccade.runner.build_encoder import build_encoder, plan_encoder
 from saccade.runner.replica_placement import device_label, place
+from saccade.util.logs import set_up_worker
 
 
 class Published(Protocol):

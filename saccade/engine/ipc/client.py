@@ -34,10 +34,12 @@ from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.stream import RequestStream, Submission
 from saccade.engine.ipc.supervisor import Channel, EngineStatus, Launcher, WorkerSupervisor
 from saccade.errors import ConfigError, EngineUnavailable, RequestError
-from saccade.options import Options, SchedulerConfig
-from saccade.replica import Replica
+from saccade.options.engine import Options, SchedulerConfig
 from saccade.scheduler.cache_log import CacheChanges
-from saccade.types import Geometry, Request, TokenEvent
+from saccade.types.events import TokenEvent
+from saccade.types.media import Geometry
+from saccade.types.replica import Replica
+from saccade.types.request import Request
 
 __all__ = ["EngineClient", "EngineInfo", "EngineStatus", "EngineUnavailable", "RequestStream"]
 

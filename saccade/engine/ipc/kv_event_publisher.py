@@ -28,8 +28,8 @@ from saccade.engine.ipc.kv_events import CLEARED, encode_batch
 from saccade.engine.ipc.supervisor import FIRST_BACKOFF, MAX_BACKOFF
 from saccade.errors import ConfigError
 from saccade.helpers.process import HelperProcess, Outcome, Reply
-from saccade.options import Options
-from saccade.server_options import ServerOptions
+from saccade.options.engine import Options
+from saccade.options.server import ServerOptions
 
 KEPT = struct.Struct(">QQ")
 RECORD = struct.Struct(">Q?I")

@@ -48,7 +48,8 @@ from saccade.engine.process_tuning import collect, resident_bytes, trim
 from saccade.errors import ConfigError, RequestError
 from saccade.scheduler.cache_log import CacheLog
 from saccade.scheduler.kv_event_log import KVEventLog
-from saccade.types import Request, TokenEvent
+from saccade.types.events import TokenEvent
+from saccade.types.request import Request
 
 BEAT_SECONDS = 0.5  # between heartbeats when idle, and between two reports of the counters
 TRIM_SECONDS = 60.0  # between two returns of freed memory to the system: later steps fetch some of it again

@@ -17,11 +17,14 @@ import numpy as np
 
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import RequestError
-from saccade.options import Options, SchedulerConfig
-from saccade.replica import Replica
+from saccade.options.engine import Options, SchedulerConfig
 from saccade.sampling_params import SamplingParams
 from saccade.scheduler.cache_log import CacheChanges
-from saccade.types import Geometry, MediaItem, Prompt, Request, Span, Tenant, Thinking, TokenEvent
+from saccade.types.events import TokenEvent
+from saccade.types.media import Geometry, MediaItem
+from saccade.types.prompt import Prompt, Span
+from saccade.types.replica import Replica
+from saccade.types.request import Request, Tenant, Thinking
 
 HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 30

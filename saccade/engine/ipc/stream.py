@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from saccade.errors import EngineUnavailable, RequestError
-from saccade.types import Request, TokenEvent
+from saccade.types.events import TokenEvent
+from saccade.types.request import Request
 
 
 class News:

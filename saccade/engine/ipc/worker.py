@@ -16,7 +16,7 @@ from saccade.engine.encoders.socket_channel import SocketChannel
 from saccade.engine.ipc.loop import run_process
 from saccade.engine.ipc.messages import Start, config_of
 from saccade.engine.process_tuning import freeze
-from saccade.logs import set_up_worker
+from saccade.util.logs import set_up_worker
 
 
 def build(start: Start, connect: Callable[[str, int], Any] = SocketChannel) -> EngineCore:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from saccade.logs import set_up_worker
+from saccade.util.logs import set_up_worker
 
 NAMESPACE = "saccade"  # in which Ray knows encoder workers by name
 TOKEN_BYTES = 32  # first on the connection: the port is open to the cluster's network

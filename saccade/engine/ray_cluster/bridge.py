@@ -30,7 +30,7 @@ from saccade.engine.ipc.messages import Fatal, Start, command_in, frame, read_bo
 from saccade.engine.ipc.process import MALLOC_ENVIRONMENT
 from saccade.engine.ray_cluster.actor import NAMESPACE, TOKEN_BYTES, Endpoint, WorkerActor, keep_alive
 from saccade.errors import ConfigError, EngineUnavailable
-from saccade.logs import set_up_worker
+from saccade.util.logs import set_up_worker
 
 _PLACE_SECONDS = 300.0  # for a node with free resources: a cluster that grows needs minutes to add one
 _TELL_SECONDS = 10.0  # between log lines while waiting for it

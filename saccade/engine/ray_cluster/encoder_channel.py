@@ -16,7 +16,7 @@ from saccade.engine.encoders.messages import Encode, Encoded, Failed, reply_in
 from saccade.engine.ipc.messages import HEADER, frame
 from saccade.engine.ray_cluster.actor import NAMESPACE
 from saccade.runner.encoder.encoder_channel import EncoderLate, EncoderLost, RemoteEmbedding
-from saccade.types import MediaItem
+from saccade.types.media import MediaItem
 
 _HELLO_SECONDS = 5.0
 

@@ -22,9 +22,9 @@ from saccade.engine.ipc.worker_places import WorkerPlaces
 from saccade.engine.replicas.merging import merged_info, merged_stats, merged_status
 from saccade.engine.replicas.router import Placement, Router, demand_of
 from saccade.errors import EngineUnavailable, RequestError
-from saccade.replica import Replica
 from saccade.scheduler.cache_log import CacheChanges
-from saccade.types import Request
+from saccade.types.replica import Replica
+from saccade.types.request import Request
 
 _SILENT_SECONDS = 5.0  # without a heartbeat: a replica gets no new requests while another can take them
 _DRAIN_POLL_SECONDS = 0.1

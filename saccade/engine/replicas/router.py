@@ -20,11 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from saccade.options import SchedulerConfig
+from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.cache_log import CacheChanges, entry_of
 from saccade.scheduler.fair_queue import EMBEDDING_COST
 from saccade.scheduler.kv_cache import BlockHashes
-from saccade.types import Request, Span
+from saccade.types.prompt import Span
+from saccade.types.request import Request
 
 QUEUE_WEIGHT = 0.5
 LOAD_FACTOR = 1.25

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.torch_utils import to_device
+from saccade.util.torch_utils import to_device
 
 GROUP_ROWS = 64  # rows of four warps
 TILE_ROWS = 192

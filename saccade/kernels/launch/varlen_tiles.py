@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.torch_utils import to_device
+from saccade.util.torch_utils import to_device
 
 _NO_ROW = 2**30  # beyond the last row of any owner
 

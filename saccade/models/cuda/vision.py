@@ -31,8 +31,8 @@ from saccade.models.vision.backend import Blocks, Lengths, RunBlocks
 from saccade.models.vision.blocks import Norm, PatchPositions, VisionBlock
 from saccade.models.vision.pillow_resize import BITS, Taps, resample
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, PixelPolicy, as_tensor, resize
-from saccade.torch_utils import to_device
-from saccade.types import Grid, Size
+from saccade.types.media import Grid, Size
+from saccade.util.torch_utils import to_device
 
 _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
     quick_gelu: ("quick_gelu", vit_elementwise.quick_gelu),

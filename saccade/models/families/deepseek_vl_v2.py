@@ -22,7 +22,7 @@ from saccade.models.vision.clip import image_size
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, cut_tiles, pixel_policy
 from saccade.models.vision.timm_siglip import TIMM_SIGLIP_RULES, TimmSiglip
 from saccade.models.weights import Rule, under
-from saccade.types import Geometry, Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 
 _PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # defaults of processor_config.json
 

@@ -13,7 +13,7 @@ from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_r
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under
-from saccade.types import Geometry, Grid
+from saccade.types.media import Geometry, Grid
 
 
 class Variant(NamedTuple):

@@ -19,7 +19,7 @@ from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size, square_tower
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, centre_crop
 from saccade.models.weights import Rule, under
-from saccade.types import Geometry, Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 
 
 class Llava(DecoderModel):

@@ -13,7 +13,7 @@ from saccade.models.interface import ModelParts
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.vision.preprocess import ImagePixels, cut_tiles
 from saccade.models.weights import Rule, under
-from saccade.types import Geometry, Grid, Size, Tiling
+from saccade.types.media import Geometry, Grid, Size, Tiling
 
 
 class LlavaNext(Llava):

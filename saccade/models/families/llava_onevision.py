@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.models.families.llava_next import LlavaNext
-from saccade.types import Size
+from saccade.types.media import Size
 
 
 class LlavaOnevision(LlavaNext):

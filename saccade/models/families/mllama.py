@@ -21,7 +21,7 @@ from saccade.models.layers.linear import Linear
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.weights import Rule, under
-from saccade.types import Geometry, Grid
+from saccade.types.media import Geometry, Grid
 
 _EXTRA_TOKENS = 8  # rows of the embedding table after the vocabulary; the first is the image token
 _PIXELS = {"resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # defaults of the image processor

@@ -24,7 +24,7 @@ from saccade.models.layers.layernorm import LayerNorm
 from saccade.models.layers.linear import Linear, PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
-from saccade.types import Grid
+from saccade.types.media import Grid
 
 _EPS = 1e-5  # of the norms around the stacks; not in the config
 _MULTIPLE = 8  # of a tile's rows

@@ -21,7 +21,7 @@ from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim
 from saccade.models.vision.clip import drops_first, feature_layers, no_class_token
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout
 from saccade.models.weights import Rule, under
-from saccade.types import Geometry, Grid
+from saccade.types.media import Geometry, Grid
 
 _EPS = 1e-5  # of the tower's norms; not in the config
 

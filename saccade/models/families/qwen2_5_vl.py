@@ -23,8 +23,8 @@ from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, all_cells, grid_positions, reorder, rotary_dim
 from saccade.models.weights import Rule
-from saccade.torch_utils import to_device
-from saccade.types import Grid
+from saccade.types.media import Grid
+from saccade.util.torch_utils import to_device
 
 
 class Qwen2_5VL(Qwen2VL):

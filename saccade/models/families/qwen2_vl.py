@@ -21,7 +21,7 @@ from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, Pixels
 from saccade.models.weights import Rule, under
-from saccade.types import Geometry, Grid
+from saccade.types.media import Geometry, Grid
 
 EPS = 1e-6  # of the tower's norms; not in the config
 

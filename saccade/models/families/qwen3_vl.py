@@ -19,7 +19,7 @@ from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, by_token, grid_positions, rotary_dim
 from saccade.models.weights import Rule, under
-from saccade.types import Grid
+from saccade.types.media import Grid
 
 
 class Qwen3VL(Qwen2VL):

@@ -23,7 +23,7 @@ from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, vision_config
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout
 from saccade.models.weights import Rule, under
-from saccade.types import Geometry, Grid
+from saccade.types.media import Geometry, Grid
 
 _EPS = 1e-6  # of all norms in the tower
 _NUM_POSITIONS = 256  # learned position embeddings of patches for any size: 16 x 16

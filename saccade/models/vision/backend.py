@@ -16,7 +16,7 @@ from saccade.models.vision import preprocess
 from saccade.models.vision.blocks import PatchPositions, RotaryCosSin, VisionBlock, angles_of
 from saccade.models.vision.pillow_resize import resample, weigh_axis
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, PixelPolicy
-from saccade.types import Grid, Size
+from saccade.types.media import Grid, Size
 
 Blocks = Sequence[VisionBlock]
 Lengths = Sequence[int]  # patches of each packed image

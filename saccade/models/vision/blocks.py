@@ -18,7 +18,7 @@ from saccade.models.layers.linear import Linear
 from saccade.models.layers.rotary_embedding import cos_sin, frequencies, rotate
 from saccade.models.layers.torch_attention import packed_attention
 from saccade.models.state_dict import Parameters
-from saccade.types import Grid
+from saccade.types.media import Grid
 
 
 class RotaryCosSin(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 from PIL.Image import Resampling
 from torch import Tensor
 
-from saccade.types import Size
+from saccade.types.media import Size
 
 Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.errors import ConfigError
 from saccade.models.vision.pillow_resize import FILTERS
-from saccade.types import Grid, Size, Tiling
+from saccade.types.media import Grid, Size, Tiling
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 

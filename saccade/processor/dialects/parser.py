@@ -19,7 +19,7 @@ from saccade.processor.dialects.registry import (
     tool_dialect,
 )
 from saccade.processor.dialects.thinking import ThinkingDialect
-from saccade.types import Thinking
+from saccade.types.request import Thinking
 
 
 class OutputFormat(NamedTuple):

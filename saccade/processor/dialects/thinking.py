@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from saccade.types import Thinking
+from saccade.types.request import Thinking
 
 
 class ThinkingDialect(NamedTuple):

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.errors import ConfigError, RequestError
-from saccade.types import TO_THE_END, Geometry, Grid, Size, Span
+from saccade.types.media import Geometry, Grid, Size
+from saccade.types.prompt import TO_THE_END, Span
 
 MAX_ASPECT_RATIO = 200
 """For every family: resizing a thin strip costs far more than its tokens say."""

@@ -19,7 +19,8 @@ from saccade.errors import ConfigError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
 from saccade.processor.families.llava_next import area, best_canvas
-from saccade.types import Geometry, Grid, Size, Span, Tiling
+from saccade.types.media import Geometry, Grid, Size, Tiling
+from saccade.types.prompt import Span
 
 _MAX_IN_TILES = 2  # images of one prompt; if there are more, each has one tile
 _UNKNOWN = -1  # image token of a folder without a tokenizer: counting needs none

@@ -17,7 +17,8 @@ from saccade.checkpoint import hf_processor
 from saccade.errors import RequestError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
-from saccade.types import Geometry, Grid, Size, Span
+from saccade.types.media import Geometry, Grid, Size
+from saccade.types.prompt import Span
 
 MAX_PIXELS = 25_000_000
 """Counting allocates a blank image of the same size, so sizes have a bound of their own."""

@@ -20,7 +20,8 @@ from saccade.errors import ConfigError
 from saccade.processor.families import base
 from saccade.processor.families.base import Files, Positions
 from saccade.processor.families.qwen2_vl import edges_of, fit, largest_fit
-from saccade.types import Geometry, Grid, Size, Span
+from saccade.types.media import Geometry, Grid, Size
+from saccade.types.prompt import Span
 
 _MIN_TOKENS = 128  # of a video, what the Hugging Face processor assumes when a checkpoint is silent
 _MAX_TOKENS = 768

@@ -18,7 +18,8 @@ from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
-from saccade.types import Geometry, Grid, Size, Span, Tiling
+from saccade.types.media import Geometry, Grid, Size, Tiling
+from saccade.types.prompt import Span
 
 _PINPOINTS = (Size(672, 336), Size(336, 672), Size(672, 672), Size(336, 1008), Size(1008, 336))  # published
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from saccade.errors import ConfigError
 from saccade.processor.families.base import Files, pixel_settings, vision_and_token
 from saccade.processor.families.llava_next import LlavaNext, read_pinpoints, tile_side
-from saccade.types import Size
+from saccade.types.media import Size
 
 _TOWER = "siglip_vision_model"
 _MAX_TILES = 6  # along either side, where a checkpoint names no pinpoints

@@ -18,7 +18,8 @@ from saccade.checkpoint.tokenizer_json import added_tokens
 from saccade.errors import ConfigError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
-from saccade.types import Geometry, Grid, Size, Span
+from saccade.types.media import Geometry, Grid, Size
+from saccade.types.prompt import Span
 
 _LONGEST_EDGE = 1024  # what the image processor assumes when a checkpoint is silent
 

@@ -13,7 +13,8 @@ from saccade import costs
 from saccade.errors import ConfigError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
-from saccade.types import Geometry, Grid, Size, Span
+from saccade.types.media import Geometry, Grid, Size
+from saccade.types.prompt import Span
 
 _DEFAULT_SIDE = 224  # what the image processor assumes when a checkpoint is silent
 _DEFAULT_TILES = 4

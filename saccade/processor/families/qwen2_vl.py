@@ -14,7 +14,8 @@ import numpy.typing as npt
 from saccade.errors import ConfigError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
-from saccade.types import Geometry, Grid, Size, Span
+from saccade.types.media import Geometry, Grid, Size
+from saccade.types.prompt import Span
 
 _MIN_PIXELS = 56 * 56  # what the image processor assumes when a checkpoint is silent
 _MAX_PIXELS = 28 * 28 * 1280

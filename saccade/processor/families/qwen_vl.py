@@ -13,7 +13,8 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
-from saccade.types import Geometry, Grid, Size, Span
+from saccade.types.media import Geometry, Grid, Size
+from saccade.types.prompt import Span
 
 
 @dataclass(frozen=True, slots=True)

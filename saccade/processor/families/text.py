@@ -10,7 +10,8 @@ import numpy as np
 
 from saccade.errors import RequestError
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds, sequential_positions
-from saccade.types import Geometry, Grid, Size, Span
+from saccade.types.media import Geometry, Grid, Size
+from saccade.types.prompt import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from saccade.runner.batch import RequestState
 from saccade.runner.cross_attention_metadata import stretches
 from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES
 from saccade.runner.embedding_cache import EmbeddingSlab
-from saccade.types import Key, ScheduledWindow
+from saccade.types.media import Key
+from saccade.types.step import ScheduledWindow
 
 
 class Stretch(NamedTuple):

@@ -41,7 +41,9 @@ from saccade.runner.latency_profile import layer_curve, timed_curve
 from saccade.runner.pooling import keep_rows, needs_rows, sample_or_pool
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.sampler import SamplingInputs
-from saccade.types import Admission, Grid, LatencyProfile, Sample, ScheduledWindow
+from saccade.types.latency import LatencyProfile
+from saccade.types.media import Grid
+from saccade.types.step import Admission, Sample, ScheduledWindow
 
 _MEASURED_CONTEXT = 1024  # tokens of each request when decode is timed
 

@@ -26,8 +26,9 @@ from saccade import costs
 from saccade.errors import ConfigError
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.cuda.staging_sizes import IN_BUFFERS, OUT_BUFFERS, staging_blocks
-from saccade.torch_utils import to_device
-from saccade.types import KVCopy, LatencyCurve
+from saccade.types.latency import LatencyCurve
+from saccade.types.step import KVCopy
+from saccade.util.torch_utils import to_device
 
 _TIMED_BLOCKS = (1, 4, 16, 64, 256)
 _REPEATS = 3

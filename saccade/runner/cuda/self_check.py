@@ -20,7 +20,10 @@ from saccade.runner.batch import RequestState
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Embeddings, Windows
 from saccade.sampling_params import SamplingParams
-from saccade.types import Admission, Key, Prompt, Request, ScheduledWindow, Span
+from saccade.types.media import Key
+from saccade.types.prompt import Prompt, Span
+from saccade.types.request import Request
+from saccade.types.step import Admission, ScheduledWindow
 
 _TOKENS = 160
 _STATES = 300  # of an image that is attended to

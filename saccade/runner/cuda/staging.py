@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from saccade.torch_utils import to_device as copy_to_device
+from saccade.util.torch_utils import to_device as copy_to_device
 
 Metadata = npt.NDArray[np.int32]
 

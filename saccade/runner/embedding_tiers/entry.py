@@ -20,7 +20,8 @@ from torch import Tensor
 
 from saccade.costs import dtype_bytes
 from saccade.media.hashing import digest_of
-from saccade.types import Key, MediaItem, MediaTimes, Size
+from saccade.types.media import Key, MediaItem, Size
+from saccade.types.step import MediaTimes
 
 EPOCH = 1
 """To be raised whenever the encoder computes other embeddings from the same image and weights."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from saccade.errors import ConfigError
 from saccade.runner.embedding_tiers.entry import Ints
-from saccade.types import Key
+from saccade.types.media import Key
 
 PAGE_BYTES = 256 << 10  # an embedding of 1280x960 takes some megabytes
 

@@ -29,7 +29,7 @@ from saccade.runner.embedding_tiers.entry import Buffer, EntryForm, Namespace, R
 from saccade.runner.embedding_tiers.host import HostEntry, HostTier
 from saccade.runner.embedding_tiers.rates import NEVER, Rate
 from saccade.runner.embedding_tiers.store import BadEntry, Store, StoreError
-from saccade.types import Key, MediaItem
+from saccade.types.media import Key, MediaItem
 
 PAUSE_SECONDS = 10.0  # without the store after it has failed
 _TIDY_SECONDS = 3600.0

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from heapq import heapify, heappop, heapreplace
 
-from saccade.types import PIXELS_PER_SECOND, MediaItem
+from saccade.types.media import PIXELS_PER_SECOND, MediaItem
 
 _MAX_CLIENTS = 256
 

@@ -17,11 +17,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
-from saccade.fair_pool import FairPool, Owner
 from saccade.helpers.process import thread_seconds
 from saccade.media.media_workers import Ticket
 from saccade.runner.encoder.decode_order import DecodeTurns
-from saccade.types import Key, MediaItem
+from saccade.types.media import Key, MediaItem
+from saccade.util.fair_pool import FairPool, Owner
 
 _MAX_SOURCE_PIXELS = 50_000_000  # of light ones, decoded at the same time
 _AHEAD = 2  # heavy ones that are ready or being decoded, for each of their threads

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
-from saccade.types import MediaItem, MediaTimes
+from saccade.types.media import MediaItem
+from saccade.types.step import MediaTimes
 
 
 class EncoderLost(Exception):

@@ -41,7 +41,8 @@ from saccade.runner.encoder.image_errors import is_of_the_device, unusable
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.encoder.upload import Prepare, Upload, joined, pin, pinned, use_on_current_stream
-from saccade.types import Geometry, Key, MediaItem, MediaTimes, Slice
+from saccade.types.media import Geometry, Key, MediaItem
+from saccade.types.step import MediaTimes, Slice
 
 _HEAVY_SHARE = 4  # for so many threads there is one more, for images that take long to decode
 _IDLE_WAIT = 0.005  # seconds that an otherwise idle step waits for image decoding

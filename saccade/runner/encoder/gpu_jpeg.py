@@ -25,7 +25,7 @@ from saccade import costs
 from saccade.errors import ConfigError
 from saccade.runner.encoder.image_errors import is_of_the_device
 from saccade.runner.encoder.nvjpeg import Jpeg, NvJpeg, NvJpegError, load_library
-from saccade.types import MediaItem, Size
+from saccade.types.media import MediaItem, Size
 
 logger = logging.getLogger("saccade.engine")
 

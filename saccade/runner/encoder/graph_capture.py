@@ -12,7 +12,7 @@ from tqdm import tqdm
 from saccade import vision_graph_sizes as sizes
 from saccade.checkpoint.config import VisionConfig
 from saccade.models.interface import DecoderModel, VisionLanguageModel
-from saccade.types import Grid
+from saccade.types.media import Grid
 
 _ROWS = 8  # tokens: the height of the captured images; only their number of patches matters
 _SMALL = 128  # patches of a small image, for which attention may take another path than for large ones

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from saccade.errors import RequestError
-from saccade.types import MediaItem
+from saccade.types.media import MediaItem
 
 
 def is_of_the_device(error: Exception) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saccade.errors import ConfigError
 from saccade.media.jpeg_layout import plain_length
-from saccade.types import Size
+from saccade.types.media import Size
 
 _BACKEND_HARDWARE = 3  # nvjpegBackend_t
 _RGB_INTERLEAVED = 5  # nvjpegOutputFormat_t

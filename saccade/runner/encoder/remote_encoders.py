@@ -35,7 +35,7 @@ from saccade.runner.encoder.encoder_channel import (
     EncoderLost,
     RemoteEmbedding,
 )
-from saccade.types import Key, MediaItem
+from saccade.types.media import Key, MediaItem
 
 IMAGES_PER_WORKER = 8  # under way at the same time: each holds a thread that waits
 MAX_DEATHS = 2

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from saccade.types import Key, MediaTimes
+from saccade.types.media import Key
+from saccade.types.step import MediaTimes
 
 
 class Watch(Protocol):

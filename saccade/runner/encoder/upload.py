@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.vision.preprocess import Pixels, as_tensor
-from saccade.types import Geometry
+from saccade.types.media import Geometry
 
 Prepare = Callable[[Pixels | Tensor, Geometry], Tensor]
 """(decoded image, geometry) -> patches on the model's device, complete. Runs in the decoding threads."""

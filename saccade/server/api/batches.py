@@ -10,8 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from saccade.batch.batch_records import BatchRecord, FileRecord
-from saccade.batch.batch_store import FileDraft
+from saccade.apps.batch.batch_records import BatchRecord, FileRecord
+from saccade.apps.batch.batch_store import FileDraft
 from saccade.errors import RequestError, quoted
 from saccade.server.batch_jobs import BatchJobs
 from saccade.server.errors import ApiError, json_response, overloaded

@@ -14,7 +14,7 @@ from saccade.server.api.events import Event
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.response import event_bytes
 from saccade.server.request.chat import ResponseOptions
-from saccade.types import Bill
+from saccade.types.bill import Bill
 
 DONE = b"data: [DONE]\n\n"
 _MARK = secrets.token_hex(16)  # stands for the text, and nowhere else

@@ -13,7 +13,7 @@ from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
 from saccade.server.request.chat import CompletionRequest, read_completion, renaming
 from saccade.server.service import Service
-from saccade.types import Logprobs
+from saccade.types.step import Logprobs
 
 
 async def create_completion(service: Service, exchange: Exchange) -> None:

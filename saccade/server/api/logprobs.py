@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.outputs import Logprob, prompt_logprobs
 from saccade.processor.tokenizer import Tokenizer
-from saccade.types import Logprobs
+from saccade.types.step import Logprobs
 
 _LOWEST = -9999.0  # JSON has no minus infinity
 

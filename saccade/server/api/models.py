@@ -16,7 +16,7 @@ from saccade.processor.images import LOW_DETAIL_PIXELS
 from saccade.processor.video import Videos
 from saccade.server.errors import ApiError
 from saccade.server.service import Service
-from saccade.types import Size
+from saccade.types.media import Size
 
 _SHOWN_SIZES = ((336, 336), (640, 480), (1024, 1024), (1280, 720), (1920, 1080), (3840, 2160))
 _TYPICAL_IMAGE = Size(1280, 720)

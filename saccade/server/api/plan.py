@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from saccade.apps.plan.alternatives import alternatives
+from saccade.apps.plan.calibration import calibration_for
+from saccade.apps.plan.hardware import DEFAULT, PRESETS
+from saccade.apps.plan.planner import Deployment, make_plan
+from saccade.apps.plan.report import as_json
 from saccade.errors import ConfigError
-from saccade.plan.alternatives import alternatives
-from saccade.plan.calibration import calibration_for
-from saccade.plan.hardware import DEFAULT, PRESETS
-from saccade.plan.planner import Deployment, make_plan
-from saccade.plan.report import as_json
 from saccade.server.http.request_context import Exchange
 from saccade.server.request.plan import MAX_SIZES, PlanRequest, plan_error, read_plan
 from saccade.server.service import Service

@@ -26,7 +26,7 @@ from saccade.server.request.pooling import (
     read_score,
 )
 from saccade.server.service import Service
-from saccade.types import Bill
+from saccade.types.bill import Bill
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from saccade.errors import ConfigError, quoted
+from saccade.options.server import ServerOptions
 from saccade.server.accounts import Account, Clock
 from saccade.server.errors import ApiError
 from saccade.server.tenant_file import (
@@ -24,7 +25,6 @@ from saccade.server.tenant_file import (
     read_tenants,
 )
 from saccade.server.web_ui import STATIC
-from saccade.server_options import ServerOptions
 
 _OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/"})
 _MAX_OTHERS = 4096  # tenants that only a proxy names

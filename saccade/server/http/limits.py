@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from saccade.errors import quoted
+from saccade.options.server import ServerOptions
 from saccade.server.accounts import Account
 from saccade.server.errors import ApiError, overloaded
 from saccade.server.http.text_limit import TextTally
-from saccade.server_options import ServerOptions
 
 _RETRY_AFTER_TIMEOUT = 1.0
 _RETRY_AFTER_DRAIN = 10.0

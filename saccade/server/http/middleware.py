@@ -25,7 +25,7 @@ from saccade.server.http.request_context import Caller
 from saccade.server.http.response import SEND_BODY
 from saccade.server.request_record import RequestRecord
 from saccade.server.tracing import UNMATCHED, Ended, Traces
-from saccade.types import OTHER_LABEL
+from saccade.types.request import OTHER_LABEL
 
 logger = logging.getLogger("saccade.server")
 

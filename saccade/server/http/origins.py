@@ -11,9 +11,9 @@ import socket
 from collections.abc import Mapping
 
 from saccade.errors import quoted
+from saccade.options.server import ServerOptions
 from saccade.server.errors import ApiError
 from saccade.server.http.auth import is_open
-from saccade.server_options import ServerOptions
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _PROBES = ("/live", "/health", "/ready")  # allowed under any Host

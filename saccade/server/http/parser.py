@@ -20,10 +20,10 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from saccade.options.server import ServerOptions
 from saccade.server.errors import ApiError, overloaded
 from saccade.server.http.auth import address_of, peer_of
 from saccade.server.http.connections import Admission, Connection, Connections
-from saccade.server_options import ServerOptions
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 256

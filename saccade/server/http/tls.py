@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from saccade.errors import ConfigError
-from saccade.plain_files import read_plain
-from saccade.server_options import ServerOptions
+from saccade.options.server import ServerOptions
+from saccade.util.plain_files import read_plain
 
 _MAX_BYTES = 16 << 20  # of a file; the authorities of a whole system have a fifth of a MiB
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from saccade.batch.batch_store import WINDOW
-from saccade.batch.line_helper import URLS
+from saccade.apps.batch.batch_store import WINDOW
+from saccade.apps.batch.line_helper import URLS
 from saccade.errors import RequestError, quoted
 from saccade.server.request.fields import FieldReader, Schema
 

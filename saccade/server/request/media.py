@@ -16,7 +16,7 @@ from saccade.errors import RequestError, quoted
 from saccade.media.documents import decode_document, is_pdf
 from saccade.media.fetch import Fetcher, OnBytes
 from saccade.media.load import decode_data_url
-from saccade.options import MediaPolicy
+from saccade.options.engine import MediaPolicy
 from saccade.processor.images import reads_text_only
 from saccade.server.metrics import Metrics
 from saccade.server.request.media_files import StoredFiles

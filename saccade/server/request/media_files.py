@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from saccade.batch.batch_store import BatchStore
+from saccade.apps.batch.batch_store import BatchStore
 from saccade.errors import RequestError, quoted
 from saccade.media.fetch import OnBytes
-from saccade.options import MediaPolicy
+from saccade.options.engine import MediaPolicy
 from saccade.server.batch_jobs import BatchJobs
 
 BATCH = "batch"

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from saccade.apps.plan.hardware import DEFAULT, Hardware, find_hardware
+from saccade.apps.plan.workload import SizeShare, Workload
 from saccade.errors import ConfigError, RequestError, quoted
-from saccade.plan.hardware import DEFAULT, Hardware, find_hardware
-from saccade.plan.workload import SizeShare, Workload
 from saccade.server.request.fields import FieldReader, Schema
-from saccade.types import Size
+from saccade.types.media import Size
 
 MAX_SIZES = 64  # of images in one plan
 _SIZE = r"([1-9]\d{0,4})x([1-9]\d{0,4})(?::(\d{1,6}(?:\.\d{1,6})?))?"

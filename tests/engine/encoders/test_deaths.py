@@ -15,7 +15,7 @@ from saccade.engine.encoders.socket_channel import SocketChannel
 from saccade.engine.ipc.messages import frame, read_body
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
-from saccade.types import Geometry
+from saccade.types.media import Geometry
 from tests.helpers.encoder_workers import Puppet, Worker
 from tests.helpers.fake_channel import FORM
 from tests.helpers.fake_tower import FakeTower, picture

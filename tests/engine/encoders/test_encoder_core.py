@@ -7,7 +7,7 @@ import pytest
 from saccade.engine.encoders import encoder_core
 from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, Outcome
 from saccade.runner.encoder.encoder_runner import LocalEncoder
-from saccade.types import MediaItem
+from saccade.types.media import MediaItem
 from tests.helpers.fake_tower import FakeTower, picture
 
 

@@ -15,8 +15,8 @@ from saccade.engine.encoders.encoder_set import EncoderSet
 from saccade.engine.ipc import worker_places
 from saccade.engine.ipc.process import EngineProcess
 from saccade.errors import ConfigError, EngineUnavailable
-from saccade.options import Options
-from saccade.server_options import ServerOptions
+from saccade.options.engine import Options
+from saccade.options.server import ServerOptions
 from tests.helpers.fake_worker import NO_FILES, run_bounded, until
 
 

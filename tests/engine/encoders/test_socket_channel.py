@@ -19,7 +19,8 @@ from saccade.engine.encoders.socket_channel import SocketChannel
 from saccade.engine.ipc.messages import frame
 from saccade.errors import RequestError
 from saccade.runner.encoder.encoder_channel import EncoderLate, EncoderLost
-from saccade.types import MediaItem, MediaTimes
+from saccade.types.media import MediaItem
+from saccade.types.step import MediaTimes
 from tests.helpers.encoder_workers import Puppet, Worker
 from tests.helpers.fake_tower import picture
 

@@ -19,8 +19,8 @@ from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints, KVEventPubli
 from saccade.engine.ipc.kv_events import block_hash, encode_events
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
-from saccade.options import Options
-from saccade.server_options import ServerOptions
+from saccade.options.engine import Options
+from saccade.options.server import ServerOptions
 from tests.helpers.fake_worker import collect, pid_of, run, run_replicas, submit, until
 from tests.helpers.kv_event_reader import Reader
 from tests.helpers.scheduling import BLOCK, FakeImage, Rig, make_request

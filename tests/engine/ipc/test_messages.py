@@ -16,24 +16,14 @@ from hypothesis import strategies as st
 from saccade.checkpoint.config import model_config
 from saccade.engine.ipc import messages
 from saccade.errors import RequestError
-from saccade.options import Options, SchedulerConfig
+from saccade.options.engine import Options, SchedulerConfig
 from saccade.sampling_params import SamplingParams
-from saccade.types import (
-    TO_THE_END,
-    Geometry,
-    Grid,
-    Header,
-    LatencyProfile,
-    Logprobs,
-    MediaItem,
-    Prompt,
-    Request,
-    Size,
-    Span,
-    StepTime,
-    TokenEvent,
-    Usage,
-)
+from saccade.types.events import TokenEvent, Usage
+from saccade.types.latency import LatencyProfile, StepTime
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
+from saccade.types.prompt import TO_THE_END, Prompt, Span
+from saccade.types.request import Request
+from saccade.types.step import Logprobs
 from tests.helpers.scheduling import FakeImage, make_item, make_prompt, make_request
 
 counts = st.integers(0, 2**31 - 1)

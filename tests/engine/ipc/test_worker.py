@@ -14,9 +14,9 @@ import uvloop
 from saccade import LLM, SamplingParams
 from saccade.engine.ipc.client import EngineClient
 from saccade.errors import RequestError
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.input_processor import Processor
-from saccade.types import Request
+from saccade.types.request import Request
 from tests.helpers.fake_worker import (
     BREAKS_THE_STEP,
     collect,

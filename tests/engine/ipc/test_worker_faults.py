@@ -20,7 +20,7 @@ from saccade.engine.ipc import messages
 from saccade.engine.ipc.client import EngineClient, EngineUnavailable
 from saccade.engine.ipc.loop import EngineLoop
 from saccade.errors import ConfigError
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from tests.helpers.fake_worker import (

@@ -11,7 +11,7 @@ from saccade.engine import autoscale
 from saccade.engine.ipc import worker_places
 from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints
 from saccade.engine.replicas.replica_set import ReplicaSet
-from saccade.options import Options
+from saccade.options.engine import Options
 from tests.helpers.fake_worker import collect, endless, is_running, pids_of, run_replicas, submit, until
 from tests.helpers.scheduling import make_request
 

@@ -12,7 +12,7 @@ import pytest
 from saccade.engine.replicas import replica_set
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError, EngineUnavailable, RequestError
-from saccade.options import Options
+from saccade.options.engine import Options
 from tests.helpers.fake_worker import (
     BREAKS_THE_CORE,
     HANGS_REPLICA,

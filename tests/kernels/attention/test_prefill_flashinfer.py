@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade import LLM
 from saccade.checkpoint.config import model_config
-from saccade.engine.overlap_core import AsyncEngineCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.errors import ConfigError
 from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, lay_out
 from saccade.kernels.launch.device import Heads

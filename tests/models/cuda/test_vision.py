@@ -17,7 +17,7 @@ from saccade.models.layers.rotary_embedding import cos_sin, rotate
 from saccade.models.vision.backend import TorchVision
 from saccade.models.vision.blocks import angles_of, grid_positions
 from saccade.models.vision.preprocess import PatchLayout, PixelPolicy
-from saccade.types import Grid, Size
+from saccade.types.media import Grid, Size
 from tests.helpers.allocations import PeakMemory
 from tests.helpers.vision_towers import DEVICE, GRIDS, LLAVA, QWEN, encode, model, random
 

@@ -25,7 +25,7 @@ from saccade.models.vision.backend import TorchVision, run_blocks
 from saccade.models.vision.blocks import grid_positions
 from saccade.runner.encoder import graph_capture
 from saccade.runner.encoder.graph_capture import capture_tower, run_tower
-from saccade.types import Grid
+from saccade.types.media import Grid
 from tests.helpers.compiling import compiling_on_the_cpu
 from tests.helpers.family_checks import finish
 from tests.helpers.vision_towers import LLAVA, QWEN, encode, model, random

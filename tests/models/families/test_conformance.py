@@ -19,10 +19,11 @@ from saccade import costs
 from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
 from saccade.models.cuda.vision import FusedVision
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
-from saccade.types import Grid, Size, Span
+from saccade.types.media import Grid, Size
+from saccade.types.prompt import Span
 from tests.helpers.conformance import LAYOUTS, ROWS, Case, row_of
 from tests.helpers.families import FAMILIES
 from tests.helpers.family_checks import assert_close

@@ -22,12 +22,12 @@ from saccade.models.layers.mla import LatentDecoder
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.runner.encoder.graph_capture import _packings
 from saccade.runner.latency_profile import largest_within
-from saccade.types import Grid, Size
+from saccade.types.media import Grid, Size
 from tests.helpers import family_deepseek_vl_v2 as family
 from tests.helpers import reference_deepseek_vl_v2 as slow
 from tests.helpers.allocations import PeakMemory

@@ -16,7 +16,7 @@ from saccade.cli import main as cli
 from saccade.errors import ConfigError, RequestError
 from saccade.models import load_model
 from saccade.models.layers.torch_attention import PagedAttention, PagedKV
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.device_memory import plan_memory
 from tests.helpers.async_engine import OPTIONS, answers, overlapped

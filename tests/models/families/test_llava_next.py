@@ -17,9 +17,9 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 
 from saccade.engine.ipc.messages import HEADER, Start, command_in, frame, start_message
 from saccade.errors import ConfigError
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.families.llava_next import LlavaNext
-from saccade.types import Grid, Size
+from saccade.types.media import Grid, Size
 from tests.helpers import family_llava_next
 from tests.helpers.family_checks import Given, Subject, as_patches, assert_close, dummy, edited, with_config
 from tests.helpers.images import make_photo

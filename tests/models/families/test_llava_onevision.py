@@ -27,7 +27,7 @@ from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_onevision import LlavaOnevision
-from saccade.types import Grid, Size
+from saccade.types.media import Grid, Size
 from tests.helpers import family_llava_onevision
 from tests.helpers.family_checks import (
     CPU,

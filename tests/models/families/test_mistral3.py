@@ -18,7 +18,7 @@ from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
 from saccade.processor.families import family_for
 from saccade.processor.families.mistral3 import Mistral3
-from saccade.types import Grid, Size
+from saccade.types.media import Grid, Size
 from tests.helpers import family_mistral3
 from tests.helpers.family_checks import Given, Subject, as_patches, assert_close, dummy, edited
 from tests.helpers.images import make_photo

@@ -25,12 +25,14 @@ from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
 from saccade.models.layers.cross_attention import pack, unpack
 from saccade.models.layers.torch_attention import PagedKV
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.base import cross_attended
 from saccade.processor.families.mllama import Mllama, arrangements
 from saccade.runner.cross_attention_metadata import rows_by_image, stretches
-from saccade.types import Grid, ScheduledWindow, Size, Span
+from saccade.types.media import Grid, Size
+from saccade.types.prompt import Span
+from saccade.types.step import ScheduledWindow
 from tests.helpers import family_mllama
 from tests.helpers.family_checks import (
     CPU,

@@ -21,7 +21,8 @@ from saccade.models.layers.gated_delta_net import CHUNK, delta_rule
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.runner.recurrent_state import RecurrentStates
-from saccade.types import ScheduledWindow, Size, StateCheckpoint
+from saccade.types.media import Size
+from saccade.types.step import ScheduledWindow, StateCheckpoint
 from tests.helpers.family_qwen3_5 import IMAGE, build
 from tests.helpers.images import make_photo
 from tests.helpers.parity import CPU, Pair, assert_close, hybrid_logits, prompt, their_logits

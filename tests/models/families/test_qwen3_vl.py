@@ -25,7 +25,7 @@ from saccade.models.vision.blocks import by_token
 from saccade.models.weights import fill_random
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
-from saccade.types import Grid
+from saccade.types.media import Grid
 from tests.helpers.family_qwen3_vl import PUBLISHED_4B, build
 from tests.helpers.parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
 from tests.helpers.qwen_checks import (

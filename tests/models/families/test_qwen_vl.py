@@ -24,12 +24,12 @@ from saccade.models.interface import ModelParts
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import TorchVision
 from saccade.models.weights import _plan, _stored_targets
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.processor.families import family_for
 from saccade.processor.families.qwen_vl import QwenVL
 from saccade.processor.families.text import Text
 from saccade.processor.input_processor import Processor
-from saccade.types import Grid, Size
+from saccade.types.media import Grid, Size
 from tests.helpers import family_qwen_vl
 from tests.helpers.family_checks import Given, Subject, as_patches, assert_close, dummy, edited
 from tests.helpers.family_qwen_vl import SlowTokenizer

@@ -28,7 +28,7 @@ from saccade.models.vision.pillow_resize import (
     weights_of,
 )
 from saccade.models.vision.preprocess import pixel_policy
-from saccade.types import Geometry, Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 
 CPU = torch.device("cpu")
 SIDES = st.integers(1, 150)

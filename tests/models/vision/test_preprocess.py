@@ -19,7 +19,7 @@ from saccade.checkpoint.config import model_config
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.vision.preprocess import PixelPolicy, centre_crop, normalise, patchify, pixel_policy, resize
-from saccade.types import Geometry, Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 
 pytestmark = pytest.mark.transformers
 

@@ -25,7 +25,8 @@ from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import default_family, family_for
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.qwen2_vl import Qwen2VL
-from saccade.types import Grid, Size, Span
+from saccade.types.media import Grid, Size
+from saccade.types.prompt import Span
 
 pytestmark = pytest.mark.transformers
 

@@ -13,7 +13,7 @@ from saccade.errors import ConfigError
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.cuda import kv_host_blocks, staging_sizes
 from saccade.runner.cuda.kv_host_blocks import HostBlocks, _Lane
-from saccade.types import KVCopy
+from saccade.types.step import KVCopy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS, BLOCKS, SIZE, HEADS, DIM = 3, 12, 4, 2, 8

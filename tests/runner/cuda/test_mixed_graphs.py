@@ -13,7 +13,7 @@ from saccade import LLM, SamplingParams
 from saccade.runner.cuda.graph_sizes import MixedSize, mixed_sizes
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
 from saccade.runner.forward import Sampled
-from saccade.types import StepPlan, StepResult
+from saccade.types.step import StepPlan, StepResult
 from tests.helpers.async_engine import OPTIONS, TWO_LAYERS, overlapped, prompts
 from tests.helpers.families import FAMILIES
 

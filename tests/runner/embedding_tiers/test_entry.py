@@ -11,7 +11,7 @@ from safetensors.torch import load
 
 from saccade.runner.embedding_tiers import entry
 from saccade.runner.embedding_tiers.entry import EntryForm, Namespace, checksum
-from saccade.types import Size
+from saccade.types.media import Size
 from tests.helpers.tiers import WIDTH, embedding, item
 
 NAME = "ab" * 32

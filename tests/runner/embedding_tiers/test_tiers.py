@@ -11,7 +11,7 @@ import torch
 from saccade.media.hashing import salt_of
 from saccade.runner.embedding_tiers import tiers as module
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
-from saccade.types import Size
+from saccade.types.media import Size
 from tests.helpers.tiers import FREE, SLOW, MemoryStore, be_patient, embedding, item, joined, open_tiers
 
 

@@ -11,7 +11,7 @@ import redis
 import torch
 
 from saccade.errors import ConfigError
-from saccade.options import Options
+from saccade.options.engine import Options
 from saccade.runner.embedding_tiers.store import StoreError
 from saccade.runner.embedding_tiers.valkey import ValkeyStore
 from tests.helpers.tiers import be_patient, embedding, item, joined, open_tiers

@@ -8,7 +8,7 @@ import torch
 
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
-from saccade.options import MediaPolicy, Options
+from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.runner.embedding_tiers.weights_digest import weights_digest

@@ -13,7 +13,7 @@ from saccade.errors import RequestError
 from saccade.media.media_workers import Ticket
 from saccade.runner.encoder.decode_order import DecodeTurns
 from saccade.runner.encoder.decode_stage import DecodeStage
-from saccade.types import HEAVY_PIXELS, PIXELS_PER_SECOND, Grid, MediaItem, Size
+from saccade.types.media import HEAVY_PIXELS, PIXELS_PER_SECOND, Grid, MediaItem, Size
 from tests.helpers.fake_tower import picture
 
 

@@ -11,7 +11,9 @@ import pytest
 
 from saccade.media.media_workers import Ticket
 from saccade.runner.encoder.decode_stage import DecodeStage
-from saccade.types import HEAVY_PIXELS, Key, MediaItem, Size, StepPlan, StepResult, Tenant
+from saccade.types.media import HEAVY_PIXELS, Key, MediaItem, Size
+from saccade.types.request import Tenant
+from saccade.types.step import StepPlan, StepResult
 from tests.helpers.scheduling import FakeImage, FakeRunner, Rig, make_request
 
 SLOTS = 8  # of each image, and its patches

@@ -25,7 +25,8 @@ from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.encoder import decode_stage
 from saccade.runner.encoder.encoder_runner import LocalEncoder, Prepared
 from saccade.runner.encoder.timing import Times
-from saccade.types import Geometry, Grid, Header, MediaItem, MediaTimes, Size
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
+from saccade.types.step import MediaTimes
 from tests.helpers.fake_tower import FakeTower, picture
 from tests.helpers.images import make_photo
 

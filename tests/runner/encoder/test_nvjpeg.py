@@ -24,7 +24,7 @@ from saccade.runner.encoder import nvjpeg as nvjpeg_module
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.gpu_jpeg import GpuJpegs, build_gpu_jpegs
 from saccade.runner.encoder.nvjpeg import Jpeg, NvJpegError, load_library
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 from tests.helpers.fake_nvjpeg import BAD_JPEG, FakeNvJpeg, open_fake
 from tests.helpers.fake_tower import FakeTower
 from tests.helpers.images import make_photo

@@ -15,7 +15,8 @@ from saccade.runner.embedding_tiers.host import HostTier
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.runner.encoder import remote_encoders
 from saccade.runner.encoder.encoder_channel import EncoderLate, RemoteEmbedding
-from saccade.types import PIXELS_PER_SECOND, MediaItem, MediaTimes
+from saccade.types.media import PIXELS_PER_SECOND, MediaItem
+from saccade.types.step import MediaTimes
 from tests.helpers.fake_channel import FORM, WORKER_VALUE, FakeChannel, Workers, embedding
 from tests.helpers.fake_tower import picture
 from tests.helpers.tiers import CPU, FREE, SLOW

@@ -12,7 +12,7 @@ from saccade.runner.embedding_tiers.entry import Namespace
 from saccade.runner.embedding_tiers.host import HostTier
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.runner.encoder.encoder_runner import Encoded, LocalEncoder
-from saccade.types import MediaItem
+from saccade.types.media import MediaItem
 from tests.helpers.fake_tower import FakeTower, picture
 from tests.helpers.tiers import CPU, FREE, SLOW, MemoryStore, be_patient
 

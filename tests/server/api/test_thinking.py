@@ -23,7 +23,8 @@ from saccade.server.generation import BilledPrompt, Delta, Generation, Timing
 from saccade.server.metrics import Metrics
 from saccade.server.request.chat import read_chat
 from saccade.server.request.fields import FieldReader
-from saccade.types import Bill, TokenEvent
+from saccade.types.bill import Bill
+from saccade.types.events import TokenEvent
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 TEXT = 'I see.\n</think>\n\nHi <tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from saccade.errors import ConfigError
+from saccade.options.server import ServerOptions
 from saccade.server.errors import ApiError
 from saccade.server.http import auth
 from saccade.server.http.auth import Tenants
 from saccade.server.http.limits import AdmissionGate
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
-from saccade.server_options import ServerOptions
-from saccade.types import OTHER_LABEL
+from saccade.types.request import OTHER_LABEL
 
 CHAT = "/v1/chat/completions"
 PROXY, STRANGER = "10.1.2.3", "10.2.0.1"

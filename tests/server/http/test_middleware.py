@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from saccade.options.server import ServerOptions
 from saccade.server.http.auth import Tenants
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
-from saccade.server_options import ServerOptions
 
 
 def fields_of(

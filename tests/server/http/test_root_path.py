@@ -10,11 +10,11 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from saccade.errors import UsageError
+from saccade.options.server import ServerOptions
 from saccade.server.http.auth import Tenants
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
 from saccade.server.http.root_path import RootPath
-from saccade.server_options import ServerOptions
 
 
 async def shown(request: Request) -> PlainTextResponse:

@@ -19,11 +19,11 @@ import uvloop
 from uvicorn.server import ServerState
 
 from saccade.errors import ConfigError, UsageError
+from saccade.options.server import ServerOptions
 from saccade.server.http.connections import Connections
 from saccade.server.http.listener import Listener
 from saccade.server.http.parser import BoundedHttp
 from saccade.server.http.tls import Certificate, tls_context
-from saccade.server_options import ServerOptions
 
 
 def make_certificate(folder: Path, name: str, *more: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from saccade.server.request.chat import ResponseOptions, read_chat, read_complet
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.messages import read_message
 from saccade.server.request.responses import read_response
-from saccade.types import Tenant
+from saccade.types.request import Tenant
 from tests.helpers.scheduling import FakeImage, make_prompt
 
 READER = FieldReader(strict=True)

@@ -1,0 +1,1 @@
+"""Programs around the engine: load tests, evaluations, plans, batches of requests."""

@@ -1,0 +1,112 @@
+"""A trace: requests as they came to a service, one JSON object a line.
+
+    {"at": 0.0, "words": 30, "output_tokens": 64}
+    {"at": 0.4, "input_tokens": 200, "output_tokens": 16, "images": ["1280x720", "640x480"]}
+
+at              seconds, on any clock; the earliest is the start of the load
+words           of text, or `input_tokens`: as many words, each of which is a token for most tokenizers
+output_tokens   of the answer
+images          sizes; without them the request is text alone
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from saccade.apps.bench.workloads import WORKLOADS, Job, Shape
+from saccade.errors import ConfigError
+from saccade.util.plain_files import read_text
+
+FIELDS = ("at", "words", "input_tokens", "output_tokens", "images")
+_MAX_BYTES = 1 << 30
+_MAX_SIDE = 65_535  # of a JPEG
+
+
+class TraceRequest(NamedTuple):
+    at: float  # seconds after the start of the load
+    words: int | None  # None: as many as the load's shape says
+    tokens: int | None  # of the answer; None as above
+    sizes: tuple[tuple[int, int], ...]  # of its images
+
+
+def read_trace(path: Path) -> tuple[TraceRequest, ...]:
+    """In the order of arrival. ConfigError with the line and the field where one cannot be used."""
+    text = read_text(path, _MAX_BYTES, f"the trace {path}")
+    found = sorted(_requests(path, text), key=lambda request: request.at)
+    if not found:
+        raise ConfigError(f"the trace {path} has no requests; it needs a JSON object a line")
+    return tuple(request._replace(at=request.at - found[0].at) for request in found)
+
+
+def job_of(request: TraceRequest, shape: Shape, rng: random.Random) -> Job:
+    shape = replace(
+        shape,
+        words=request.words or shape.words,
+        tokens=request.tokens or shape.tokens,
+        sizes=request.sizes or shape.sizes,
+        images=len(request.sizes),
+    )
+    return WORKLOADS["image" if request.sizes else "text"](shape, 0, rng)
+
+
+def _requests(path: Path, text: str) -> Iterator[TraceRequest]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield _request(json.loads(line))
+            except json.JSONDecodeError as error:
+                reason = f"is no JSON: {error.msg} at column {error.colno}"
+                raise ConfigError(f"{path}, line {number} {reason}") from None
+            except ConfigError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from None
+
+
+def _request(given: Any) -> TraceRequest:
+    if not isinstance(given, dict):
+        raise ConfigError(f'{given!r} is no object such as {{"at": 0.5, "words": 20}}')
+    if unknown := [name for name in given if name not in FIELDS]:
+        raise ConfigError(f"the field {unknown[0]!r} is unknown; there are {', '.join(FIELDS)}")
+    if "words" in given and "input_tokens" in given:
+        raise ConfigError("words and input_tokens are two ways to say one thing; give one of them")
+    words = _count(given, "words") or _count(given, "input_tokens")
+    return TraceRequest(_at(given), words, _count(given, "output_tokens"), _sizes(given))
+
+
+def _at(given: dict[str, Any]) -> float:
+    if "at" not in given:
+        raise ConfigError("at is missing; give the time of arrival in seconds")
+    at = given["at"]
+    if isinstance(at, bool) or not isinstance(at, (int, float)) or not math.isfinite(at):
+        raise ConfigError(f"at is {at!r}; give the time of arrival in seconds")
+    return float(at)
+
+
+def _count(given: dict[str, Any], name: str) -> int | None:
+    if name not in given:
+        return None
+    value = given[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more")
+    return value
+
+
+def _sizes(given: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    sizes = given.get("images", [])
+    if not isinstance(sizes, list):
+        raise ConfigError(f'images is {sizes!r}; give a list of sizes such as ["1280x720"]')
+    return tuple(_size(index, size) for index, size in enumerate(sizes))
+
+
+def _size(index: int, size: Any) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", size) if isinstance(size, str) else None
+    sides = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not all(1 <= side <= _MAX_SIDE for side in sides):
+        raise ConfigError(f'images[{index}] is {size!r}; give a size such as "1280x720"')
+    return sides

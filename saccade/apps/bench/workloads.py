@@ -1,0 +1,152 @@
+"""What is sent: bodies of chat completions, made before the load begins.
+
+A job is a client's conversation: its bodies are sent one after the other. Most jobs have one.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from saccade.apps.bench.video import mp4
+
+WORDS = ("the", "a", "picture", "of", "what", "which", "colour", "is", "there", "how", "many", "people",
+         "left", "right", "above", "large", "small", "read", "name", "number", "list", "every")  # fmt: skip
+ANSWER = "It is a picture."  # of the assistant, in conversations
+_TILE = 40  # pixels of a random patch of colour
+_QUALITY = 90
+_PAN = 8  # pixels from one frame of a video to the next
+
+
+class Job(NamedTuple):
+    bodies: list[bytes]
+    has_images: bool
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the requests of a workload."""
+
+    model: str
+    sizes: tuple[tuple[int, int], ...] = ((1280, 720),)  # of images, in turn
+    images: int = 1  # in a request
+    words: int = 20
+    tokens: int = 64  # out
+    turns: int = 4  # of a conversation
+    catalogue: int = 64  # images that are asked about again and again
+    zipf: float = 1.1  # exponent of their popularity
+    frames: int = 16  # of a video
+    fps: int = 2
+    ignore_eos: bool = True  # not part of OpenAI's API; without it answers may be shorter
+
+
+Workload = Callable[[Shape, int, random.Random], Job]
+
+
+def text(shape: Shape, number: int, rng: random.Random) -> Job:
+    return Job([_body(shape, [_user([_text(shape, rng)])])], has_images=False)
+
+
+def image(shape: Shape, number: int, rng: random.Random) -> Job:
+    """New images in every request."""
+    parts = [_image(jpeg(_size(shape, number + i), rng)) for i in range(shape.images)]
+    return Job([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
+
+
+def catalogue(shape: Shape, number: int, rng: random.Random) -> Job:
+    """Questions about a catalogue of images, few of which are asked about most."""
+    weights = [1 / rank**shape.zipf for rank in range(1, shape.catalogue + 1)]
+    ranks = rng.choices(range(shape.catalogue), weights, k=shape.images)
+    parts = [_image(jpeg(_size(shape, rank), random.Random(rank))) for rank in ranks]
+    return Job([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
+
+
+def conversation(shape: Shape, number: int, rng: random.Random) -> Job:
+    """Every turn brings a new image and all that was said before."""
+    messages: list[dict[str, Any]] = []
+    bodies = []
+    for turn in range(shape.turns):
+        messages.append(_user([_image(jpeg(_size(shape, number + turn), rng)), _text(shape, rng)]))
+        bodies.append(_body(shape, messages))
+        messages.append({"role": "assistant", "content": ANSWER})
+    return Job(bodies, has_images=True)
+
+
+def video(shape: Shape, number: int, rng: random.Random) -> Job:
+    """New videos in every request."""
+    parts = [_video(_film(shape, _size(shape, number + i), rng)) for i in range(shape.images)]
+    return Job([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
+
+
+WORKLOADS: dict[str, Workload] = {
+    "text": text,
+    "image": image,
+    "catalogue": catalogue,
+    "conversation": conversation,
+    "video": video,
+}
+
+
+def jpeg(size: tuple[int, int], rng: random.Random) -> bytes:
+    """About as large as a photo's file."""
+    file = io.BytesIO()
+    _patches(size, rng).save(file, "JPEG", quality=_QUALITY)
+    return file.getvalue()
+
+
+def _film(shape: Shape, size: tuple[int, int], rng: random.Random) -> bytes:
+    """A view that moves over a wide image, so that no two frames are the same."""
+    width, height = (side + side % 2 for side in size)  # even, as videos need
+    wide = np.asarray(_patches((width + _PAN * shape.frames, height), rng))
+    frames = [wide[:, _PAN * i : _PAN * i + width] for i in range(shape.frames)]
+    return mp4(np.stack(frames), shape.fps)
+
+
+def _patches(size: tuple[int, int], rng: random.Random) -> Image.Image:
+    """Soft patches of random colours."""
+    width, height = size
+    shape = (height // _TILE + 1, width // _TILE + 1, 3)
+    colours = np.random.default_rng(rng.getrandbits(60)).integers(0, 255, shape, dtype=np.uint8)
+    return Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC)
+
+
+def _size(shape: Shape, number: int) -> tuple[int, int]:
+    return shape.sizes[number % len(shape.sizes)]
+
+
+def _text(shape: Shape, rng: random.Random) -> dict[str, Any]:
+    return {"type": "text", "text": " ".join(rng.choices(WORDS, k=shape.words))}
+
+
+def _image(data: bytes) -> dict[str, Any]:
+    url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _video(data: bytes) -> dict[str, Any]:
+    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def _user(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"role": "user", "content": parts}
+
+
+def _body(shape: Shape, messages: list[dict[str, Any]]) -> bytes:
+    body = {
+        "model": shape.model,
+        "messages": messages,
+        "max_tokens": shape.tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return json.dumps({**body, "ignore_eos": True} if shape.ignore_eos else body).encode()

@@ -1,0 +1,68 @@
+"""What share of a GPU's published speed the engine reaches, and the host's own times, as measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from saccade.apps.plan.hardware import PRESETS, Hardware, read_hardware
+from saccade.errors import ConfigError
+from saccade.util.plain_files import read_text
+
+SHARES = ("gemm", "tower", "bandwidth")
+_MAX_BYTES = 1 << 20
+_FILE = Path(__file__).with_name("calibrations.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    gemm: float  # share of the FLOP/s in the decoder's layers
+    tower: float  # the same in the vision tower
+    bandwidth: float  # share of the memory bandwidth
+    layer_us: float  # launches of a decoder layer that nothing hides
+    expert_layer_us: float  # more of them in a layer with experts
+    latent_layer_us: float  # and in one with MLA
+    tower_layer_us: float  # of a layer of the tower
+    request_ms: float  # host: from the call to the first kernel, and from the last to the token
+    megapixel_ms: float  # host: decoding, resizing and copying a JPEG, on one core
+    source: str  # what it was fitted to
+
+
+def calibration_for(hardware: Hardware) -> Calibration:
+    """The GPU's own, or the one for all others."""
+    known: Mapping[str, Any] = json.loads(_FILE.read_text("utf-8"))
+    names = [name for name, preset in PRESETS.items() if preset.name == hardware.name]
+    found = next((known[name] for name in names if name in known), None)
+    return read_values(found or known["cpu" if hardware.is_cpu else "default"], str(_FILE))
+
+
+def read_calibration(path: Path) -> tuple[Calibration, Hardware | None]:
+    """A file that `saccade bench --calibrate` wrote, or one made by hand; with the machine it is for."""
+    text = read_text(path, _MAX_BYTES, f"--calibration {path}")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--calibration {path} cannot be read ({error})") from None
+    machine = values.pop("hardware", None) if isinstance(values, dict) else None
+    return read_values(values, str(path)), read_hardware(machine, str(path)) if machine else None
+
+
+def read_values(values: Any, file: str) -> Calibration:
+    names = [field.name for field in fields(Calibration)]
+    given = values if isinstance(values, dict) else {}
+    wrong = [name for name in names if not _is_valid(name, given.get(name))]
+    if wrong := wrong or sorted(set(given) - set(names)):
+        expected = f"a calibration has {', '.join(names)}: shares up to 1, times from 0, and words"
+        raise ConfigError(f"{file}: {', '.join(wrong)}: {expected}")
+    return Calibration(**given)
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    if name == "source":
+        return isinstance(value, str)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return 0 < value <= 1 if name in SHARES else 0 <= value < float("inf")

@@ -1,0 +1,262 @@
+"""Puts a plan together: the bill, memory, times and requests/s of one deployment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from saccade import costs
+from saccade.apps.plan.calibration import Calibration
+from saccade.apps.plan.capacity import Capacity, plan_capacity
+from saccade.apps.plan.hardware import Hardware
+from saccade.apps.plan.throughput import MAX_LOAD, Demand, Level, Load, load_at, sustained
+from saccade.apps.plan.timing import Precision, Timing
+from saccade.apps.plan.workload import RequestCost, Workload, request_cost
+from saccade.checkpoint.quantization import Quantization, quantization_of
+from saccade.errors import ConfigError
+from saccade.options.engine import Options
+from saccade.processor.checkpoint_files import Checkpoint
+from saccade.processor.families import is_known
+
+_DECODE_THREADS = 8  # of the host, where no option says how many
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What is planned. `encoders_apart` and `store_gb_s` are what alternatives change."""
+
+    checkpoint: Checkpoint = field(repr=False)
+    hardware: Hardware
+    calibration: Calibration
+    workload: Workload
+    options: Options
+    kv_gb: float | None = None  # 10^9 bytes for KV on paper; None: what an engine leaves
+    encoders_apart: bool = False
+    store_gb_s: float = 0.0  # of a store for embeddings that memory does not hold; 0: there is none
+
+    @property
+    def dtype(self) -> str:
+        """On a CPU float32, unless asked: few multiply bfloat16."""
+        dtype = self.options.dtype
+        if dtype == "auto":
+            dtype = "float32" if self.hardware.is_cpu else self.checkpoint.config.dtype
+        try:
+            costs.dtype_bytes(dtype)
+        except ValueError as error:
+            raise ConfigError(f"{error}; give another --dtype") from None
+        return dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        return costs.kv_dtype(self.options.kv_cache_dtype, self.dtype)
+
+    @property
+    def stored(self) -> Quantization | None:
+        """How the checkpoint is quantised."""
+        return quantization_of(self.checkpoint.config.raw, self.checkpoint.path)
+
+    @property
+    def fp8_params(self) -> int:
+        """Where a GPU multiplies no FP8, or Transformers' code runs, an engine dequantises a checkpoint."""
+        is_stored = self.stored is not None and self.stored.becomes_fp8
+        is_wanted = is_stored or self.options.quantization == "fp8"
+        if not (self.hardware.has_fp8 and is_known(self.checkpoint.config) and is_wanted):
+            return 0
+        in_blocks = self.stored is not None and self.stored.has_blocks
+        return costs.fp8_params(self.checkpoint.config.text, in_blocks=in_blocks)
+
+    @property
+    def int4(self) -> costs.Int4Bytes:
+        """All GPUs that are known here read it."""
+        if self.stored is None or self.hardware.is_cpu:
+            return costs.NO_INT4
+        return costs.Int4Bytes(self.stored.int4_bytes, experts=not self.stored.has_order)
+
+    @property
+    def precision(self) -> Precision:
+        size = costs.dtype_bytes(self.dtype)
+        kv_size = 1 if self.kv_dtype == costs.FP8 else size
+        text = self.checkpoint.config.text
+        saved = costs.saved_bytes(text, self.dtype, fp8=self.fp8_params, int4=self.int4)
+        layer_bytes = size - saved / costs.layer_params(text)
+        return Precision(layer_bytes, kv_size, self.fp8_params, self.int4)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Milliseconds to the first token of a request whose images are new."""
+
+    preprocess: float  # decode and resize images on the host
+    encode: float
+    prefill: float  # with the host's own time
+    queue: float  # on average, at the planned rate
+    queue_p99: float
+
+    @property
+    def total(self) -> float:
+        return self.preprocess + self.encode + self.prefill + self.queue
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    deployment: Deployment = field(repr=False)
+    cost: RequestCost
+    capacity: Capacity
+    demand: Demand = field(repr=False)
+    first_token: FirstToken
+    seen_ms: float  # the same without queue, for a request whose images are cached
+    between_ms: float  # tokens, at the planned rate
+    rate: float  # requests/s that one copy of the model sustains, within the service level if there is one
+    bound_by: str
+    saturated: float  # without a service level
+    copies: int  # of the model, for the rate asked; 0: no number of them keeps to the service level
+    encode_apart: float  # seconds of other GPUs for each request
+
+    @property
+    def encoder_gpus(self) -> int:
+        """Beside those of the copies."""
+        return math.ceil(self.encode_apart * (self.deployment.workload.rate or self.rate) / MAX_LOAD)
+
+    @property
+    def gpus(self) -> int:
+        return self.copies * self.capacity.gpus + self.encoder_gpus
+
+    @property
+    def rate_per_gpu(self) -> float:
+        return self.rate / (self.capacity.gpus + self.rate * self.encode_apart)
+
+
+def make_plan(given: Deployment) -> Plan:
+    _check_fp8(given)
+    cost = request_cost(given.checkpoint, given.options, given.workload)
+    capacity = plan_capacity(
+        given.checkpoint, given.options, given.hardware, cost, given.dtype, given.precision, given.kv_gb
+    )
+    timing = Timing(
+        given.checkpoint.config,
+        given.dtype,
+        given.hardware.times(capacity.gpus),
+        given.calibration,
+        given.precision,
+        has_images=cost.num_images > 0,
+    )
+    first = first_token(given, timing, cost)
+    new = cost.num_images * _new_share(given, timing, cost, capacity)
+    demand = _demand(given, timing, cost, capacity, first, new)
+    level = Level(_seconds(given.workload.ttft_ms), _seconds(given.workload.itl_ms))
+    rate, bound_by = sustained(demand, level) if capacity.running else (0.0, capacity.bound_by)
+    saturated, _ = sustained(demand) if capacity.running else (0.0, "")
+    copies = _copies(given.workload, rate, has_level=level != Level())
+    load = _load(given.workload, demand, copies)
+    alone = replace(timing, hardware=given.hardware)  # a tower is on one GPU, whatever a copy takes
+    apart = new * _encode(alone, cost) if given.encoders_apart else 0.0
+    return Plan(
+        deployment=given,
+        cost=cost,
+        capacity=capacity,
+        demand=demand,
+        first_token=FirstToken(
+            first.preprocess, first.encode, first.prefill, load.wait * 1e3, load.wait_p99 * 1e3
+        ),
+        seen_ms=first.prefill,
+        between_ms=load.between * 1e3,
+        rate=rate,
+        bound_by=bound_by,
+        saturated=saturated,
+        copies=copies,
+        encode_apart=apart,
+    )
+
+
+def _check_fp8(given: Deployment) -> None:
+    """What an engine refuses."""
+    hardware = given.hardware
+    if given.kv_dtype == costs.FP8 and not (hardware.has_fp8 or hardware.is_cpu):
+        asked = f"kv_cache_dtype={given.options.kv_cache_dtype}"
+        raise ConfigError(f"{asked} needs a GPU that converts FP8, which {hardware.name} does not")
+    if given.options.quantization is None:
+        return
+    asked = f"quantization={given.options.quantization}"
+    if not hardware.has_fp8:
+        raise ConfigError(f"{asked} needs a GPU that multiplies FP8, which {hardware.name} does not")
+    if given.stored is not None and not given.stored.becomes_fp8:
+        found = f"this one is {given.stored.summary}"
+        raise ConfigError(f"{asked} is for checkpoints that are not quantised; {found}")
+    if not is_known(given.checkpoint.config):
+        model_type = given.checkpoint.config.model_type
+        raise ConfigError(f"{asked} cannot be used: {model_type!r} runs through Transformers' code")
+
+
+def first_token(given: Deployment, timing: Timing, cost: RequestCost) -> FirstToken:
+    """On an idle server. Images of a request are decoded in parallel and encoded one after the other."""
+    rounds = math.ceil(cost.num_images / _threads(given.options))
+    preprocess = rounds * timing.preprocess(cost.megapixels)
+    encode = cost.num_images * _encode(timing, cost)
+    prefill = timing.prefill(cost.prompt_tokens) + timing.request
+    return FirstToken(preprocess * 1e3, encode * 1e3, prefill * 1e3, 0.0, 0.0)
+
+
+def _demand(
+    given: Deployment,
+    timing: Timing,
+    cost: RequestCost,
+    capacity: Capacity,
+    first: FirstToken,
+    new: float,
+) -> Demand:
+    """`new`: images of a request that have to be encoded."""
+    context = cost.prompt_tokens + cost.output_tokens / 2
+    return Demand(
+        encode=0.0 if given.encoders_apart else new * _encode(timing, cost),
+        prefill=timing.prefill_among(cost.prompt_tokens, given.options.max_num_batched_tokens),
+        host=new * timing.preprocess(cost.megapixels) / _threads(given.options),
+        first=first.total / 1e3,
+        steps=max(cost.output_tokens - 1, 0),
+        decode=lambda running: timing.decode(running, context),
+        max_running=capacity.running,
+        memory=capacity.bound_by,
+    )
+
+
+def _new_share(given: Deployment, timing: Timing, cost: RequestCost, capacity: Capacity) -> float:
+    """Of images that are encoded: new ones, and repeated ones that neither memory nor a store gives back."""
+    repeated = given.workload.repeated
+    held = min(1.0, capacity.encoder_cache_images / given.workload.catalogue)
+    if given.store_gb_s and restore_seconds(given, cost) < _encode(timing, cost):
+        held = 1.0
+    return 1 - repeated * held
+
+
+def restore_seconds(given: Deployment, cost: RequestCost) -> float:
+    """One image's embeddings from the store."""
+    slot = costs.embedding_bytes_per_slot(given.checkpoint.config.text, given.dtype)
+    return cost.slots * slot / (given.store_gb_s * 1e9)
+
+
+def _encode(timing: Timing, cost: RequestCost) -> float:
+    """One image."""
+    return sum(image.share * timing.encode(image.geometry) for image in cost.images)
+
+
+def _threads(options: Options) -> int:
+    return options.image_decode_threads or _DECODE_THREADS
+
+
+def _copies(workload: Workload, rate: float, *, has_level: bool) -> int:
+    if workload.rate is None:
+        return 1
+    if not rate:
+        return 0
+    return math.ceil(workload.rate / (rate if has_level else MAX_LOAD * rate))
+
+
+def _load(workload: Workload, demand: Demand, copies: int) -> Load:
+    """At the rate asked; without one a single request."""
+    alone = Load(1.0, demand.decode(1.0) if demand.steps else 0.0, 0.0, 0.0)
+    if workload.rate is None or not copies:
+        return alone
+    return load_at(demand, workload.rate / copies) or alone
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1e3

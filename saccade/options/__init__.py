@@ -1,0 +1,1 @@
+"""Options of the engine and of the server, and how vLLM's become ours."""

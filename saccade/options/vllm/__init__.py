@@ -1,0 +1,1 @@
+"""vLLM's options, and what each is here."""
