@@ -13,8 +13,8 @@ import pytest
 if TYPE_CHECKING:
     from PIL import Image
 
-    from tests.helpers.families import ModelFamily
-    from tests.helpers.serving import RunningServer
+    from tests.helpers.families.families import ModelFamily
+    from tests.helpers.servers.serving import RunningServer
 
 # Without a GPU, kernels are tested in Triton's interpreter, which reads this when it is first imported.
 HAS_GPU = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
@@ -56,21 +56,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family_name" in metafunc.fixturenames:
-        from tests.helpers.families import FAMILIES
+        from tests.helpers.families.families import FAMILIES
 
         metafunc.parametrize("family_name", FAMILIES, scope="session")
 
 
 def pytest_collection_finish() -> None:
     if os.environ["TRITON_INTERPRET"] == "1" and "triton" in sys.modules:
-        from tests.helpers.interpreter import hasten
+        from tests.helpers.kernels.interpreter import hasten
 
         hasten()
 
 
 @pytest.fixture(scope="session")
 def family(family_name: str) -> ModelFamily:
-    from tests.helpers.families import FAMILIES
+    from tests.helpers.families.families import FAMILIES
 
     return FAMILIES[family_name]
 
@@ -105,7 +105,7 @@ def llava_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(qwen2_vl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One `saccade serve` for all tests that do not hurt it."""
-    from tests.helpers.serving import running_server
+    from tests.helpers.servers.serving import running_server
 
     batches = tmp_path_factory.mktemp("batches")
     with running_server(qwen2_vl_folder, "--batch-dir", str(batches)) as running:
@@ -114,6 +114,6 @@ def server(qwen2_vl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def photo() -> Callable[..., Image.Image]:
-    from tests.helpers.images import make_photo
+    from tests.helpers.media.images import make_photo
 
     return make_photo

@@ -17,7 +17,7 @@ from saccade.models.vision.backend import TorchVision
 from saccade.processor.families import default_family
 from saccade.processor.families.llava import Llava
 from saccade.types.media import Size
-from tests.helpers.launched import META, SHAPES
+from tests.helpers.kernels.launched import META, SHAPES
 
 LLAVA_7B = {
     "model_type": "llava",

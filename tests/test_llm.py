@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 from saccade import LLM, SamplingParams
 from saccade.errors import ConfigError, RequestError
-from tests.helpers.images import make_photo, png
+from tests.helpers.media.images import make_photo, png
 
 # The script of the lab; only its import line says saccade.
 SCRIPT = """

@@ -25,7 +25,7 @@ from saccade.server.config import load_settings
 from saccade.server.http.tls import tls_context
 from saccade.server.tenant_file import read_tenants
 from saccade.util.plain_files import open_plain, read_plain, read_text, write_whole
-from tests.helpers.full_disk import full_disk
+from tests.helpers.servers.full_disk import full_disk
 
 
 @pytest.fixture

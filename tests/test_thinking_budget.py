@@ -19,7 +19,7 @@ from saccade.runner.batch import RequestState
 from saccade.types.prompt import Prompt
 from saccade.types.request import Request, Thinking
 from saccade.types.step import Admission, Sample
-from tests.helpers.serving import RunningServer, events_of, running_server
+from tests.helpers.servers.serving import RunningServer, events_of, running_server
 
 ASK = [{"role": "user", "content": "What is this?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, thinking_token_budget=4)

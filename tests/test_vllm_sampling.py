@@ -21,7 +21,7 @@ from saccade.runner.batch import RequestState
 from saccade.runner.sampler import Row, reference_sample, sample
 from saccade.sampling_params import INERT, REFUSED
 from saccade.types.step import Admission, Logprobs
-from tests.helpers.scheduling import make_prompt
+from tests.helpers.engine.scheduling import make_prompt
 
 FREE = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = "Describe this image in one sentence."

@@ -8,7 +8,7 @@ from saccade.checkpoint.config import model_config
 from saccade.checkpoint.late_interaction import unwrapped
 from saccade.errors import ConfigError
 from saccade.options.engine import Options, options
-from tests.helpers.published import PUBLISHED
+from tests.helpers.families.published import PUBLISHED
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from saccade.processor.checkpoint_files import Checkpoint, open_checkpoint
 from saccade.processor.families import FAMILIES as KNOWN
 from saccade.processor.families import video_rules_for
 from saccade.processor.images import Images
-from tests.helpers.families import FAMILIES
+from tests.helpers.families.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
 

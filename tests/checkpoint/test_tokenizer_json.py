@@ -25,8 +25,8 @@ from saccade.sampling_params import SamplingParams
 from saccade.structured.grammar import Grammars
 from saccade.types.prompt import Prompt
 from saccade.types.request import Request
-from tests.helpers import family_qwen_vl
-from tests.helpers.family_qwen_vl import CONTROL, MARKS, SlowTokenizer, train_ranks
+from tests.helpers.families import family_qwen_vl
+from tests.helpers.families.family_qwen_vl import CONTROL, MARKS, SlowTokenizer, train_ranks
 
 pytestmark = pytest.mark.transformers
 

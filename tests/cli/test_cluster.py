@@ -8,7 +8,7 @@ import pytest
 
 from saccade.cli.cluster import status_table
 from saccade.cli.main import main
-from tests.helpers.serving import free_port
+from tests.helpers.servers.serving import free_port
 
 READY = {
     "role": "engine", "index": 0, "node": "alpha", "pid": 17, "device": "GPU 3, H200", "state": "ready", "restarts": 1,

@@ -10,8 +10,8 @@ import pytest
 
 from saccade.cli import main as cli
 from saccade.cli.chat import Conversation, Engine
-from tests.helpers.images import make_photo
-from tests.helpers.videos import film
+from tests.helpers.media.images import make_photo
+from tests.helpers.media.videos import film
 
 pytestmark = pytest.mark.transformers
 

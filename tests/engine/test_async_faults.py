@@ -16,10 +16,10 @@ from saccade.engine.core import EngineCore
 from saccade.types.events import TokenEvent
 from saccade.types.media import Key
 from saccade.types.step import MediaTimes, StepPlan, StepResult
-from tests.helpers.async_engine import GREEDY, OPTIONS, QWEN2_VL, overlapped
-from tests.helpers.async_scheduling import PACE
-from tests.helpers.launching import Launching, drained
-from tests.helpers.scheduling import EOS, FakeImage, make_config, make_request
+from tests.helpers.engine.async_engine import GREEDY, OPTIONS, QWEN2_VL, overlapped
+from tests.helpers.engine.async_scheduling import PACE
+from tests.helpers.engine.scheduling import EOS, FakeImage, make_config, make_request
+from tests.helpers.kernels.launching import Launching, drained
 
 pytestmark = pytest.mark.transformers
 

@@ -9,8 +9,8 @@ import pytest
 from saccade.engine.async_core import AsyncEngineCore
 from saccade.scheduler.latency_model import SLOWDOWN, milliseconds
 from saccade.types.latency import LatencyProfile
-from tests.helpers.scheduling import FakeImage, make_config, make_request
-from tests.helpers.timed_device import PACE, RIDING, TimedDevice
+from tests.helpers.engine.scheduling import FakeImage, make_config, make_request
+from tests.helpers.fakes.timed_device import PACE, RIDING, TimedDevice
 
 ANSWERS, EMBEDDINGS = 32, 1564
 

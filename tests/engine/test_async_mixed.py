@@ -11,9 +11,9 @@ from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
 from saccade.types.events import TokenEvent
 from saccade.types.step import StepPlan, StepResult
-from tests.helpers.async_scheduling import MIXED
-from tests.helpers.launching import Launching, drained
-from tests.helpers.scheduling import FakeImage, Part, make_config, make_request
+from tests.helpers.engine.async_scheduling import MIXED
+from tests.helpers.engine.scheduling import FakeImage, Part, make_config, make_request
+from tests.helpers.kernels.launching import Launching, drained
 
 Collects = tuple[Callable[[], StepResult], Callable[[], StepResult]]
 REQUESTS: list[tuple[list[Part], int]] = [

@@ -19,7 +19,7 @@ from saccade.errors import RequestError
 from saccade.media.media_workers import Ticket
 from saccade.processor.output import RequestOutputBuilder
 from saccade.types.media import MediaItem
-from tests.helpers.async_engine import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
+from tests.helpers.engine.async_engine import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
 
 pytestmark = pytest.mark.transformers
 

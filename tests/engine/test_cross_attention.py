@@ -18,11 +18,11 @@ from saccade.options.engine import Options
 from saccade.runner import build as runner_build
 from saccade.runner.device_memory import plan_memory
 from saccade.types.media import Geometry, Grid, Size
-from tests.helpers import family_mllama
-from tests.helpers.family_mllama import HUB, IMAGE
-from tests.helpers.images import make_photo
-from tests.helpers.prompts import data_url
-from tests.helpers.serving import MODEL, running_server
+from tests.helpers.families import family_mllama
+from tests.helpers.families.family_mllama import HUB, IMAGE
+from tests.helpers.media.images import make_photo
+from tests.helpers.media.prompts import data_url
+from tests.helpers.servers.serving import MODEL, running_server
 
 pytestmark = pytest.mark.transformers
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from saccade import LLM, SamplingParams
 from saccade.runner import build_embedding_tiers as embedding_tiers
 from saccade.runner.embedding_tiers.rates import Rate
-from tests.helpers.families import FAMILIES
-from tests.helpers.images import make_photo
-from tests.helpers.tiers import be_patient
-from tests.helpers.valkey import running_valkey
+from tests.helpers.engine.tiers import be_patient
+from tests.helpers.families.families import FAMILIES
+from tests.helpers.media.images import make_photo
+from tests.helpers.servers.valkey import running_valkey
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LIMITS = {"max_model_len": 512, "kv_cache_gb": 0.02, "max_pixels": 50_000, "use_tqdm": False}

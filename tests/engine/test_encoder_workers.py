@@ -18,9 +18,9 @@ from saccade.processor.input_processor import Processor
 from saccade.runner.build_encoder import build_encoder, plan_encoder
 from saccade.runner.embedding_tiers.entry import Namespace
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
-from tests.helpers.async_engine import OPTIONS, QWEN2_VL, answers, overlapped, prompts
-from tests.helpers.encoder_workers import Worker
-from tests.helpers.images import make_photo
+from tests.helpers.engine.async_engine import OPTIONS, QWEN2_VL, answers, overlapped, prompts
+from tests.helpers.media.images import make_photo
+from tests.helpers.servers.encoder_workers import Worker
 
 SMALL = Options(device="cpu", dtype="float32", image_decode_threads=1)
 

@@ -14,10 +14,10 @@ from saccade import LLM, SamplingParams
 from saccade.models import load_model
 from saccade.models.fp8_weights import FP8
 from saccade.processor.checkpoint_files import open_checkpoint
-from tests.helpers.async_engine import OPTIONS, TWO_LAYERS, answers, overlapped
-from tests.helpers.families import FAMILIES
-from tests.helpers.family_qwen3_5 import WHOLE_BLOCKS
-from tests.helpers.quantize import quantize
+from tests.helpers.engine.async_engine import OPTIONS, TWO_LAYERS, answers, overlapped
+from tests.helpers.families.families import FAMILIES
+from tests.helpers.families.family_qwen3_5 import WHOLE_BLOCKS
+from tests.helpers.families.quantize import quantize
 
 pytestmark = pytest.mark.transformers
 

@@ -14,7 +14,7 @@ from saccade.engine import build
 from saccade.models.layers import torch_attention
 from saccade.models.layers.torch_attention import as_stored
 from saccade.processor.checkpoint_files import open_checkpoint
-from tests.helpers.async_engine import OPTIONS, overlapped
+from tests.helpers.engine.async_engine import OPTIONS, overlapped
 
 FP8: dict[str, Any] = {**OPTIONS, "kv_cache_dtype": "fp8"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

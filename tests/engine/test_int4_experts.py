@@ -9,9 +9,9 @@ import torch
 
 import saccade.models
 from saccade import LLM, SamplingParams
-from tests.helpers.async_engine import OPTIONS, answers, overlapped
-from tests.helpers.family_text import build
-from tests.helpers.quantize import quantize
+from tests.helpers.engine.async_engine import OPTIONS, answers, overlapped
+from tests.helpers.families.family_text import build
+from tests.helpers.families.quantize import quantize
 
 pytestmark = pytest.mark.transformers
 

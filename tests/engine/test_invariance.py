@@ -13,8 +13,8 @@ from saccade import LLM, SamplingParams, costs
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import fallback
 from saccade.types.media import Size
-from tests.helpers.engine_runs import GREEDY, Subject, prompts, run
-from tests.helpers.families import ModelFamily
+from tests.helpers.engine.engine_runs import GREEDY, Subject, prompts, run
+from tests.helpers.families.families import ModelFamily
 
 pytestmark = pytest.mark.transformers
 

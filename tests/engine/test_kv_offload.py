@@ -12,9 +12,9 @@ from saccade.engine import build
 from saccade.errors import ConfigError
 from saccade.kernels.ops.copy_kv_blocks import copy_blocks
 from saccade.processor.checkpoint_files import open_checkpoint
-from tests.helpers.async_engine import FEW, OPTIONS, TWO_LAYERS, overlapped
-from tests.helpers.engine_runs import prompts
-from tests.helpers.families import FAMILIES
+from tests.helpers.engine.async_engine import FEW, OPTIONS, TWO_LAYERS, overlapped
+from tests.helpers.engine.engine_runs import prompts
+from tests.helpers.families.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
 

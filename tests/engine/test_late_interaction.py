@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from saccade import LLM, ConfigError, RequestError
-from tests.helpers import family_colqwen2
-from tests.helpers.async_engine import overlapped
-from tests.helpers.family_colqwen2 import DIM, LateReference
-from tests.helpers.images import make_photo
+from tests.helpers.engine.async_engine import overlapped
+from tests.helpers.families import family_colqwen2
+from tests.helpers.families.family_colqwen2 import DIM, LateReference
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

@@ -17,7 +17,7 @@ from saccade.kernels.attention.decode import DecodeAttention
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.staging import PinnedStaging
 from saccade.types.step import StepPlan
-from tests.helpers.async_engine import (
+from tests.helpers.engine.async_engine import (
     FEW,
     GREEDY,
     OPTIONS,
@@ -28,7 +28,7 @@ from tests.helpers.async_engine import (
     overlapped,
     prompts,
 )
-from tests.helpers.families import FAMILIES
+from tests.helpers.families.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
 

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from tests.helpers.families import FAMILIES, ModelFamily
-from tests.helpers.images import make_photo
+from tests.helpers.families.families import FAMILIES, ModelFamily
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

@@ -13,10 +13,10 @@ from PIL import Image
 
 from saccade import LLM, RequestError, SamplingParams
 from saccade.sampling_params import Pooling
-from tests.helpers import family_qwen3_vl
-from tests.helpers.async_engine import overlapped
-from tests.helpers.images import make_photo
-from tests.helpers.reference import Reference
+from tests.helpers.engine.async_engine import overlapped
+from tests.helpers.engine.reference import Reference
+from tests.helpers.families import family_qwen3_vl
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

@@ -23,9 +23,9 @@ from saccade.engine.process_tuning import collect, freeze
 from saccade.options.engine import Options, SchedulerConfig
 from saccade.types.request import Request
 from saccade.types.step import StepPlan, StepResult
-from tests.helpers.fake_worker import CONFIG, HANG, WorkerRunner
-from tests.helpers.scheduling import make_config, make_request
-from tests.helpers.serving import until
+from tests.helpers.engine.scheduling import make_config, make_request
+from tests.helpers.fakes.fake_worker import CONFIG, HANG, WorkerRunner
+from tests.helpers.servers.serving import until
 
 
 class _Ring:

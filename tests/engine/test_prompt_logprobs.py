@@ -18,11 +18,11 @@ from saccade.processor.request_builder import RequestBuilder
 from saccade.runner.batch import RequestState
 from saccade.runner.prompt_logprobs import prompt_rows, take_prompt_logprobs
 from saccade.types.step import Admission, ScheduledWindow
-from tests.helpers import family_qwen3_vl
-from tests.helpers.async_engine import overlapped
-from tests.helpers.images import make_photo
-from tests.helpers.reference import Reference
-from tests.helpers.scheduling import Rig, make_prompt
+from tests.helpers.engine.async_engine import overlapped
+from tests.helpers.engine.reference import Reference
+from tests.helpers.engine.scheduling import Rig, make_prompt
+from tests.helpers.families import family_qwen3_vl
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

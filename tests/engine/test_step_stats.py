@@ -7,7 +7,7 @@ from typing import Any
 from saccade.engine.core import EngineCore
 from saccade.engine.step_stats import NUM_KEPT
 from saccade.types.step import StepPlan, StepResult
-from tests.helpers.scheduling import FakeImage, FakeRunner, Part, make_config, make_request
+from tests.helpers.engine.scheduling import FakeImage, FakeRunner, Part, make_config, make_request
 
 
 class Runner(FakeRunner):

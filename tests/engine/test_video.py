@@ -16,9 +16,9 @@ from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.vision.backend import TorchVision
 from saccade.types.media import Geometry, Grid, Size
-from tests.helpers.images import make_photo
-from tests.helpers.videos import GREEDY, VIDEO, answers, film, frames
-from tests.helpers.vision_towers import DEVICE, QWEN, model
+from tests.helpers.families.vision_towers import DEVICE, QWEN, model
+from tests.helpers.media.images import make_photo
+from tests.helpers.media.videos import GREEDY, VIDEO, answers, film, frames
 
 pytestmark = pytest.mark.transformers
 

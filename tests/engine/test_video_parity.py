@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from saccade import LLM, SamplingParams
-from tests.helpers.families import FAMILIES as ALL
-from tests.helpers.videos import FAMILIES, VIDEO, VideoReference, frames, metadata, video_reference
+from tests.helpers.families.families import FAMILIES as ALL
+from tests.helpers.media.videos import FAMILIES, VIDEO, VideoReference, frames, metadata, video_reference
 
 pytestmark = pytest.mark.transformers
 

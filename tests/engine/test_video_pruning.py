@@ -30,10 +30,10 @@ from saccade.types.media import Size
 from saccade.types.prompt import Prompt
 from saccade.types.request import Request
 from saccade.types.step import Admission
-from tests.helpers.async_engine import overlapped
-from tests.helpers.images import png
-from tests.helpers.prompts import POLICY, make, refusal
-from tests.helpers.videos import GREEDY, VIDEO, answers, film, frames
+from tests.helpers.engine.async_engine import overlapped
+from tests.helpers.media.images import png
+from tests.helpers.media.prompts import POLICY, make, refusal
+from tests.helpers.media.videos import GREEDY, VIDEO, answers, film, frames
 
 pytestmark = pytest.mark.transformers
 

@@ -15,8 +15,8 @@ from saccade.media.decode import decode_item
 from saccade.media.video_pruning import kept_of
 from saccade.media.video_reader import VideoReaders
 from saccade.types.prompt import Prompt
-from tests.helpers.families import FAMILIES as ALL
-from tests.helpers.videos import FAMILIES, VIDEO, VideoReference, frames, metadata, video_reference
+from tests.helpers.families.families import FAMILIES as ALL
+from tests.helpers.media.videos import FAMILIES, VIDEO, VideoReference, frames, metadata, video_reference
 
 pytestmark = pytest.mark.transformers
 

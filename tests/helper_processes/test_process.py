@@ -18,7 +18,7 @@ from saccade.helpers.process import HelperPool, HelperProcess, Outcome, Reply
 
 @pytest.fixture
 def helper() -> Iterator[HelperProcess]:
-    helper = HelperProcess("tests.helpers.odd_helper", "hello")
+    helper = HelperProcess("tests.helpers.servers.odd_helper", "hello")
     yield helper
     helper.close()
 
@@ -106,7 +106,7 @@ def test_a_closed_helper_has_ended_and_starts_no_process(helper: HelperProcess) 
 
 
 def test_work_in_python_ends_alone() -> None:
-    helper = HelperProcess("tests.helpers.odd_helper", "python")
+    helper = HelperProcess("tests.helpers.servers.odd_helper", "python")
     pids = set()
     for _ in range(3):
         assert ask(helper, b"spin", 0.1).outcome is Outcome.SLOW
@@ -124,7 +124,7 @@ def test_what_filled_its_memory_starts_anew(helper: HelperProcess) -> None:
 
 
 def test_a_reply_is_no_longer_than_it_may_be() -> None:
-    helper = HelperProcess("tests.helpers.odd_helper", max_reply=10)
+    helper = HelperProcess("tests.helpers.servers.odd_helper", max_reply=10)
     assert ask(helper, b"x" * 10).body == b"x" * 10
     assert ask(helper, b"x" * 11).outcome is Outcome.DIED
     helper.close()
@@ -160,7 +160,7 @@ def test_a_limit_of_memory_that_the_system_refuses_ends_no_helper(monkeypatch: p
 
 
 def test_a_pool_starts_no_more_helpers_than_are_asked_at_once(helper: HelperProcess) -> None:
-    other = HelperProcess("tests.helpers.odd_helper")
+    other = HelperProcess("tests.helpers.servers.odd_helper")
     pool = HelperPool([helper, other])
     for _ in range(3):
         assert pool.use(lambda one: ask(one, b"x")).body == b"hello x"

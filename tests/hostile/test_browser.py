@@ -17,9 +17,9 @@ from saccade.errors import ConfigError
 from saccade.options.server import ServerOptions
 from saccade.server.errors import ApiError
 from saccade.server.http.origins import BrowserRules
-from tests.helpers.browser import PATIENCE_MS, open_page, running_browser
-from tests.helpers.hostile import raw_connection
-from tests.helpers.serving import MODEL, RunningServer, chat_body, error_of, running_server, until
+from tests.helpers.servers.browser import PATIENCE_MS, open_page, running_browser
+from tests.helpers.servers.hostile import raw_connection
+from tests.helpers.servers.serving import MODEL, RunningServer, chat_body, error_of, running_server, until
 
 CHAT = "/v1/chat/completions"
 EVIL = "evil.test"  # a name whose owner lets it point to this machine

@@ -6,7 +6,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.serving import chat_body, running_server
+from tests.helpers.servers.serving import chat_body, running_server
 
 SCHEMA: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "form", "schema": {"enum": ["a", "b"]}}}
 

@@ -21,10 +21,21 @@ import uvloop
 from saccade.errors import RequestError
 from saccade.media.connection_limits import Owners, SlotLimits, Slots
 from saccade.media.fetch import Fetcher, FetchPolicy
-from tests.helpers.fetching import BODY, HOST, TRUST, Handler, Site, answer, certificate, resolving, response, running
-from tests.helpers.hostile import watching
-from tests.helpers.images import make_photo, png
-from tests.helpers.serving import RunningServer, error_of, image_part, running_server, until
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.fetching import (
+    BODY,
+    HOST,
+    TRUST,
+    Handler,
+    Site,
+    answer,
+    certificate,
+    resolving,
+    response,
+    running,
+)
+from tests.helpers.servers.hostile import watching
+from tests.helpers.servers.serving import RunningServer, error_of, image_part, running_server, until
 
 HANG_GUARD = 60.0
 CANCELLED_AFTER = range(40)  # turns of the loop: before, in and after every wait of a fetch

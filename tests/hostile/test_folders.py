@@ -24,7 +24,7 @@ from saccade.processor import checkpoint_files as checkpoint_module
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.tokenizer import Tokenizer
 from saccade.server.service import _name_of
-from tests.helpers.prompts import make
+from tests.helpers.media.prompts import make
 
 pytestmark = pytest.mark.transformers
 

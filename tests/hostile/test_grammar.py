@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.hostile import watching
-from tests.helpers.serving import RunningServer, chat_body, error_of, running_server, until
+from tests.helpers.servers.hostile import watching
+from tests.helpers.servers.serving import RunningServer, chat_body, error_of, running_server, until
 
 NUM_ANSWERS = 64
 MAX_WAITING = 6

@@ -21,8 +21,8 @@ from saccade.errors import ConfigError
 from saccade.options.server import ServerOptions
 from saccade.server.http.auth import peer_of
 from saccade.server.http.connections import connection_limit
-from tests.helpers.hostile import engine_pid, raw_connection, read_all, watching
-from tests.helpers.serving import RunningServer, chat_body, error_of, running_server, until
+from tests.helpers.servers.hostile import engine_pid, raw_connection, read_all, watching
+from tests.helpers.servers.serving import RunningServer, chat_body, error_of, running_server, until
 
 KEY, OTHER_KEY = "a-long-secret-key", "another-secret-key"
 CHAT = "/v1/chat/completions"

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.helpers import pdfs
-from tests.helpers.hostile import raw_connection
-from tests.helpers.images import jpeg_of_scans
-from tests.helpers.pdfs import pdf_url
-from tests.helpers.serving import (
+from tests.helpers.media import pdfs
+from tests.helpers.media.images import jpeg_of_scans
+from tests.helpers.media.pdfs import pdf_url
+from tests.helpers.servers.hostile import raw_connection
+from tests.helpers.servers.serving import (
     RunningServer,
     as_url,
     chat_body,

@@ -30,10 +30,10 @@ from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.processor.template import RESERVED, _environment
 from saccade.processor.template_pool import MAX_SLOW, THREADS, TemplateEnded, TemplatePool
-from tests.helpers.hostile import watching
-from tests.helpers.images import make_photo, png
-from tests.helpers.prompts import POLICY, chat_refusal, make
-from tests.helpers.serving import (
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.media.prompts import POLICY, chat_refusal, make
+from tests.helpers.servers.hostile import watching
+from tests.helpers.servers.serving import (
     RunningServer,
     chat_body,
     error_of,

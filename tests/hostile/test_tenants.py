@@ -15,9 +15,9 @@ from PIL import Image
 from saccade.errors import RequestError
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.responses import read_response
-from tests.helpers.hostile import resident_mb, watching
-from tests.helpers.images import png
-from tests.helpers.serving import (
+from tests.helpers.media.images import png
+from tests.helpers.servers.hostile import resident_mb, watching
+from tests.helpers.servers.serving import (
     RunningServer,
     as_url,
     chat_body,

@@ -24,8 +24,8 @@ from saccade.server.errors import ApiError
 from saccade.server.http import text_limit
 from saccade.server.http.body_check import check_text
 from saccade.server.http.text_limit import MAX_VALUES, TextTally
-from tests.helpers.hostile import raw_connection, watching
-from tests.helpers.serving import RunningServer, chat_body, error_of, until
+from tests.helpers.servers.hostile import raw_connection, watching
+from tests.helpers.servers.serving import RunningServer, chat_body, error_of, until
 
 CHAT = "/v1/chat/completions"
 MANY = 300_000  # characters: more than the context of the tests' model holds, less than any other limit

@@ -15,8 +15,16 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers.hostile import raw_connection
-from tests.helpers.serving import RunningServer, chat_body, error_of, image_part, image_url, running_server, until
+from tests.helpers.servers.hostile import raw_connection
+from tests.helpers.servers.serving import (
+    RunningServer,
+    chat_body,
+    error_of,
+    image_part,
+    image_url,
+    running_server,
+    until,
+)
 
 TENANTS = """
 [ka]

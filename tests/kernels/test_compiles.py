@@ -15,7 +15,7 @@ ARCHS = ["80", "89", "90", "100", "120"]  # a launch that several of them share 
 
 def test_all_kernels_compile_and_fit_the_gpu(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.helpers.compile_kernels", *ARCHS]
+    command = [sys.executable, "-m", "tests.helpers.kernels.compile_kernels", *ARCHS]
     done = subprocess.run(
         command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
     )

@@ -25,7 +25,7 @@ from saccade.kernels.ops.prepare_inputs import (
 )
 from saccade.models.layers.rotary_embedding import cos_sin
 from saccade.models.layers.torch_attention import reference_packed_attention
-from tests.helpers.paged import BLOCK, DEVICE, HALF, SMALL, Paged, assert_close, ints, random
+from tests.helpers.kernels.paged import BLOCK, DEVICE, HALF, SMALL, Paged, assert_close, ints, random
 
 # --- paged decode -------------------------------------------------------------------------------------------------
 

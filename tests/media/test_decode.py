@@ -18,7 +18,7 @@ from saccade.media.decode import decode
 from saccade.media.load import load_image
 from saccade.options.engine import MediaPolicy, Options
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
-from tests.helpers.images import make_photo
+from tests.helpers.media.images import make_photo
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 30, max_image_pixels=10**9))
 

@@ -27,9 +27,9 @@ from saccade.media.shared_pixels import SharedPixels, WrittenPixels
 from saccade.media.video_probe import probe_video
 from saccade.options.engine import MediaPolicy, Options
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
-from tests.helpers.images import jpeg_of_scans, make_photo, png
-from tests.helpers.serving import until
-from tests.helpers.videos import film
+from tests.helpers.media.images import jpeg_of_scans, make_photo, png
+from tests.helpers.media.videos import film
+from tests.helpers.servers.serving import until
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 30, max_image_pixels=10**9))
 GEOMETRY = Geometry(Size(28, 28), Grid(1, 2, 2), 1, 1)

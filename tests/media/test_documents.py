@@ -21,8 +21,8 @@ from saccade.media.media_workers import MediaWorkers, Ticket
 from saccade.media.pdf import REQUEST_SECONDS, Box, CpuTime, Pdf
 from saccade.options.engine import MediaPolicy, Options
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
-from tests.helpers import pdfs
-from tests.helpers.pdfs import LETTER, make_pdf, pdf_url
+from tests.helpers.media import pdfs
+from tests.helpers.media.pdfs import LETTER, make_pdf, pdf_url
 
 POLICY = MediaPolicy.of(Options(max_document_pages=50, max_document_bytes=1 << 20))
 PDF = make_pdf([LETTER, (200, 100)])

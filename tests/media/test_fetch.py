@@ -13,7 +13,18 @@ import pytest
 
 from saccade.errors import RequestError
 from saccade.media.fetch import Fetcher, FetchPolicy, Resolve
-from tests.helpers.fetching import BODY, HOST, TRUST, Handler, Site, answer, certificate, resolving, response, running
+from tests.helpers.servers.fetching import (
+    BODY,
+    HOST,
+    TRUST,
+    Handler,
+    Site,
+    answer,
+    certificate,
+    resolving,
+    response,
+    running,
+)
 
 
 def made(policy: FetchPolicy, resolve: Resolve | None = None) -> Fetcher:

@@ -13,7 +13,7 @@ from saccade.media.load import Loaded, load_image
 from saccade.options.engine import MediaPolicy, Options
 from saccade.types.media import Header, Key, Size
 from saccade.types.prompt import RECORD_BYTES, Span
-from tests.helpers.images import make_photo, png
+from tests.helpers.media.images import make_photo, png
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 20, max_image_pixels=1_000_000))
 

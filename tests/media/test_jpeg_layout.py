@@ -11,7 +11,7 @@ from PIL import Image
 from saccade.media.jpeg_layout import is_plain_jpeg, plain_length
 from saccade.media.probe import probe
 from saccade.options.engine import MediaPolicy, Options
-from tests.helpers.images import make_photo
+from tests.helpers.media.images import make_photo
 
 POLICY = MediaPolicy.of(Options())
 

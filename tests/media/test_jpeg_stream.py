@@ -24,7 +24,7 @@ from saccade.media.load import load_image
 from saccade.models.vision.backend import TorchVision
 from saccade.options.engine import MediaPolicy, Options
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
-from tests.helpers.images import make_photo
+from tests.helpers.media.images import make_photo
 
 POLICY = MediaPolicy.of(Options())
 

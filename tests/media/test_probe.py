@@ -21,7 +21,7 @@ from saccade.media.image_headers import MAX_SCANS
 from saccade.media.probe import probe
 from saccade.options.engine import MediaPolicy, Options
 from saccade.types.media import Size
-from tests.helpers.images import jpeg_of_scans, make_photo
+from tests.helpers.media.images import jpeg_of_scans, make_photo
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=4 << 20, max_image_pixels=100_000_000))
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]

@@ -14,8 +14,8 @@ from saccade.checkpoint.hf_processor import raised
 from saccade.cli.main import main
 from saccade.errors import ConfigError
 from saccade.models import transformers_backend
-from tests.helpers import family_fallback, family_refused
-from tests.helpers.images import make_photo
+from tests.helpers.families import family_fallback, family_refused
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

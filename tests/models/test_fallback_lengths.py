@@ -14,9 +14,9 @@ from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
 from saccade.models import transformers_backend
 from saccade.models.transformers_backend import Unfit, follow_lengths
-from tests.helpers import family_fallback
-from tests.helpers.family_fallback import LONGROPE, SWITCH, TEXT
-from tests.helpers.images import make_photo
+from tests.helpers.families import family_fallback
+from tests.helpers.families.family_fallback import LONGROPE, SWITCH, TEXT
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

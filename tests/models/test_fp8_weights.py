@@ -17,8 +17,8 @@ from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.fp8_weights import FP8, check_online, dequantized, is_by_row, is_in_blocks, quantized, scales_for
 from saccade.models.layers.linear import Linear
-from tests.helpers.quantize import fp8_blocks, fp8_rows, fp8_tensor, mxfp4, nvfp4
-from tests.helpers.quantized_text import LEFT_OUT, TEXT, load, published_names
+from tests.helpers.families.quantize import fp8_blocks, fp8_rows, fp8_tensor, mxfp4, nvfp4
+from tests.helpers.families.quantized_text import LEFT_OUT, TEXT, load, published_names
 
 CPU = torch.device("cpu")
 PACKERS = {

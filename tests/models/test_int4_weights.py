@@ -28,9 +28,9 @@ from saccade.models.int4_weights import (
 )
 from saccade.models.layers.moe import MoE
 from saccade.models.state_dict import Parameters
-from tests.helpers.moe import config as moe_config
-from tests.helpers.quantize import FORMATS, gptq, packed_ints
-from tests.helpers.quantized_text import LEFT_OUT, TEXT, load, published_names
+from tests.helpers.families.quantize import FORMATS, gptq, packed_ints
+from tests.helpers.families.quantized_text import LEFT_OUT, TEXT, load, published_names
+from tests.helpers.kernels.moe import config as moe_config
 
 CPU = torch.device("cpu")
 KEPT = ["awq", "awq-32", "gptq", "gptq-order", "gptq-v2", "compressed-w4-32", "compressed-w4-64", "compressed-w4-128",

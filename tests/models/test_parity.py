@@ -23,7 +23,7 @@ from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedAttention, PagedKV
 from saccade.types.media import Grid
-from tests.helpers.parity import (
+from tests.helpers.families.parity import (
     BLOCK,
     CPU,
     Pair,

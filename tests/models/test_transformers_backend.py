@@ -28,10 +28,10 @@ from saccade.processor.families import family_for
 from saccade.processor.families.base import Family
 from saccade.processor.families.fallback import Fallback
 from saccade.types.media import Size
-from tests.helpers import family_fallback
-from tests.helpers.images import make_photo
-from tests.helpers.quantize import quantize
-from tests.helpers.serving import chat_body, photo_part, running_server, text_part
+from tests.helpers.families import family_fallback
+from tests.helpers.families.quantize import quantize
+from tests.helpers.media.images import make_photo
+from tests.helpers.servers.serving import chat_body, photo_part, running_server, text_part
 
 pytestmark = pytest.mark.transformers
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks import checkpoints
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.tokenizer import Tokenizer
-from tests.helpers.tokenizers import llama_first
+from tests.helpers.media.tokenizers import llama_first
 
 pytestmark = pytest.mark.transformers
 

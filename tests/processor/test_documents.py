@@ -12,9 +12,9 @@ from saccade.media.jobs import encoded
 from saccade.media.pdf import Box, Boxes
 from saccade.processor.input_processor import Processor
 from saccade.types.media import Size
-from tests.helpers.pdfs import LETTER, encrypted_pdf, make_pdf, pdf_url
-from tests.helpers.prompts import chat_refusal, make
-from tests.helpers.serving import image_url
+from tests.helpers.media.pdfs import LETTER, encrypted_pdf, make_pdf, pdf_url
+from tests.helpers.media.prompts import chat_refusal, make
+from tests.helpers.servers.serving import image_url
 
 pytestmark = pytest.mark.transformers
 

@@ -15,7 +15,7 @@ from saccade.errors import ConfigError
 from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line, sampling_defaults
-from tests.helpers.serving import RunningServer, running_server, until
+from tests.helpers.servers.serving import RunningServer, running_server, until
 
 QUESTION = "Which words come to mind when you think of rain?"
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)

@@ -16,8 +16,8 @@ from saccade.media.hashing import salt_of
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.input_processor import Processor
 from saccade.types.prompt import RECORD_BYTES
-from tests.helpers.images import make_photo, png
-from tests.helpers.prompts import PHOTOS, changed, make, reference, refusal
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.media.prompts import PHOTOS, changed, make, reference, refusal
 
 pytestmark = pytest.mark.transformers
 

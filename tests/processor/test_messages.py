@@ -9,8 +9,8 @@ import pytest
 
 from saccade.errors import ConfigError
 from saccade.processor.input_processor import Processor
-from tests.helpers.images import make_photo, png
-from tests.helpers.prompts import PHOTOS, changed, chat_refusal, data_url, make, reference
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.media.prompts import PHOTOS, changed, chat_refusal, data_url, make, reference
 
 pytestmark = pytest.mark.transformers
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import checkpoints
 from saccade.errors import ConfigError, RequestError
 from saccade.processor.tokenizer import Tokenizer
-from tests.helpers.tokenizers import llama_first
+from tests.helpers.media.tokenizers import llama_first
 
 pytestmark = pytest.mark.transformers
 

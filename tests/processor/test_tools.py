@@ -15,7 +15,7 @@ from saccade.errors import RequestError
 from saccade.processor.dialects.parser import OutputFormats
 from saccade.processor.dialects.registry import TOOL_DIALECTS
 from saccade.processor.tools import calls_for_template, tools_for_template
-from tests.helpers.output_events import Seen
+from tests.helpers.engine.output_events import Seen
 
 WEATHER = {
     "type": "function",

@@ -29,10 +29,10 @@ from saccade.processor.families.frame_groups import Sampling, VideoRules
 from saccade.processor.input_processor import Processor
 from saccade.types.media import MediaItem, Size
 from saccade.types.prompt import Prompt
-from tests.helpers.families import FAMILIES as ALL
-from tests.helpers.images import make_photo, png
-from tests.helpers.prompts import POLICY, make, refusal
-from tests.helpers.videos import FAMILIES, VIDEO, brightness_of, film, frames, sound, video_processor
+from tests.helpers.families.families import FAMILIES as ALL
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.media.prompts import POLICY, make, refusal
+from tests.helpers.media.videos import FAMILIES, VIDEO, brightness_of, film, frames, sound, video_processor
 
 pytestmark = pytest.mark.transformers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.images import make_photo
+from tests.helpers.media.images import make_photo
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 

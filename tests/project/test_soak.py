@@ -16,7 +16,7 @@ from benchmarks.soak import Settings, ask, soak
 from benchmarks.soak_load import KINDS, Load
 from benchmarks.soak_report import Fill, RequestOutputBuilder, Run, print_report, summary, verdicts
 from benchmarks.soak_watch import Sample, Watch, engine_of, percentile, theil_sen
-from tests.helpers.serving import MODEL, RunningServer, running_server
+from tests.helpers.servers.serving import MODEL, RunningServer, running_server
 
 HOUR = 3600.0
 

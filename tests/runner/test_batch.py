@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from saccade.runner.batch import RequestState
 from saccade.types.step import Admission
-from tests.helpers.scheduling import make_request
+from tests.helpers.engine.scheduling import make_request
 
 
 @settings(max_examples=100, deadline=None)

@@ -20,8 +20,8 @@ from saccade.runner.build_encoder import build_encoder, plan_encoder
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.weight_packing import pack_where_faster
 from saccade.types.media import Key, MediaItem
-from tests.helpers.families import FAMILIES
-from tests.helpers.images import make_photo
+from tests.helpers.families.families import FAMILIES
+from tests.helpers.media.images import make_photo
 
 OPTIONS = Options(device="cpu", dtype="float32", max_pixels=50_000, image_decode_threads=1)
 

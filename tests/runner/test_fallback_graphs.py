@@ -15,7 +15,7 @@ from saccade.models.layers.transformers_text import TextModel
 from saccade.models.transformers_backend import Fallback
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.forward_selector import try_graphs
-from tests.helpers.families import FAMILIES
+from tests.helpers.families.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade import LLM
 from saccade.runner import latency_profile
 from saccade.types.media import Grid
-from tests.helpers.families import FAMILIES
+from tests.helpers.families.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
 

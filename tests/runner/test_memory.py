@@ -22,8 +22,8 @@ from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.memory import Encoders
 from saccade.types.media import Geometry, Grid, Size
-from tests.helpers.fake_tower import FakeTower, picture
-from tests.helpers.published import PUBLISHED
+from tests.helpers.fakes.fake_tower import FakeTower, picture
+from tests.helpers.families.published import PUBLISHED
 
 GIB = costs.GIB
 IMAGE = Geometry(Size(1288, 952), Grid(1, 68, 92), 1564, 1564)

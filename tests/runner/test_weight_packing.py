@@ -19,7 +19,7 @@ from saccade.runner import weight_packing
 from saccade.runner.device_memory import plan_memory
 from saccade.runner.weight_packing import pack_weights, plan_packing
 from saccade.types.media import Grid
-from tests.helpers.packing import needs_onednn
+from tests.helpers.families.packing import needs_onednn
 
 pytestmark = needs_onednn
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from saccade.errors import RequestError
 from saccade.types.latency import LatencyProfile
 from saccade.types.request import NO_TENANT, Tenant
 from saccade.types.step import Sample, ScheduledWindow, StepPlan, StepResult
-from tests.helpers.async_scheduling import PACE, AheadRig, add
-from tests.helpers.scheduling import EOS, FakeImage, FakeRunner, Rig, key_of
+from tests.helpers.engine.async_scheduling import PACE, AheadRig, add
+from tests.helpers.engine.scheduling import EOS, FakeImage, FakeRunner, Rig, key_of
 
 RIDING = replace(PACE, mixed_ms=((3, ((4, 1.5), (9, 2.0))),))
 PARTS = st.one_of(st.integers(1, 9), st.sampled_from([FakeImage("a", 3), FakeImage("b", 3), FakeImage("c", 6)]))

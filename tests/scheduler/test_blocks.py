@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saccade.errors import RequestError
-from tests.helpers.scheduling import BLOCK, FakeImage, Rig, key_of, names
+from tests.helpers.engine.scheduling import BLOCK, FakeImage, Rig, key_of, names
 
 CAT, DOG = FakeImage("cat", 8), FakeImage("dog", 8)
 KNOWN = ("cat", "dog", "owl")

@@ -9,7 +9,7 @@ import pytest
 from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.step_policy import Demand
 from saccade.types.latency import LatencyProfile
-from tests.helpers.scheduling import FakeImage, Rig
+from tests.helpers.engine.scheduling import FakeImage, Rig
 
 LARGE = FakeImage("large", 40)
 

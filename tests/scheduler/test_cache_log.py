@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from saccade.errors import RequestError
 from saccade.scheduler.cache_log import CacheChanges, CacheLog, entry_of
-from tests.helpers.random_workloads import BROKEN, CONFIGS, REQUESTS, drive
-from tests.helpers.scheduling import FakeImage, Rig, key_of
+from tests.helpers.engine.random_workloads import BROKEN, CONFIGS, REQUESTS, drive
+from tests.helpers.engine.scheduling import FakeImage, Rig, key_of
 
 
 def applied(held: set[bytes], changes: CacheChanges | None) -> set[bytes]:

@@ -12,7 +12,7 @@ from saccade.engine.core import EngineCore
 from saccade.scheduler.cpu_step_time import MIN_PREFILL_TOKENS, CpuStepTime, Rate
 from saccade.types.latency import StepTime
 from saccade.types.step import Slice, StepPlan, StepResult
-from tests.helpers.scheduling import FakeImage, FakeRunner, make_config, make_request
+from tests.helpers.engine.scheduling import FakeImage, FakeRunner, make_config, make_request
 
 STEP = 0.4
 QUIET, BUSY = 2_814.0, 98.0  # prompt tokens a second, as they were met

@@ -17,8 +17,8 @@ from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.fair_queue import TenantShare
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types.prompt import TO_THE_END, Span
-from tests.helpers.random_workloads import CONFIGS
-from tests.helpers.scheduling import BLOCK, EOS, Part, Rig, key_of, make_request, names, seen
+from tests.helpers.engine.random_workloads import CONFIGS
+from tests.helpers.engine.scheduling import BLOCK, EOS, Part, Rig, key_of, make_request, names, seen
 
 
 def pinned(rig: Rig) -> int:

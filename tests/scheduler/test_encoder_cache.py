@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from saccade.scheduler.encoder_cache import EncoderCache
-from tests.helpers.scheduling import key_of
+from tests.helpers.engine.scheduling import key_of
 
 A, B, C = key_of("a"), key_of("b"), key_of("c")
 R, S = ("r", 0), ("s", 0)

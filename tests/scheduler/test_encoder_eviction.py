@@ -16,7 +16,7 @@ from saccade.scheduler import encoder_eviction
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.types.media import Key
 from saccade.types.request import Tenant
-from tests.helpers.scheduling import FakeImage, Rig, key_of, make_request
+from tests.helpers.engine.scheduling import FakeImage, Rig, key_of, make_request
 
 A, B = Tenant("a"), Tenant("b")
 _request_ids = (f"r{number}" for number in count())

@@ -14,8 +14,8 @@ from saccade.errors import RequestError
 from saccade.types.latency import LatencyProfile
 from saccade.types.media import Key
 from saccade.types.step import MediaTimes, StepPlan, StepResult
-from tests.helpers.random_workloads import CONFIGS, REQUESTS, assert_nothing_is_held, drive
-from tests.helpers.scheduling import FakeImage, FakeRunner, Rig
+from tests.helpers.engine.random_workloads import CONFIGS, REQUESTS, assert_nothing_is_held, drive
+from tests.helpers.engine.scheduling import FakeImage, FakeRunner, Rig
 
 PACE = LatencyProfile(decode_ms=((1, 1.0),), prefill_ms=((2, 0.5), (64, 1.0)), layer_ms=((4, 0.5),), ceiling_ms=2.5)
 PHOTO = FakeImage("photo", 12)

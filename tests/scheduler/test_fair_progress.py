@@ -9,8 +9,8 @@ import pytest
 
 from saccade.errors import RequestError
 from saccade.types.request import Tenant
-from tests.helpers.async_scheduling import AheadRig
-from tests.helpers.scheduling import FakeImage, Rig, seen, steps_to_first_token, unchecked
+from tests.helpers.engine.async_scheduling import AheadRig
+from tests.helpers.engine.scheduling import FakeImage, Rig, seen, steps_to_first_token, unchecked
 
 A, B, C = Tenant("A"), Tenant("B"), Tenant("C")
 

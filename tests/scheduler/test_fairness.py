@@ -23,9 +23,9 @@ from saccade.scheduler.fair_queue import (
 )
 from saccade.types.request import OTHER_LABEL, Tenant
 from saccade.types.step import StepPlan
-from tests.helpers.async_scheduling import AheadRig
-from tests.helpers.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, assert_nothing_is_held, drive
-from tests.helpers.scheduling import FakeImage, Part, Rig, key_of, steps_to_first_token, unchecked
+from tests.helpers.engine.async_scheduling import AheadRig
+from tests.helpers.engine.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, assert_nothing_is_held, drive
+from tests.helpers.engine.scheduling import FakeImage, Part, Rig, key_of, steps_to_first_token, unchecked
 
 A, B, C = Tenant("A"), Tenant("B"), Tenant("C")
 WEIGHTS = (Tenant("one", 1.0), Tenant("two", 2.0), Tenant("four", 4.0))

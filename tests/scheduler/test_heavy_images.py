@@ -11,7 +11,7 @@ from saccade.scheduler.request import ScheduledRequest
 from saccade.types.media import HEAVY_PIXELS, Size
 from saccade.types.request import Tenant
 from saccade.types.step import StepPlan, StepResult
-from tests.helpers.scheduling import FakeImage, FakeRunner, Rig, key_of, make_request, names
+from tests.helpers.engine.scheduling import FakeImage, FakeRunner, Rig, key_of, make_request, names
 
 A, B = Tenant("A"), Tenant("B")
 FLOOD = [f"flood {i}" for i in range(70)]

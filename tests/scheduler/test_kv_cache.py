@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from saccade.scheduler.kv_cache import BlockHashes, BlockPool, text_records
-from tests.helpers.scheduling import BLOCK, FakeImage, Part, make_prompt
+from tests.helpers.engine.scheduling import BLOCK, FakeImage, Part, make_prompt
 
 
 def chain_of(*parts: Part, salt: bytes = b"", generated: list[int] | None = None) -> BlockHashes:

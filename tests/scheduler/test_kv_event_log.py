@@ -11,9 +11,9 @@ from saccade.engine.ipc.kv_events import block_hash, encode_batch, encode_events
 from saccade.errors import RequestError
 from saccade.scheduler.kv_event_log import KVEventLog
 from saccade.types.prompt import RECORD_BYTES
-from tests.helpers.kv_event_reader import Index
-from tests.helpers.random_workloads import BROKEN, CONFIGS, REQUESTS, drive
-from tests.helpers.scheduling import PLACEHOLDER, FakeImage, Rig, key_of
+from tests.helpers.engine.random_workloads import BROKEN, CONFIGS, REQUESTS, drive
+from tests.helpers.engine.scheduling import PLACEHOLDER, FakeImage, Rig, key_of
+from tests.helpers.servers.kv_event_reader import Index
 
 ROOTS = {hashlib.sha256(salt).digest() for salt in (b"", b"other")}  # of the salts in REQUESTS
 

@@ -11,8 +11,8 @@ from saccade.errors import RequestError
 from saccade.scheduler.kv_cache import BlockHashes, BlockPool, CachedBlock
 from saccade.scheduler.kv_host_cache import HostCache
 from saccade.types.step import KVCopy, StepPlan
-from tests.helpers.async_scheduling import PACE, AheadRig, add
-from tests.helpers.scheduling import BLOCK, FakeImage, Rig, make_prompt, unchecked
+from tests.helpers.engine.async_scheduling import PACE, AheadRig, add
+from tests.helpers.engine.scheduling import BLOCK, FakeImage, Rig, make_prompt, unchecked
 
 PROMPT = 6 * BLOCK + 1
 

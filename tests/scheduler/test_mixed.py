@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.types.latency import LatencyProfile
-from tests.helpers.async_scheduling import ALONE, MIXED, RIDING, AheadRig, add
-from tests.helpers.scheduling import FakeImage, Part
+from tests.helpers.engine.async_scheduling import ALONE, MIXED, RIDING, AheadRig, add
+from tests.helpers.engine.scheduling import FakeImage, Part
 
 
 def beside_an_answer(**changes: object) -> AheadRig:

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
-from tests.helpers.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, assert_nothing_is_held, drive
-from tests.helpers.scheduling import EOS, FakeImage, Part, Rig
+from tests.helpers.engine.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, assert_nothing_is_held, drive
+from tests.helpers.engine.scheduling import EOS, FakeImage, Part, Rig
 
 
 @pytest.mark.slow

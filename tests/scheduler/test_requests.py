@@ -6,7 +6,7 @@ import pytest
 
 from saccade.errors import RequestError
 from saccade.types.step import Sample, StepResult
-from tests.helpers.scheduling import EOS, FakeImage, Rig
+from tests.helpers.engine.scheduling import EOS, FakeImage, Rig
 
 CAT, DOG = FakeImage("cat", 8), FakeImage("dog", 8)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.scheduling import FakeImage, Rig, key_of, names
+from tests.helpers.engine.scheduling import FakeImage, Rig, key_of, names
 
 CAT, DOG, OWL = FakeImage("cat", 8), FakeImage("dog", 8), FakeImage("owl", 8)
 KNOWN = ("cat", "dog", "owl")

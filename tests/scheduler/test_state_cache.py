@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.types.step import StepPlan, StepResult
-from tests.helpers.random_workloads import CONFIGS, REQUESTS, assert_nothing_is_held, drive
-from tests.helpers.scheduling import BLOCK, FakeImage, FakeRunner, Rig
+from tests.helpers.engine.random_workloads import CONFIGS, REQUESTS, assert_nothing_is_held, drive
+from tests.helpers.engine.scheduling import BLOCK, FakeImage, FakeRunner, Rig
 
 
 class StatefulRunner(FakeRunner):

@@ -6,7 +6,7 @@ import pytest
 
 from saccade.errors import RequestError
 from saccade.types.latency import LatencyProfile
-from tests.helpers.scheduling import FakeImage, Rig, names
+from tests.helpers.engine.scheduling import FakeImage, Rig, names
 
 GROUPS = [FakeImage(name, 3, made=12) for name in "abcd"]  # a quarter stays
 WHOLE = [FakeImage(name, 12) for name in "abcd"]

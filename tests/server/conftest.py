@@ -10,13 +10,13 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-    from tests.helpers.serving import RunningServer
+    from tests.helpers.servers.serving import RunningServer
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Of one module: while Playwright runs, no other test of the process can start an event loop."""
-    from tests.helpers.browser import running_browser
+    from tests.helpers.servers.browser import running_browser
 
     with running_browser() as running:
         yield running
@@ -25,8 +25,8 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def page_server() -> Iterator[RunningServer]:
     """With the built-in model. Tests of the page may hurt it."""
-    from tests.helpers.browser import KEY
-    from tests.helpers.serving import running_builtin
+    from tests.helpers.servers.browser import KEY
+    from tests.helpers.servers.serving import running_builtin
 
     with running_builtin("--api-key", KEY, "--limit-mm-per-prompt", "image=3", key=KEY) as running:
         yield running

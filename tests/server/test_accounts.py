@@ -21,7 +21,7 @@ from saccade.server.tenant_file import Limits, TenantSettings
 from saccade.types.bill import Bill, BillItem
 from saccade.types.events import Usage
 from saccade.types.media import PIXELS_PER_SECOND, Grid
-from tests.helpers.fake_stream import FakeAnswer, FakeEngine, new_stream, running, token
+from tests.helpers.fakes.fake_stream import FakeAnswer, FakeEngine, new_stream, running, token
 
 
 class Clock:

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.helpers.serving import (
+from tests.helpers.servers.serving import (
     MODEL,
     RunningServer,
     chat_body,

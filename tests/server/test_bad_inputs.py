@@ -19,9 +19,9 @@ import psutil
 import pytest
 from PIL import Image, PngImagePlugin
 
-from tests.helpers.forbidden_urls import FORBIDDEN_URLS
-from tests.helpers.images import make_photo, png
-from tests.helpers.serving import (
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.forbidden_urls import FORBIDDEN_URLS
+from tests.helpers.servers.serving import (
     RunningServer,
     as_url,
     chat_body,

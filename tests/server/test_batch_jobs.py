@@ -25,7 +25,7 @@ from saccade.server.http.auth import Tenants
 from saccade.server.http.in_process import post
 from saccade.server.http.limits import AdmissionGate
 from saccade.server.tenant_file import TenantSettings
-from tests.helpers.full_disk import full_disk
+from tests.helpers.servers.full_disk import full_disk
 
 CHAT = "/v1/chat/completions"
 WAITS = {"id": "w", "wait": True}
@@ -310,7 +310,7 @@ def test_a_batch_that_is_being_read_ends_at_once(
             super().close()
 
     monkeypatch.setattr(batch_jobs, "HelperProcess", Stuck)
-    monkeypatch.setattr(batch_jobs, "_LINE_HELPER", "tests.helpers.odd_helper")
+    monkeypatch.setattr(batch_jobs, "_LINE_HELPER", "tests.helpers.servers.odd_helper")
 
     async def run() -> None:
         world = World(tmp_path)

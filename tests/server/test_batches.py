@@ -15,7 +15,7 @@ from saccade.server.errors import ApiError
 from saccade.server.request.batches import read_batch
 from saccade.server.request.fields import FieldReader
 from saccade.server.service import Service
-from tests.helpers.serving import RunningServer, chat_body, error_of, until
+from tests.helpers.servers.serving import RunningServer, chat_body, error_of, until
 
 CHAT = "/v1/chat/completions"
 

@@ -19,7 +19,7 @@ from saccade.server.http.request_context import Exchange
 from saccade.server.http.text_limit import TextTally
 from saccade.server.metrics import Metrics
 from saccade.server.turns import Turns
-from tests.helpers.fake_stream import Wire, running
+from tests.helpers.fakes.fake_stream import Wire, running
 
 CHARS = 4_000_000  # of a context of 128,000 tokens
 

@@ -11,8 +11,8 @@ import openai
 import pytest
 from PIL import Image, ImageDraw
 
-from tests.helpers.images import png
-from tests.helpers.serving import RunningServer, as_url, running_builtin
+from tests.helpers.media.images import png
+from tests.helpers.servers.serving import RunningServer, as_url, running_builtin
 
 MODEL = "saccade-builtin"
 QUESTION = "What color is the circle?"

@@ -1,6 +1,7 @@
 """Client libraries against a running server: agents with images, thinking, and what each library makes of our answers.
 
-The model says what tests/helpers/scripted.py writes. Libraries that take seconds to import are imported where used.
+The model says what tests/helpers/fakes/scripted.py writes. Libraries that take seconds to import are imported
+where used.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.helpers import scripted
-from tests.helpers.images import make_photo, png
-from tests.helpers.serving import MODEL, RunningServer, as_url, image_part, photo_part, running_server, text_part
+from tests.helpers.fakes import scripted
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.serving import (
+    MODEL,
+    RunningServer,
+    as_url,
+    image_part,
+    photo_part,
+    running_server,
+    text_part,
+)
 
 pytestmark = pytest.mark.transformers
 

@@ -13,7 +13,7 @@ from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.server.config import load_settings, log_unused
 from saccade.server.serve import check_context
-from tests.helpers.scheduling import make_config
+from tests.helpers.engine.scheduling import make_config
 
 
 def test_without_anything_the_defaults_hold() -> None:

@@ -9,8 +9,8 @@ import anthropic
 import openai
 import pytest
 
-from tests.helpers.pdfs import encrypted_pdf, make_pdf, pdf_url
-from tests.helpers.serving import MODEL, RunningServer, error_of, text_part
+from tests.helpers.media.pdfs import encrypted_pdf, make_pdf, pdf_url
+from tests.helpers.servers.serving import MODEL, RunningServer, error_of, text_part
 
 pytestmark = pytest.mark.transformers
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.helpers.serving import RunningServer, chat_body, photo_part, running_builtin, text_part, until
+from tests.helpers.servers.serving import RunningServer, chat_body, photo_part, running_builtin, text_part, until
 
 IMAGE = [photo_part(240, 180, seed=5), text_part("?")]
 

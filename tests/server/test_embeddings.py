@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.helpers.serving import MODEL, RunningServer, error_of, photo_part, running_server, text_part
+from tests.helpers.servers.serving import MODEL, RunningServer, error_of, photo_part, running_server, text_part
 
 TEXTS = ["Hello there", "The quick brown fox jumps over the lazy dog."]
 LENGTH = 256

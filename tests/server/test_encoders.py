@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from saccade import LLM, SamplingParams
-from tests.helpers.images import make_photo, png
-from tests.helpers.serving import (
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.serving import (
     RunningServer,
     as_url,
     error_of,

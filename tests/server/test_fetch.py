@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.forbidden_urls import FORBIDDEN_URLS
-from tests.helpers.image_site import Site, running_site
-from tests.helpers.serving import RunningServer, error_of, image_part, running_server, text_part, until
+from tests.helpers.servers.forbidden_urls import FORBIDDEN_URLS
+from tests.helpers.servers.image_site import Site, running_site
+from tests.helpers.servers.serving import RunningServer, error_of, image_part, running_server, text_part, until
 
 WHERE = "messages[0].content[0].image_url"
 TIMEOUT = 1.0

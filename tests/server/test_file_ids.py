@@ -15,9 +15,9 @@ from saccade.errors import RequestError
 from saccade.options.engine import MediaPolicy, Options
 from saccade.server.request.media import ChatLimits, find_links
 from saccade.server.request.media_files import StoredFiles
-from tests.helpers.images import make_photo
-from tests.helpers.pdfs import make_pdf
-from tests.helpers.serving import RunningServer, error_of, jpeg, text_part
+from tests.helpers.media.images import make_photo
+from tests.helpers.media.pdfs import make_pdf
+from tests.helpers.servers.serving import RunningServer, error_of, jpeg, text_part
 
 BILL = "/v1/bill"
 

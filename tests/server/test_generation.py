@@ -15,7 +15,7 @@ from saccade.errors import RequestError
 from saccade.server import generation as generate
 from saccade.server.errors import ApiError, ClientGone, api_error
 from saccade.server.http.response import while_connected
-from tests.helpers.fake_stream import Wire, new_stream, running, started, token
+from tests.helpers.fakes.fake_stream import Wire, new_stream, running, started, token
 
 
 def test_silence_gives_keep_alives_between_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

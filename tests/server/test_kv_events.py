@@ -10,10 +10,10 @@ from threading import Thread
 
 import pytest
 
-from tests.helpers.hostile import watching
-from tests.helpers.hostile_reader import HostileReader, endless, frame, topics
-from tests.helpers.kv_event_reader import Reader
-from tests.helpers.serving import RunningServer, free_port, photo_part, running_server, text_part, until
+from tests.helpers.servers.hostile import watching
+from tests.helpers.servers.hostile_reader import HostileReader, endless, frame, topics
+from tests.helpers.servers.kv_event_reader import Reader
+from tests.helpers.servers.serving import RunningServer, free_port, photo_part, running_server, text_part, until
 
 EVENTS, REPLAY = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
 MUCH_MB = 50.0  # that the API process may grow by

@@ -11,9 +11,9 @@ import pytest
 
 from saccade.errors import RequestError
 from saccade.processor.late_interaction import MAX_VECTOR_BYTES, check_size
-from tests.helpers import family_colqwen2
-from tests.helpers.family_colqwen2 import DIM
-from tests.helpers.serving import RunningServer, error_of, photo_part, running_server
+from tests.helpers.families import family_colqwen2
+from tests.helpers.families.family_colqwen2 import DIM
+from tests.helpers.servers.serving import RunningServer, error_of, photo_part, running_server
 
 QUERY = "Which fox is quick?"
 

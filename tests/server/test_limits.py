@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from saccade.cli import main as cli
-from tests.helpers.images import make_photo
-from tests.helpers.serving import (
+from tests.helpers.media.images import make_photo
+from tests.helpers.servers.serving import (
     RunningServer,
     chat_body,
     error_of,

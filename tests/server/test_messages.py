@@ -11,8 +11,8 @@ import anthropic
 import httpx
 import pytest
 
-from tests.helpers.images import make_photo, png
-from tests.helpers.serving import MODEL, RunningServer, events_of, photo_part, running_server, text_part
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.serving import MODEL, RunningServer, events_of, photo_part, running_server, text_part
 
 KEY = "a-long-secret-key"
 WEATHER: Any = {

@@ -19,7 +19,7 @@ from saccade.server.metrics import Finished, Metrics
 from saccade.types.bill import Bill, BillItem
 from saccade.types.events import Usage
 from saccade.types.media import Grid
-from tests.helpers.serving import RunningServer, photo_part, text_part, until
+from tests.helpers.servers.serving import RunningServer, photo_part, text_part, until
 
 STATS: dict[str, Any] = {
     "steps": 7,

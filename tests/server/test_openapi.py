@@ -9,7 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
 from schemathesis.generation import GenerationMode
 
-from tests.helpers.serving import RunningServer
+from tests.helpers.servers.serving import RunningServer
 
 PER_ROUTE = 12
 ROUTES = (

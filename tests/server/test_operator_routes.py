@@ -9,7 +9,7 @@ import pytest
 
 from saccade.errors import UsageError
 from saccade.options.server import ServerOptions
-from tests.helpers.serving import RunningServer, error_of, running_server
+from tests.helpers.servers.serving import RunningServer, error_of, running_server
 
 POSTS = ("/reset_prefix_cache", "/sleep", "/wake_up", "/start_profile", "/stop_profile")
 

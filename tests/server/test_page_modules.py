@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Page, Route
 
 from saccade.server.web_ui import page_file
-from tests.helpers.browser import open_page, running_browser
+from tests.helpers.servers.browser import open_page, running_browser
 
 pytestmark = pytest.mark.browser
 

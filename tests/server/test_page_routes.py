@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.helpers.serving import RunningServer, chat_body, events_of, photo_part, until
+from tests.helpers.servers.serving import RunningServer, chat_body, events_of, photo_part, until
 
 
 @pytest.mark.parametrize(

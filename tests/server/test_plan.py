@@ -13,7 +13,7 @@ import pytest
 from saccade.cli.main import main
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.plan import read_plan
-from tests.helpers.serving import MODEL, RunningServer, error_of, photo_part, text_part, until
+from tests.helpers.servers.serving import MODEL, RunningServer, error_of, photo_part, text_part, until
 
 ASKED = {
     "gpu": "l4",

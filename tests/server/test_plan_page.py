@@ -10,9 +10,19 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.helpers.browser import HAS_KEY, KEY, NAMELESS, PATIENCE_MS, OpenPage, drop_photo, give, open_page, tab_to
-from tests.helpers.images import make_photo, png
-from tests.helpers.serving import RunningServer, chat_body, photo_part, text_part
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.browser import (
+    HAS_KEY,
+    KEY,
+    NAMELESS,
+    PATIENCE_MS,
+    OpenPage,
+    drop_photo,
+    give,
+    open_page,
+    tab_to,
+)
+from tests.helpers.servers.serving import RunningServer, chat_body, photo_part, text_part
 
 pytestmark = pytest.mark.browser
 

@@ -10,7 +10,7 @@ import termios
 import threading
 from pathlib import Path
 
-from tests.helpers.serving import free_port, running_server, until
+from tests.helpers.servers.serving import free_port, running_server, until
 
 _LOADED = "Loading weights: 100%"
 

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.helpers.serving import MODEL, RunningServer, photo_part, text_part
+from tests.helpers.servers.serving import MODEL, RunningServer, photo_part, text_part
 
 PROMPT = "The quick brown fox"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 3}

@@ -13,9 +13,9 @@ import pytest
 
 from saccade import LLM, SamplingParams
 from saccade.cli.main import main
-from tests.helpers.fake_worker import is_running
-from tests.helpers.ray_cluster import RayCluster, ray_cluster
-from tests.helpers.serving import RunningServer, photo_part, running_builtin, text_part, until
+from tests.helpers.fakes.fake_worker import is_running
+from tests.helpers.servers.ray_cluster import RayCluster, ray_cluster
+from tests.helpers.servers.serving import RunningServer, photo_part, running_builtin, text_part, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.server, pytest.mark.slow]
 

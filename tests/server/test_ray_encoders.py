@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from saccade import LLM, SamplingParams
-from tests.helpers.fake_worker import is_running
-from tests.helpers.images import make_photo, png
-from tests.helpers.ray_cluster import ray_cluster
-from tests.helpers.serving import (
+from tests.helpers.fakes.fake_worker import is_running
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.ray_cluster import ray_cluster
+from tests.helpers.servers.serving import (
     RunningServer,
     as_url,
     error_of,

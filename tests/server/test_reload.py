@@ -14,7 +14,7 @@ from saccade.options.server import ServerOptions
 from saccade.server import reload
 from saccade.server.http.auth import Tenants
 from saccade.server.reload import Reloader
-from tests.helpers.serving import running_builtin, until
+from tests.helpers.servers.serving import running_builtin, until
 
 ACME = '[acme]\nkeys = ["acme-1"]\noperator = true\n'
 

@@ -15,7 +15,7 @@ import pytest
 
 from saccade import LLM, SamplingParams
 from saccade.cli.main import main
-from tests.helpers.serving import RunningServer, chat_body, photo_part, running_builtin, text_part, until
+from tests.helpers.servers.serving import RunningServer, chat_body, photo_part, running_builtin, text_part, until
 
 MODEL = "saccade-builtin"
 QUESTIONS: list[Any] = [

@@ -9,8 +9,17 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.helpers.images import make_photo, png
-from tests.helpers.serving import MODEL, RunningServer, as_url, chat_body, error_of, image_url, photo_part, text_part
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.serving import (
+    MODEL,
+    RunningServer,
+    as_url,
+    chat_body,
+    error_of,
+    image_url,
+    photo_part,
+    text_part,
+)
 
 WEATHER: Any = {
     "type": "function",

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from saccade.cli.main import main
-from tests.helpers.serving import (
+from tests.helpers.servers.serving import (
     MODEL,
     RunningServer,
     chat_body,

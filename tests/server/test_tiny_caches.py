@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from saccade import LLM, SamplingParams
-from tests.helpers.serving import RunningServer, photo_part, running_builtin, text_part, until
+from tests.helpers.servers.serving import RunningServer, photo_part, running_builtin, text_part, until
 
 MODEL = "saccade-builtin"
 NUM_REQUESTS = int(os.environ.get("SACCADE_TINY_CACHE_REQUESTS", "24"))

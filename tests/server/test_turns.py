@@ -22,7 +22,7 @@ from saccade.server.metrics import Metrics
 from saccade.server.request_record import RequestRecord
 from saccade.server.tenant_file import Limits, TenantSettings
 from saccade.server.turns import Turns, Work
-from tests.helpers.fake_stream import running
+from tests.helpers.fakes.fake_stream import running
 
 
 def caller(client: str, request_id: str = "r", seconds: int | None = None) -> Caller:
@@ -119,7 +119,7 @@ def fail() -> None:
 def test_what_work_took_is_charged_also_where_it_fails_or_its_client_leaves() -> None:
     async def check() -> None:
         acme, metrics = caller("acme", seconds=1), Metrics("m", dict)
-        helper = HelperProcess("tests.helpers.odd_helper")
+        helper = HelperProcess("tests.helpers.servers.odd_helper")
 
         def used() -> float:
             return acme.account._buckets["processor-seconds"].used

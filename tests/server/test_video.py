@@ -14,10 +14,18 @@ from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
 from saccade.server.api.models import video_card
-from tests.helpers.image_site import Site, running_site
-from tests.helpers.images import make_photo, png
-from tests.helpers.serving import RunningServer, as_url, error_of, image_part, photo_part, running_server, text_part
-from tests.helpers.videos import film
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.media.videos import film
+from tests.helpers.servers.image_site import Site, running_site
+from tests.helpers.servers.serving import (
+    RunningServer,
+    as_url,
+    error_of,
+    image_part,
+    photo_part,
+    running_server,
+    text_part,
+)
 
 pytestmark = pytest.mark.transformers
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.helpers.browser import (
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.browser import (
     CUT_NUMBERS,
     DROP_VIDEO,
     HAS_KEY,
@@ -26,8 +27,7 @@ from tests.helpers.browser import (
     open_page,
     tab_to,
 )
-from tests.helpers.images import make_photo, png
-from tests.helpers.serving import RunningServer, as_url, image_part
+from tests.helpers.servers.serving import RunningServer, as_url, image_part
 
 pytestmark = pytest.mark.browser
 

@@ -24,8 +24,8 @@ from saccade.structured.grammar import Allowance, Budget, Grammar, Grammars
 from saccade.types.events import TokenEvent
 from saccade.types.prompt import Prompt
 from saccade.types.request import Request
-from tests.helpers.launching import Launching
-from tests.helpers.scheduling import make_config, make_request
+from tests.helpers.engine.scheduling import make_config, make_request
+from tests.helpers.kernels.launching import Launching
 
 LIST = {"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 4, "maxItems": 4}
 FREE = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -19,8 +19,8 @@ from saccade.apps.batch.line_helper import Place, Start, read_piece
 from saccade.cli.main import main
 from saccade.errors import ConfigError
 from saccade.helpers.process import HelperProcess
-from tests.helpers.full_disk import full_disk
-from tests.helpers.serving import RunningServer, chat_body
+from tests.helpers.servers.full_disk import full_disk
+from tests.helpers.servers.serving import RunningServer, chat_body
 
 CHAT = "/v1/chat/completions"
 

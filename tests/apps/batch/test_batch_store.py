@@ -12,7 +12,7 @@ from saccade.apps.batch import batch_store
 from saccade.apps.batch.batch_records import FileRecord
 from saccade.apps.batch.batch_store import BatchStore
 from saccade.errors import ConfigError, RequestError
-from tests.helpers.full_disk import full_disk
+from tests.helpers.servers.full_disk import full_disk
 
 CHAT = "/v1/chat/completions"
 

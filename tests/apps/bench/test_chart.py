@@ -14,7 +14,7 @@ from saccade.apps.bench.load import LoadResult, Part, Result, Server
 from saccade.apps.bench.report import Slo, figures
 from saccade.apps.bench.stream_client import Sample
 from saccade.cli.main import main
-from tests.helpers.fake_chat_server import fake_chat_server
+from tests.helpers.fakes.fake_chat_server import fake_chat_server
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

@@ -23,7 +23,7 @@ from saccade.apps.bench.stream_client import Sample
 from saccade.apps.bench.workloads import WORKLOADS, Shape
 from saccade.cli import bench_arguments
 from saccade.cli.main import main
-from tests.helpers.fake_chat_server import fake_chat_server
+from tests.helpers.fakes.fake_chat_server import fake_chat_server
 
 SHAPE = Shape("fake", sizes=((64, 48), (32, 32)), tokens=3)
 

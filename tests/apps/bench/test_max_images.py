@@ -9,7 +9,7 @@ import pytest
 
 from saccade.apps.bench.max_images import Attempt, find_max_images
 from saccade.cli.main import main
-from tests.helpers.fake_chat_server import fake_chat_server
+from tests.helpers.fakes.fake_chat_server import fake_chat_server
 
 GIVEN = ["--size", "16x16", "--tokens", "1", "--quiet"]
 

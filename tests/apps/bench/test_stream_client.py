@@ -10,7 +10,7 @@ import pytest
 
 from saccade.apps.bench.stream_client import Connections, Sample, Target
 from saccade.errors import ConfigError
-from tests.helpers.fake_chat_server import FakeChatServer, fake_chat_server
+from tests.helpers.fakes.fake_chat_server import FakeChatServer, fake_chat_server
 
 PATH = "/v1/chat/completions"
 

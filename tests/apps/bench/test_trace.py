@@ -19,7 +19,7 @@ from saccade.apps.bench.trace import TraceRequest, job_of, read_trace
 from saccade.apps.bench.workloads import Shape
 from saccade.cli.main import main
 from saccade.errors import ConfigError
-from tests.helpers.fake_chat_server import fake_chat_server
+from tests.helpers.fakes.fake_chat_server import fake_chat_server
 
 SHAPE = Shape("fake", words=3, tokens=5)
 TEXT = {"at": 10.0, "words": 4, "output_tokens": 2}

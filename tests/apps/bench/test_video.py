@@ -16,7 +16,7 @@ from saccade.apps.bench.video import check_av
 from saccade.apps.bench.workloads import WORKLOADS, Shape
 from saccade.cli.main import main
 from saccade.errors import ConfigError
-from tests.helpers.fake_chat_server import fake_chat_server
+from tests.helpers.fakes.fake_chat_server import fake_chat_server
 
 SHAPE = Shape("fake", sizes=((63, 48), (32, 32)), frames=5, fps=4)
 

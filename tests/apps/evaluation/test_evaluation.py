@@ -28,9 +28,9 @@ from saccade.apps.evaluation.serving import serving
 from saccade.cli import main as cli
 from saccade.errors import ConfigError
 from saccade.options.engine import Options
-from tests.helpers.fake_api import error, fake_api, question_of
-from tests.helpers.images import make_photo
-from tests.helpers.serving import until
+from tests.helpers.fakes.fake_api import error, fake_api, question_of
+from tests.helpers.media.images import make_photo
+from tests.helpers.servers.serving import until
 
 LINES: list[dict[str, Any]] = [
     {"id": "a", "skill": "color", "pictures": ["red.png"], "question": "Which colour?", "answer": "red"},

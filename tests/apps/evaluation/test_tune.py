@@ -19,7 +19,7 @@ from saccade.apps.evaluation.scoring import Rule
 from saccade.apps.evaluation.tune import Measured, advise, choose_sizes, find_cliffs, paired_loss, with_images_only
 from saccade.cli import main as cli
 from saccade.errors import ConfigError
-from tests.helpers.fake_api import FakeApi, error, fake_api, question_of
+from tests.helpers.fakes.fake_api import FakeApi, error, fake_api, question_of
 
 SKILLS = ("color", "words")
 SACCADE = {"owned_by": "saccade", "multimodal": {"max_pixels": 8000}, "kv_cache": {"blocks": 100, "block_size": 16}}

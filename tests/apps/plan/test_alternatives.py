@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from saccade.apps.plan.alternatives import Alternative, alternatives
-from tests.helpers.plans import planned
+from tests.helpers.engine.plans import planned
 
 
 def named(rows: list[Alternative], name: str) -> Alternative:

@@ -21,7 +21,7 @@ from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.images import Images
 from saccade.runner.device_memory import plan_memory
 from saccade.runner.memory import Machine, size_memory
-from tests.helpers.plans import deployment, planned
+from tests.helpers.engine.plans import deployment, planned
 
 
 @pytest.mark.parametrize("name", card_names())

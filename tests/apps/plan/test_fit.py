@@ -10,7 +10,7 @@ from saccade.apps.plan.hardware import find_hardware
 from saccade.apps.plan.model_cards import read_card
 from saccade.apps.plan.timing import Precision, Timing
 from saccade.apps.plan.workload import Workload, request_cost
-from tests.helpers.plans import deployment
+from tests.helpers.engine.plans import deployment
 
 CARD = read_card("Qwen/Qwen2-VL-2B")
 PREDICT = {

@@ -8,7 +8,7 @@ from saccade import costs
 from saccade.apps.plan.model_cards import card_names, find_model, read_card
 from saccade.errors import ConfigError
 from saccade.processor.families import is_known
-from tests.helpers.plans import write_folder
+from tests.helpers.engine.plans import write_folder
 
 PUBLISHED = {  # billions of parameters, as the hub counts those of the files
     "Qwen/Qwen2-VL-2B": 2.21,

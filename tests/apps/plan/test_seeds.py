@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from saccade import costs
-from tests.helpers.plans import planned, sizes
+from tests.helpers.engine.plans import planned, sizes
 
 LLAMA_90B = "meta-llama/Llama-3.2-90B-Vision"
 

@@ -18,7 +18,7 @@ from saccade.errors import ConfigError
 from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import Checkpoint
 from saccade.types.media import Geometry
-from tests.helpers.plans import planned, sizes
+from tests.helpers.engine.plans import planned, sizes
 
 WITHIN = 0.2
 

@@ -16,7 +16,7 @@ from saccade.errors import ConfigError
 from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
-from tests.helpers.plans import planned, sizes, write_folder
+from tests.helpers.engine.plans import planned, sizes, write_folder
 
 SIZES = [(1280, 960), (1280, 720), (37, 1011), (640, 480), (3000, 2000)]
 WITH_IMAGES = [name for name in card_names() if read_card(name).config.vision]

@@ -16,9 +16,9 @@ from saccade.engine.ipc.messages import frame, read_body
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.types.media import Geometry
-from tests.helpers.encoder_workers import Puppet, Worker
-from tests.helpers.fake_channel import FORM
-from tests.helpers.fake_tower import FakeTower, picture
+from tests.helpers.fakes.fake_channel import FORM
+from tests.helpers.fakes.fake_tower import FakeTower, picture
+from tests.helpers.servers.encoder_workers import Puppet, Worker
 
 POISON = b"poison"
 

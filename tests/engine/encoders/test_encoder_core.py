@@ -8,7 +8,7 @@ from saccade.engine.encoders import encoder_core
 from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, Outcome
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.types.media import MediaItem
-from tests.helpers.fake_tower import FakeTower, picture
+from tests.helpers.fakes.fake_tower import FakeTower, picture
 
 
 class Served:

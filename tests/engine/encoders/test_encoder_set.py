@@ -17,7 +17,7 @@ from saccade.engine.ipc.process import EngineProcess
 from saccade.errors import ConfigError, EngineUnavailable
 from saccade.options.engine import Options
 from saccade.options.server import ServerOptions
-from tests.helpers.fake_worker import NO_FILES, run_bounded, until
+from tests.helpers.fakes.fake_worker import NO_FILES, run_bounded, until
 
 
 def make(count: int, **how: object) -> EncoderSet:
@@ -85,7 +85,7 @@ def test_the_number_of_workers_follows_the_load(
     monkeypatch.setattr(worker_places, "AUTOSCALE_SECONDS", 0.02)
     monkeypatch.setattr(autoscale, "HIGH_WORK", high)  # below 0: any load is high
     monkeypatch.setattr(autoscale, "SHRINK_AFTER", 3)
-    command = (sys.executable, "-m", "tests.helpers.fake_worker", "0.0")
+    command = (sys.executable, "-m", "tests.helpers.fakes.fake_worker", "0.0")
 
     async def body() -> None:
         encoders = make(2, bounds=(1, 3), launch=partial(EngineProcess.spawn, command))

@@ -21,8 +21,8 @@ from saccade.errors import RequestError
 from saccade.runner.encoder.encoder_channel import EncoderLate, EncoderLost
 from saccade.types.media import MediaItem
 from saccade.types.step import MediaTimes
-from tests.helpers.encoder_workers import Puppet, Worker
-from tests.helpers.fake_tower import picture
+from tests.helpers.fakes.fake_tower import picture
+from tests.helpers.servers.encoder_workers import Puppet, Worker
 
 PATIENT = 20.0  # seconds, only to end a broken test
 

@@ -17,8 +17,8 @@ from saccade.engine.ipc import kv_event_publisher, kv_event_worker
 from saccade.engine.ipc.kv_event_publisher import KEPT, RECORD, REPLY, KVEventEndpoints, KVEventPublisher
 from saccade.engine.ipc.kv_event_worker import EventServer
 from saccade.engine.ipc.kv_events import CLEARED, encode_batch
-from tests.helpers.hostile_reader import HostileReader, endless, frame, topics
-from tests.helpers.kv_event_reader import Reader
+from tests.helpers.servers.hostile_reader import HostileReader, endless, frame, topics
+from tests.helpers.servers.kv_event_reader import Reader
 
 WAIT = 60.0  # seconds after which a test is given up
 

@@ -21,10 +21,10 @@ from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError
 from saccade.options.engine import Options
 from saccade.options.server import ServerOptions
-from tests.helpers.fake_worker import collect, pid_of, run, run_replicas, submit, until
-from tests.helpers.kv_event_reader import Reader
-from tests.helpers.scheduling import BLOCK, FakeImage, Rig, make_request
-from tests.helpers.serving import free_port
+from tests.helpers.engine.scheduling import BLOCK, FakeImage, Rig, make_request
+from tests.helpers.fakes.fake_worker import collect, pid_of, run, run_replicas, submit, until
+from tests.helpers.servers.kv_event_reader import Reader
+from tests.helpers.servers.serving import free_port
 
 
 @pytest.fixture

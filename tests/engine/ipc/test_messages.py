@@ -24,7 +24,7 @@ from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 from saccade.types.prompt import TO_THE_END, Prompt, Span
 from saccade.types.request import Request
 from saccade.types.step import Logprobs
-from tests.helpers.scheduling import FakeImage, make_item, make_prompt, make_request
+from tests.helpers.engine.scheduling import FakeImage, make_item, make_prompt, make_request
 
 counts = st.integers(0, 2**31 - 1)
 ids = st.integers(0, 2**20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from saccade.engine.ipc.stream import News
-from tests.helpers.fake_stream import running
+from tests.helpers.fakes.fake_stream import running
 
 
 def test_a_wait_ends_when_something_is_told_before_it_or_during_it() -> None:

@@ -17,7 +17,8 @@ from saccade.errors import RequestError
 from saccade.options.engine import Options
 from saccade.processor.input_processor import Processor
 from saccade.types.request import Request
-from tests.helpers.fake_worker import (
+from tests.helpers.engine.scheduling import FakeImage, make_config, make_request
+from tests.helpers.fakes.fake_worker import (
     BREAKS_THE_STEP,
     collect,
     endless,
@@ -28,9 +29,8 @@ from tests.helpers.fake_worker import (
     submit,
     until,
 )
-from tests.helpers.hostile import resident_mb
-from tests.helpers.images import make_photo, png
-from tests.helpers.scheduling import FakeImage, make_config, make_request
+from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.hostile import resident_mb
 
 LARGE = 16 << 20  # bytes of a picture
 

@@ -23,7 +23,8 @@ from saccade.errors import ConfigError
 from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
-from tests.helpers.fake_worker import (
+from tests.helpers.engine.scheduling import make_config, make_request
+from tests.helpers.fakes.fake_worker import (
     BREAKS_THE_CORE,
     CONFIG,
     HANG,
@@ -38,7 +39,6 @@ from tests.helpers.fake_worker import (
     submit,
     until,
 )
-from tests.helpers.scheduling import make_config, make_request
 
 ROOT = Path(__file__).parents[3]
 
@@ -151,7 +151,7 @@ flag = pathlib.Path(sys.argv.pop(1))
 if flag.exists():
     sys.exit(3)
 flag.touch()
-runpy.run_module("tests.helpers.fake_worker", run_name="__main__")
+runpy.run_module("tests.helpers.fakes.fake_worker", run_name="__main__")
 """
 
 
@@ -248,7 +248,7 @@ def test_stopping_while_the_worker_loads_leaves_no_child() -> None:
 
 PARENT = """
 import asyncio
-from tests.helpers.fake_worker import endless, fake_client, pid_of
+from tests.helpers.fakes.fake_worker import endless, fake_client, pid_of
 
 async def main():
     client = fake_client(0.05)

@@ -21,7 +21,7 @@ def connect(listener: socket.socket, token: bytes) -> socket.socket:
 
 
 def test_only_a_connection_with_the_token_is_taken() -> None:
-    actor = actors.WorkerActor(TOKEN, "tests.helpers.fake_worker")
+    actor = actors.WorkerActor(TOKEN, "tests.helpers.fakes.fake_worker")
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         wrong = [connect(listener, token) for token in (TOKEN[::-1], TOKEN[:-1], b"")]
         right = connect(listener, TOKEN)
@@ -35,7 +35,7 @@ def test_only_a_connection_with_the_token_is_taken() -> None:
 
 def test_silent_connections_keep_nothing_waiting_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors, "_MAX_WAITING", 5)
-    actor = actors.WorkerActor(TOKEN, "tests.helpers.fake_worker")
+    actor = actors.WorkerActor(TOKEN, "tests.helpers.fakes.fake_worker")
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         silent = [connect(listener, b"") for _ in range(20)]
         taking = pool.submit(actor._accept, listener)
@@ -53,7 +53,7 @@ def test_silent_connections_keep_nothing_waiting_and_are_bounded(monkeypatch: py
 
 def test_connections_that_go_on_coming_do_not_prolong_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors, "_CONNECT_SECONDS", 0.5)
-    actor = actors.WorkerActor(TOKEN, "tests.helpers.fake_worker")
+    actor = actors.WorkerActor(TOKEN, "tests.helpers.fakes.fake_worker")
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         taking = pool.submit(actor._accept, listener)
         while not taking.done():
@@ -64,6 +64,6 @@ def test_connections_that_go_on_coming_do_not_prolong_the_wait(monkeypatch: pyte
 
 def test_a_bridge_that_never_connects_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors, "_CONNECT_SECONDS", 0.01)
-    actor = actors.WorkerActor(TOKEN, "tests.helpers.fake_worker")
+    actor = actors.WorkerActor(TOKEN, "tests.helpers.fakes.fake_worker")
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(TimeoutError):
         actor._accept(listener)

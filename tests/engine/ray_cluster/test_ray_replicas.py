@@ -15,7 +15,8 @@ import pytest
 from saccade.engine.ray_cluster.launcher import ray_launcher
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError, EngineUnavailable
-from tests.helpers.fake_worker import (
+from tests.helpers.engine.scheduling import make_request
+from tests.helpers.fakes.fake_worker import (
     CONFIG,
     HANGS_REPLICA,
     collect,
@@ -29,9 +30,8 @@ from tests.helpers.fake_worker import (
     submit,
     until,
 )
-from tests.helpers.ray_cluster import RayCluster, parent_of, ray_cluster
-from tests.helpers.scheduling import make_request
-from tests.helpers.serving import free_port
+from tests.helpers.servers.ray_cluster import RayCluster, parent_of, ray_cluster
+from tests.helpers.servers.serving import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -46,7 +46,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def on(cluster: RayCluster, num_cpus: int = 1) -> dict[str, Any]:
-    return {"launch": ray_launcher(cluster.address, num_cpus, "tests.helpers.fake_worker"), "checkpoint": FILES}
+    return {"launch": ray_launcher(cluster.address, num_cpus, "tests.helpers.fakes.fake_worker"), "checkpoint": FILES}
 
 
 def workers_of(replicas: ReplicaSet) -> list[int]:
@@ -157,7 +157,7 @@ def test_an_engine_that_no_node_can_hold_waits_and_can_be_stopped(cluster: RayCl
 def test_without_a_cluster_the_start_fails_and_says_so() -> None:
     async def body() -> None:
         address = f"127.0.0.1:{free_port()}"
-        launch = ray_launcher(address, 1, "tests.helpers.fake_worker")
+        launch = ray_launcher(address, 1, "tests.helpers.fakes.fake_worker")
         with pytest.raises(ConfigError, match=f"no Ray cluster answers at {address}.*ray start"):
             await fake_client(launch=launch, checkpoint=FILES).start()
 

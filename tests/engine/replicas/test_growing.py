@@ -12,8 +12,8 @@ from saccade.engine.ipc import worker_places
 from saccade.engine.ipc.kv_event_publisher import KVEventEndpoints
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.options.engine import Options
-from tests.helpers.fake_worker import collect, endless, is_running, pids_of, run_replicas, submit, until
-from tests.helpers.scheduling import make_request
+from tests.helpers.engine.scheduling import make_request
+from tests.helpers.fakes.fake_worker import collect, endless, is_running, pids_of, run_replicas, submit, until
 
 
 def states(replicas: ReplicaSet) -> list[str]:

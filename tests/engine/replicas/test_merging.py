@@ -5,7 +5,7 @@ from __future__ import annotations
 from saccade.engine.ipc.client import EngineInfo
 from saccade.engine.ipc.supervisor import EngineStatus, State
 from saccade.engine.replicas.merging import merged_info, merged_stats, merged_status
-from tests.helpers.scheduling import make_config
+from tests.helpers.engine.scheduling import make_config
 
 
 def status(state: State, age: float, restarts: int = 0, error: str | None = None) -> EngineStatus:

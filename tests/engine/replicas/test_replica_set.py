@@ -13,7 +13,8 @@ from saccade.engine.replicas import replica_set
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError, EngineUnavailable, RequestError
 from saccade.options.engine import Options
-from tests.helpers.fake_worker import (
+from tests.helpers.engine.scheduling import FakeImage, make_config, make_request
+from tests.helpers.fakes.fake_worker import (
     BREAKS_THE_CORE,
     HANGS_REPLICA,
     collect,
@@ -26,7 +27,6 @@ from tests.helpers.fake_worker import (
     submit,
     until,
 )
-from tests.helpers.scheduling import FakeImage, make_config, make_request
 
 PHOTO = FakeImage("photo", 200)
 

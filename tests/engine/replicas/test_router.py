@@ -13,8 +13,8 @@ from saccade.engine.replicas.router import LOAD_FACTOR, LOAD_SLACK, Placement, R
 from saccade.sampling_params import Pooling
 from saccade.scheduler.cache_log import CacheChanges, entry_of
 from saccade.scheduler.kv_cache import BlockHashes
-from tests.helpers.random_workloads import PARTS
-from tests.helpers.scheduling import BLOCK, FakeImage, Part, Rig, key_of, make_config, make_request
+from tests.helpers.engine.random_workloads import PARTS
+from tests.helpers.engine.scheduling import BLOCK, FakeImage, Part, Rig, key_of, make_config, make_request
 
 LIMITS = make_config()
 PHOTO = FakeImage("photo", 400)

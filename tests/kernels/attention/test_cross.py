@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.kernels.attention.cross import Stretches, choose_splits, cross_attention, tile_tokens
 from saccade.kernels.launch.varlen_tiles import Tiles
-from tests.helpers.paged import DEVICE, HALF, assert_close, ints, random
+from tests.helpers.kernels.paged import DEVICE, HALF, assert_close, ints, random
 
 STATES = 90
 KV_HEADS, DIM = 2, 24

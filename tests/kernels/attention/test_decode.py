@@ -16,7 +16,7 @@ from saccade.kernels.attention.decode_hopper import suits
 from saccade.kernels.attention.decode_hopper_schedule import KEYS, TileSchedule, plan_schedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace
 from saccade.kernels.launch.device import Heads
-from tests.helpers.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
+from tests.helpers.kernels.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
 HEADS = Heads(num_heads=12, num_kv_heads=2, head_dim=128)
 Tile = tuple[int, int, int]  # request, head, number

@@ -9,7 +9,7 @@ from torch import Tensor
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, paged_decode
 from saccade.kernels.attention.rope_store_kv import rotary_and_store
 from saccade.models.layers.torch_attention import as_stored
-from tests.helpers.paged import BLOCK, DEVICE, HALF, SMALL, Paged, assert_close, ints, random
+from tests.helpers.kernels.paged import BLOCK, DEVICE, HALF, SMALL, Paged, assert_close, ints, random
 
 FP8 = torch.float8_e4m3fn
 SCALES = (0.25, 0.02)

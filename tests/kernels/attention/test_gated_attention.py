@@ -30,7 +30,7 @@ from saccade.models.layers.attention_temperature import AttentionTemperature
 from saccade.models.layers.rotary_embedding import Rotary, rotate
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV, reference_attention
 from saccade.models.state_dict import Parameters
-from tests.helpers.paged import BLOCK, DEVICE, HALF, SMALL, Paged, assert_close, ints, random
+from tests.helpers.kernels.paged import BLOCK, DEVICE, HALF, SMALL, Paged, assert_close, ints, random
 
 HEADS, KV_HEADS = 4, 2
 

@@ -32,7 +32,7 @@ from saccade.models.layers.mla import LatentAttention, rotate_pairs
 from saccade.models.layers.rotary_embedding import cos_sin
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV, reference_attention
 from saccade.models.state_dict import Parameters
-from tests.helpers.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
+from tests.helpers.kernels.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
 RANK, ROPE, NOPE, VALUE, SCALE = 32, 16, 24, 20, 0.2
 DIM = RANK + ROPE

@@ -15,7 +15,7 @@ from saccade.kernels.attention.prefill_hopper import ROWS, choose_splits, suits
 from saccade.kernels.attention.prefill_triton import choose_rows
 from saccade.kernels.launch.device import Heads
 from saccade.kernels.launch.varlen_tiles import Tiles
-from tests.helpers.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
+from tests.helpers.kernels.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
 H200 = 132
 HEADS = Heads(num_heads=12, num_kv_heads=2, head_dim=128)

@@ -22,10 +22,10 @@ from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPre
 from saccade.kernels.launch.device import Heads
 from saccade.runner.cuda.attention_selector import MIN_TOKENS, AttentionTarget, check, choose
 from saccade.runner.cuda.forward import CudaForward
-from tests.helpers import fake_flashinfer
-from tests.helpers.async_engine import OPTIONS, QWEN2_VL, answers, prompts
-from tests.helpers.paged import BLOCK, DEVICE, Paged, assert_close, ints, random
-from tests.helpers.published import PUBLISHED
+from tests.helpers.engine.async_engine import OPTIONS, QWEN2_VL, answers, prompts
+from tests.helpers.fakes import fake_flashinfer
+from tests.helpers.families.published import PUBLISHED
+from tests.helpers.kernels.paged import BLOCK, DEVICE, Paged, assert_close, ints, random
 
 pytestmark = pytest.mark.transformers
 

@@ -7,7 +7,7 @@ import torch
 
 from saccade.kernels.attention.vit_hopper import suits
 from saccade.models.cuda.vision import FusedVision
-from tests.helpers.vision_towers import DEVICE, random
+from tests.helpers.families.vision_towers import DEVICE, random
 
 
 @pytest.mark.parametrize(

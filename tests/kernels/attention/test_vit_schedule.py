@@ -19,7 +19,7 @@ from saccade.kernels.attention.vit_schedule import (
     max_slots,
 )
 from saccade.models.layers.torch_attention import packed_attention
-from tests.helpers.vit_attention import attend
+from tests.helpers.kernels.vit_attention import attend
 
 CPU = torch.device("cpu")
 PACKINGS = [[64], [1], [300, 257], [1564], [1564] * 2, [1800], [900, 64, 1564, 200], [2048]]

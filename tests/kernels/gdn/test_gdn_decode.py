@@ -7,7 +7,7 @@ import torch
 
 from saccade.kernels.gdn.decode import DecodeConfig
 from saccade.kernels.gdn.layout import GDNShape
-from tests.helpers.gdn import Net, Piece, assert_near, assert_same
+from tests.helpers.kernels.gdn import Net, Piece, assert_near, assert_same
 
 SHAPES = {
     "grouped": GDNShape(2, 4, 16, 32, 4),

@@ -8,8 +8,8 @@ import torch
 from saccade.kernels.gdn.layout import GDNShape
 from saccade.kernels.gdn.prefill import PrefillConfig
 from saccade.kernels.gdn.prefill_plan import max_chunks, plan_chunks
-from tests.helpers.gdn import Net, Piece, assert_near, assert_same
-from tests.helpers.paged import HALF, ints
+from tests.helpers.kernels.gdn import Net, Piece, assert_near, assert_same
+from tests.helpers.kernels.paged import HALF, ints
 
 SMALL = GDNShape(1, 2, 16, 32, 4)
 SHAPES = {

@@ -29,7 +29,7 @@ from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
-from tests.helpers.decoder_layers import DEVICE, TEXT, plain_mlp, rows_of
+from tests.helpers.families.decoder_layers import DEVICE, TEXT, plain_mlp, rows_of
 
 BF16 = torch.bfloat16
 SHARED = 227 << 10  # bytes that the programs of an SM share

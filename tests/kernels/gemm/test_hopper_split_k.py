@@ -22,11 +22,11 @@ from saccade.models.cuda import gemms, linear_kinds
 from saccade.models.cuda.gemms import can_split_k, gemms_for, new_workspace
 from saccade.models.cuda.residual import Residual
 from saccade.models.layers.decoder import Biases
-from tests.helpers.async_engine import FEW, OPTIONS, TWO_LAYERS, answers, overlapped
-from tests.helpers.async_engine import prompts as prompts_of
-from tests.helpers.decoder_layers import BIASES, assert_close, decoder, plain_mlp, rows_of
-from tests.helpers.families import FAMILIES
-from tests.helpers.paged import BLOCK, DEVICE, SMALL, Paged, ints, random
+from tests.helpers.engine.async_engine import FEW, OPTIONS, TWO_LAYERS, answers, overlapped
+from tests.helpers.engine.async_engine import prompts as prompts_of
+from tests.helpers.families.decoder_layers import BIASES, assert_close, decoder, plain_mlp, rows_of
+from tests.helpers.families.families import FAMILIES
+from tests.helpers.kernels.paged import BLOCK, DEVICE, SMALL, Paged, ints, random
 
 pytestmark = pytest.mark.transformers
 

@@ -23,8 +23,8 @@ from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.int4_weights import GroupScales, Int4Format, Int4Weights, dequantized
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.state_dict import Parameters
-from tests.helpers.decoder_layers import DEVICE, TEXT, assert_close, assert_layer_agrees, rows_of
-from tests.helpers.int4_layers import WIDTH, packed_decoder
+from tests.helpers.families.decoder_layers import DEVICE, TEXT, assert_close, assert_layer_agrees, rows_of
+from tests.helpers.families.int4_layers import WIDTH, packed_decoder
 
 SHARED = 227 << 10
 BESIDE = 1 << 10  # bytes of a program that are not in its ring

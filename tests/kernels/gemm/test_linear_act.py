@@ -23,9 +23,9 @@ from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers import activation
 from saccade.models.vision.backend import TorchVision
-from tests.helpers.decoder_layers import decoder, plain_mlp, rows_of, total
-from tests.helpers.tiles import GATED, PROGRAMS, QUICK, tile_start
-from tests.helpers.vision_towers import GRIDS, QWEN, encode, model, random
+from tests.helpers.families.decoder_layers import decoder, plain_mlp, rows_of, total
+from tests.helpers.families.vision_towers import GRIDS, QWEN, encode, model, random
+from tests.helpers.kernels.tiles import GATED, PROGRAMS, QUICK, tile_start
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers.torch_attention import packed_attention
 from saccade.models.vision.backend import TorchVision
-from tests.helpers.tiles import PROGRAMS, QUICK, tile_start
-from tests.helpers.vision_towers import GRIDS, QWEN, encode, model, random
+from tests.helpers.families.vision_towers import GRIDS, QWEN, encode, model, random
+from tests.helpers.kernels.tiles import PROGRAMS, QUICK, tile_start
 
 HEADS = 16
 

@@ -13,7 +13,7 @@ from saccade.kernels.moe.fused_moe import MoELaunch, MoEWeights, choose, fit, fu
 from saccade.kernels.moe.sorting import sort_by_expert
 from saccade.kernels.moe.topk_routing import Routed
 from saccade.models.layers.moe import MoE
-from tests.helpers.moe import DEVICE, HIDDEN, config, make_layer, random, rules_of
+from tests.helpers.kernels.moe import DEVICE, HIDDEN, config, make_layer, random, rules_of
 
 # The interpreter multiplies bfloat16 matrices as if their bits were integers.
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16

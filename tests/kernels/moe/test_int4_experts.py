@@ -17,7 +17,7 @@ from saccade.models.int4_weights import GroupScales, Int4Format, Int4Weights
 from saccade.models.layers.moe import MoE
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
-from tests.helpers.moe import DEVICE, config, random
+from tests.helpers.kernels.moe import DEVICE, config, random
 
 HIDDEN = 384  # three chunks: no power of two
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16

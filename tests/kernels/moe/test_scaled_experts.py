@@ -14,7 +14,7 @@ from saccade.kernels.ops.quantize_rows import quantize_rows
 from saccade.models.fp8_weights import Fp8Weights, quantized
 from saccade.models.layers.moe import MoE
 from saccade.models.state_dict import Parameters
-from tests.helpers.moe import DEVICE, config, random, rules_of
+from tests.helpers.kernels.moe import DEVICE, config, random, rules_of
 
 HIDDEN = 256
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16

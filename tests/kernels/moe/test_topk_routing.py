@@ -9,7 +9,7 @@ from torch import Tensor
 from saccade.kernels.moe.router_gemm import RouterConfig, choose_router, router_logits, split_router
 from saccade.kernels.moe.sorting import max_blocks, sort_by_expert
 from saccade.kernels.moe.topk_routing import RoutingRules, route
-from tests.helpers.moe import DEVICE, HIDDEN, config, make_layer, random, rules_of
+from tests.helpers.kernels.moe import DEVICE, HIDDEN, config, make_layer, random, rules_of
 
 RULES = {
     "softmax": {},

@@ -13,7 +13,7 @@ from saccade.models.cuda.decoder import FusedDecoder, Mixers
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.state_dict import Parameters
-from tests.helpers.paged import BLOCK, Paged
+from tests.helpers.kernels.paged import BLOCK, Paged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

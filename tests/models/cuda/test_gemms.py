@@ -18,8 +18,7 @@ from saccade.models.layers.decoder import Biases
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
-from tests.helpers.allocations import PeakMemory
-from tests.helpers.decoder_layers import (
+from tests.helpers.families.decoder_layers import (
     BIASES,
     DEVICE,
     TEXT,
@@ -30,7 +29,8 @@ from tests.helpers.decoder_layers import (
     rows_of,
     total,
 )
-from tests.helpers.moe import config
+from tests.helpers.kernels.allocations import PeakMemory
+from tests.helpers.kernels.moe import config
 
 EVERY_SIZE = pytest.mark.parametrize("rows", [1, 5, 20, 40, 600], ids=["one", "few", "more", "many", "prompt"])
 

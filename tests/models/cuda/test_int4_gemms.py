@@ -7,8 +7,8 @@ import pytest
 from saccade.models.cuda import int4_gemms
 from saccade.models.cuda.gemms import gemms_for, new_workspace
 from saccade.models.layers.decoder import Biases
-from tests.helpers.decoder_layers import assert_layer_agrees
-from tests.helpers.int4_layers import WIDTH, packed_decoder
+from tests.helpers.families.decoder_layers import assert_layer_agrees
+from tests.helpers.families.int4_layers import WIDTH, packed_decoder
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 65])

@@ -18,7 +18,7 @@ from saccade.models.cuda.transformers_decoder import TransformersDecoder, _whole
 from saccade.models.cuda.transformers_fusion import Fusion
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.processor.checkpoint_files import open_checkpoint
-from tests.helpers import family_fallback
+from tests.helpers.families import family_fallback
 
 pytestmark = pytest.mark.transformers
 

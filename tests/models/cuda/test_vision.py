@@ -18,8 +18,8 @@ from saccade.models.vision.backend import TorchVision
 from saccade.models.vision.blocks import angles_of, grid_positions
 from saccade.models.vision.preprocess import PatchLayout, PixelPolicy
 from saccade.types.media import Grid, Size
-from tests.helpers.allocations import PeakMemory
-from tests.helpers.vision_towers import DEVICE, GRIDS, LLAVA, QWEN, encode, model, random
+from tests.helpers.families.vision_towers import DEVICE, GRIDS, LLAVA, QWEN, encode, model, random
+from tests.helpers.kernels.allocations import PeakMemory
 
 
 def rotary_of(cos: Tensor, sin: Tensor) -> Tensor:

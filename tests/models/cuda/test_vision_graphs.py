@@ -26,10 +26,10 @@ from saccade.models.vision.blocks import grid_positions
 from saccade.runner.encoder import graph_capture
 from saccade.runner.encoder.graph_capture import capture_tower, run_tower
 from saccade.types.media import Grid
-from tests.helpers.compiling import compiling_on_the_cpu
-from tests.helpers.family_checks import finish
-from tests.helpers.vision_towers import LLAVA, QWEN, encode, model, random
-from tests.helpers.vit_attention import attend
+from tests.helpers.families.family_checks import finish
+from tests.helpers.families.vision_towers import LLAVA, QWEN, encode, model, random
+from tests.helpers.kernels.compiling import compiling_on_the_cpu
+from tests.helpers.kernels.vit_attention import attend
 
 
 @pytest.fixture(autouse=True)

@@ -24,17 +24,17 @@ from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.types.media import Grid, Size
 from saccade.types.prompt import Span
-from tests.helpers.conformance import LAYOUTS, ROWS, Case, row_of
-from tests.helpers.families import FAMILIES
-from tests.helpers.family_checks import assert_close
-from tests.helpers.images import make_photo, png
-from tests.helpers.qwen_checks import (
+from tests.helpers.families.conformance import LAYOUTS, ROWS, Case, row_of
+from tests.helpers.families.families import FAMILIES
+from tests.helpers.families.family_checks import assert_close
+from tests.helpers.families.qwen_checks import (
     assert_encoding_memory,
     assert_fused_tower_equal,
     assert_positions_equal,
     assert_recorded_passes_equal,
     assert_sizes_equal,
 )
+from tests.helpers.media.images import make_photo, png
 
 pytestmark = pytest.mark.transformers
 WITH_RULES = [name for name, row in ROWS.items() if row.rules is not None]

@@ -28,13 +28,13 @@ from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.runner.encoder.graph_capture import _packings
 from saccade.runner.latency_profile import largest_within
 from saccade.types.media import Grid, Size
-from tests.helpers import family_deepseek_vl_v2 as family
-from tests.helpers import reference_deepseek_vl_v2 as slow
-from tests.helpers.allocations import PeakMemory
-from tests.helpers.family_checks import Given, Subject, as_patches, assert_close, edited, finish
-from tests.helpers.family_deepseek_vl_v2 import PUBLISHED, TINY
-from tests.helpers.images import make_photo, png
-from tests.helpers.reference import Reference
+from tests.helpers.engine.reference import Reference
+from tests.helpers.families import family_deepseek_vl_v2 as family
+from tests.helpers.families import reference_deepseek_vl_v2 as slow
+from tests.helpers.families.family_checks import Given, Subject, as_patches, assert_close, edited, finish
+from tests.helpers.families.family_deepseek_vl_v2 import PUBLISHED, TINY
+from tests.helpers.kernels.allocations import PeakMemory
+from tests.helpers.media.images import make_photo, png
 
 pytestmark = pytest.mark.transformers
 

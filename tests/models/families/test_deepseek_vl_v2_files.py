@@ -13,10 +13,10 @@ from saccade.errors import ConfigError, RequestError
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.processor.input_processor import Processor
-from tests.helpers import family_deepseek_vl_v2 as family
-from tests.helpers.family_checks import POLICY, Given, Subject, dummy
-from tests.helpers.family_deepseek_vl_v2 import TINY, TINY_LANGUAGE
-from tests.helpers.images import make_photo
+from tests.helpers.families import family_deepseek_vl_v2 as family
+from tests.helpers.families.family_checks import POLICY, Given, Subject, dummy
+from tests.helpers.families.family_deepseek_vl_v2 import TINY, TINY_LANGUAGE
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

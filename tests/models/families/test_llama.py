@@ -19,14 +19,14 @@ from saccade.models.layers.torch_attention import PagedAttention, PagedKV
 from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.device_memory import plan_memory
-from tests.helpers.async_engine import OPTIONS, answers, overlapped
-from tests.helpers.browser import PATIENCE_MS, open_page, running_browser
-from tests.helpers.engine_runs import Subject, run
-from tests.helpers.family_text import KINDS, build, reference
-from tests.helpers.images import make_photo
-from tests.helpers.parity import BLOCK, one_request
-from tests.helpers.reference import Reference
-from tests.helpers.serving import RunningServer, error_of, photo_part, running_server, text_part, until
+from tests.helpers.engine.async_engine import OPTIONS, answers, overlapped
+from tests.helpers.engine.engine_runs import Subject, run
+from tests.helpers.engine.reference import Reference
+from tests.helpers.families.family_text import KINDS, build, reference
+from tests.helpers.families.parity import BLOCK, one_request
+from tests.helpers.media.images import make_photo
+from tests.helpers.servers.browser import PATIENCE_MS, open_page, running_browser
+from tests.helpers.servers.serving import RunningServer, error_of, photo_part, running_server, text_part, until
 
 pytestmark = pytest.mark.transformers
 

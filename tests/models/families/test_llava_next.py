@@ -20,10 +20,10 @@ from saccade.errors import ConfigError
 from saccade.options.engine import Options
 from saccade.processor.families.llava_next import LlavaNext
 from saccade.types.media import Grid, Size
-from tests.helpers import family_llava_next
-from tests.helpers.family_checks import Given, Subject, as_patches, assert_close, dummy, edited, with_config
-from tests.helpers.images import make_photo
-from tests.helpers.reference import Reference
+from tests.helpers.engine.reference import Reference
+from tests.helpers.families import family_llava_next
+from tests.helpers.families.family_checks import Given, Subject, as_patches, assert_close, dummy, edited, with_config
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

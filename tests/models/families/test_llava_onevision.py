@@ -28,8 +28,9 @@ from saccade.models import load_model
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_onevision import LlavaOnevision
 from saccade.types.media import Grid, Size
-from tests.helpers import family_llava_onevision
-from tests.helpers.family_checks import (
+from tests.helpers.engine.reference import Reference
+from tests.helpers.families import family_llava_onevision
+from tests.helpers.families.family_checks import (
     CPU,
     Given,
     Subject,
@@ -40,8 +41,7 @@ from tests.helpers.family_checks import (
     finish,
     with_config,
 )
-from tests.helpers.images import make_photo
-from tests.helpers.reference import Reference
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

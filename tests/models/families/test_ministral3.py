@@ -17,10 +17,10 @@ from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import ConfigError
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.layers.attention_temperature import AttentionTemperature, attention_temperature_of
-from tests.helpers import family_mistral3, family_text
-from tests.helpers.family_checks import Subject, assert_close
-from tests.helpers.images import make_photo
-from tests.helpers.reference import Reference
+from tests.helpers.engine.reference import Reference
+from tests.helpers.families import family_mistral3, family_text
+from tests.helpers.families.family_checks import Subject, assert_close
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

@@ -19,10 +19,10 @@ from saccade.errors import ConfigError
 from saccade.processor.families import family_for
 from saccade.processor.families.mistral3 import Mistral3
 from saccade.types.media import Grid, Size
-from tests.helpers import family_mistral3
-from tests.helpers.family_checks import Given, Subject, as_patches, assert_close, dummy, edited
-from tests.helpers.images import make_photo
-from tests.helpers.reference import Reference
+from tests.helpers.engine.reference import Reference
+from tests.helpers.families import family_mistral3
+from tests.helpers.families.family_checks import Given, Subject, as_patches, assert_close, dummy, edited
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

@@ -33,8 +33,9 @@ from saccade.runner.cross_attention_metadata import rows_by_image, stretches
 from saccade.types.media import Grid, Size
 from saccade.types.prompt import Span
 from saccade.types.step import ScheduledWindow
-from tests.helpers import family_mllama
-from tests.helpers.family_checks import (
+from tests.helpers.engine.reference import Reference
+from tests.helpers.families import family_mllama
+from tests.helpers.families.family_checks import (
     CPU,
     CrossAttentionSubject,
     Given,
@@ -43,9 +44,8 @@ from tests.helpers.family_checks import (
     dummy,
     edited,
 )
-from tests.helpers.family_mllama import HUB, IMAGE, TILE
-from tests.helpers.images import make_photo
-from tests.helpers.reference import Reference
+from tests.helpers.families.family_mllama import HUB, IMAGE, TILE
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

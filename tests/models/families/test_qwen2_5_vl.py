@@ -25,9 +25,9 @@ from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
 from saccade.types.media import Grid
-from tests.helpers.family_qwen2_5_vl import PUBLISHED_7B, build
-from tests.helpers.parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
-from tests.helpers.qwen_checks import (
+from tests.helpers.families.family_qwen2_5_vl import PUBLISHED_7B, build
+from tests.helpers.families.parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
+from tests.helpers.families.qwen_checks import (
     random,
 )
 

@@ -23,9 +23,9 @@ from saccade.processor.families import family_for
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types.media import Size
 from saccade.types.step import ScheduledWindow, StateCheckpoint
-from tests.helpers.family_qwen3_5 import IMAGE, build
-from tests.helpers.images import make_photo
-from tests.helpers.parity import CPU, Pair, assert_close, hybrid_logits, prompt, their_logits
+from tests.helpers.families.family_qwen3_5 import IMAGE, build
+from tests.helpers.families.parity import CPU, Pair, assert_close, hybrid_logits, prompt, their_logits
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

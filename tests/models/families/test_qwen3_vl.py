@@ -26,9 +26,9 @@ from saccade.models.weights import fill_random
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.types.media import Grid
-from tests.helpers.family_qwen3_vl import PUBLISHED_4B, build
-from tests.helpers.parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
-from tests.helpers.qwen_checks import (
+from tests.helpers.families.family_qwen3_vl import PUBLISHED_4B, build
+from tests.helpers.families.parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
+from tests.helpers.families.qwen_checks import (
     random,
 )
 

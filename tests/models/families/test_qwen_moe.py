@@ -16,9 +16,9 @@ from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import video_rules_for
-from tests.helpers import family_qwen3_5, family_text
-from tests.helpers.family_moe import build_hybrid, build_vl
-from tests.helpers.parity import CPU, Pair, assert_close, hybrid_logits, our_logits, prompt, their_logits
+from tests.helpers.families import family_qwen3_5, family_text
+from tests.helpers.families.family_moe import build_hybrid, build_vl
+from tests.helpers.families.parity import CPU, Pair, assert_close, hybrid_logits, our_logits, prompt, their_logits
 
 pytestmark = pytest.mark.transformers
 

@@ -30,11 +30,11 @@ from saccade.processor.families.qwen_vl import QwenVL
 from saccade.processor.families.text import Text
 from saccade.processor.input_processor import Processor
 from saccade.types.media import Grid, Size
-from tests.helpers import family_qwen_vl
-from tests.helpers.family_checks import Given, Subject, as_patches, assert_close, dummy, edited
-from tests.helpers.family_qwen_vl import SlowTokenizer
-from tests.helpers.images import make_photo, png
-from tests.helpers.reference import Reference
+from tests.helpers.engine.reference import Reference
+from tests.helpers.families import family_qwen_vl
+from tests.helpers.families.family_checks import Given, Subject, as_patches, assert_close, dummy, edited
+from tests.helpers.families.family_qwen_vl import SlowTokenizer
+from tests.helpers.media.images import make_photo, png
 
 pytestmark = pytest.mark.transformers
 

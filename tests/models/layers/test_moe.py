@@ -27,7 +27,7 @@ from saccade.models.layers.moe import EXPERT_RULES, MoE
 from saccade.models.state_dict import Parameters
 from saccade.models.tensor_files import TensorFiles
 from saccade.models.weights import fill_random, load_weights
-from tests.helpers.allocations import PeakMemory
+from tests.helpers.kernels.allocations import PeakMemory
 
 pytestmark = pytest.mark.transformers
 

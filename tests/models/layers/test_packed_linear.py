@@ -22,7 +22,7 @@ from saccade.models.layers.packed_linear import (
 )
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
-from tests.helpers.packing import PACKED_DTYPES, needs_onednn
+from tests.helpers.families.packing import PACKED_DTYPES, needs_onednn
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
 from saccade.models.quantized.kv_scales import kv_scales
-from tests.helpers.published import PUBLISHED
+from tests.helpers.families.published import PUBLISHED
 
 TEXT = model_config({**PUBLISHED, "num_hidden_layers": 2}).text
 PREFIX = "model.language_model.layers"

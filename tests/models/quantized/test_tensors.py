@@ -18,7 +18,7 @@ from saccade.models.quantized import dequantize
 from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.tensor_files import TensorFiles
 from saccade.models.weights import Rule, load_weights
-from tests.helpers.quantize import FORMATS, Packed, fp8_blocks, fp8_tensor, gptq, nvfp4, pack, quantize
+from tests.helpers.families.quantize import FORMATS, Packed, fp8_blocks, fp8_tensor, gptq, nvfp4, pack, quantize
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0.mlp.up_proj"

@@ -16,7 +16,7 @@ from saccade.processor.dialects.parser import OutputFormats, OutputParser
 from saccade.processor.dialects.registry import TOOL_DIALECTS
 from saccade.processor.tools import ToolPlan, tools_for_template
 from saccade.structured.schema import compiled
-from tests.helpers.output_events import Seen
+from tests.helpers.engine.output_events import Seen
 
 LOOK = {
     "type": "object",

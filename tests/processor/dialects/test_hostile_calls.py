@@ -12,7 +12,7 @@ from saccade.processor.dialects.arguments import as_json, fits, types_of
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.parser import OutputParser
 from saccade.processor.dialects.registry import TOOL_DIALECTS
-from tests.helpers.output_events import Seen
+from tests.helpers.engine.output_events import Seen
 
 
 def read(dialect: str, text: str, parameters: Mapping[str, Any] | None = None) -> Seen:

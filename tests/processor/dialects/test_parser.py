@@ -19,7 +19,7 @@ from saccade.processor.dialects.registry import (
     thinking_dialect,
     tool_dialect,
 )
-from tests.helpers.output_events import Seen
+from tests.helpers.engine.output_events import Seen
 
 PARAMETERS = {
     "type": "object",

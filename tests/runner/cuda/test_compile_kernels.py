@@ -12,9 +12,9 @@ import torch
 from saccade import LLM
 from saccade.models.cuda.moe import prepare_moe
 from saccade.models.layers.moe import MoE
-from tests.helpers.async_engine import FEW, answers, new_forward, overlapped, prompts
-from tests.helpers.compiling import compiling_on_the_cpu
-from tests.helpers.families import FAMILIES
+from tests.helpers.engine.async_engine import FEW, answers, new_forward, overlapped, prompts
+from tests.helpers.families.families import FAMILIES
+from tests.helpers.kernels.compiling import compiling_on_the_cpu
 
 pytestmark = pytest.mark.transformers
 

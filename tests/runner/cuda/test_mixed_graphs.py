@@ -14,8 +14,8 @@ from saccade.runner.cuda.graph_sizes import MixedSize, mixed_sizes
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
 from saccade.runner.forward import Sampled
 from saccade.types.step import StepPlan, StepResult
-from tests.helpers.async_engine import OPTIONS, TWO_LAYERS, overlapped, prompts
-from tests.helpers.families import FAMILIES
+from tests.helpers.engine.async_engine import OPTIONS, TWO_LAYERS, overlapped, prompts
+from tests.helpers.families.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
 

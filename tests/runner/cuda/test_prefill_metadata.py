@@ -13,9 +13,9 @@ from saccade.runner.cuda import cross_attention, forward, prefill_graphs
 from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS
 from saccade.runner.cuda.prefill_graphs import PrefillGraphs
 from saccade.runner.cuda.prefill_metadata import Parts, Window
-from tests.helpers.async_engine import FEW, OPTIONS, TWO_LAYERS, answers, overlapped
-from tests.helpers.families import FAMILIES
-from tests.helpers.images import make_photo
+from tests.helpers.engine.async_engine import FEW, OPTIONS, TWO_LAYERS, answers, overlapped
+from tests.helpers.families.families import FAMILIES
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 

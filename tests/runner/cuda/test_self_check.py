@@ -12,8 +12,8 @@ from saccade.runner.cuda import cross_attention as cross_tables
 from saccade.runner.cuda import mla
 from saccade.runner.cuda.self_check import check_logits
 from saccade.runner.torch_forward import TorchForward
-from tests.helpers.async_engine import TWO_LAYERS, overlapped
-from tests.helpers.families import FAMILIES
+from tests.helpers.engine.async_engine import TWO_LAYERS, overlapped
+from tests.helpers.families.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
 

@@ -12,7 +12,7 @@ from safetensors.torch import load
 from saccade.runner.embedding_tiers import entry
 from saccade.runner.embedding_tiers.entry import EntryForm, Namespace, checksum
 from saccade.types.media import Size
-from tests.helpers.tiers import WIDTH, embedding, item
+from tests.helpers.engine.tiers import WIDTH, embedding, item
 
 NAME = "ab" * 32
 FORM = EntryForm(4, WIDTH, "float32")

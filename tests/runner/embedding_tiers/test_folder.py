@@ -17,7 +17,7 @@ from saccade.runner.embedding_tiers.entry import EntryForm
 from saccade.runner.embedding_tiers.folder import FolderStore
 from saccade.runner.embedding_tiers.store import BadEntry, StoreError
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
-from tests.helpers.tiers import be_patient, embedding, item, joined, open_tiers
+from tests.helpers.engine.tiers import be_patient, embedding, item, joined, open_tiers
 
 HOUR = 3600.0
 PAYLOAD = 1000

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.runner.embedding_tiers.host import HostEntry, HostTier
-from tests.helpers.tiers import CPU, WIDTH, embedding
+from tests.helpers.engine.tiers import CPU, WIDTH, embedding
 
 ROW = WIDTH * 4  # bytes of an embedding of one slot
 PAGE = 64

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saccade.runner.embedding_tiers.rates import Rate, best_of, verdict
-from tests.helpers.tiers import FREE, SLOW, MemoryStore, embedding, item, joined, open_tiers
+from tests.helpers.engine.tiers import FREE, SLOW, MemoryStore, embedding, item, joined, open_tiers
 
 SECONDS = st.floats(0, 10)
 

@@ -12,7 +12,7 @@ from saccade.media.hashing import salt_of
 from saccade.runner.embedding_tiers import tiers as module
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.types.media import Size
-from tests.helpers.tiers import FREE, SLOW, MemoryStore, be_patient, embedding, item, joined, open_tiers
+from tests.helpers.engine.tiers import FREE, SLOW, MemoryStore, be_patient, embedding, item, joined, open_tiers
 
 
 @pytest.fixture(autouse=True)

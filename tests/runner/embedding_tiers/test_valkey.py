@@ -14,8 +14,8 @@ from saccade.errors import ConfigError
 from saccade.options.engine import Options
 from saccade.runner.embedding_tiers.store import StoreError
 from saccade.runner.embedding_tiers.valkey import ValkeyStore
-from tests.helpers.tiers import be_patient, embedding, item, joined, open_tiers
-from tests.helpers.valkey import PASSWORD, RunningValkey, running_valkey
+from tests.helpers.engine.tiers import be_patient, embedding, item, joined, open_tiers
+from tests.helpers.servers.valkey import PASSWORD, RunningValkey, running_valkey
 
 DAY = 86400.0
 

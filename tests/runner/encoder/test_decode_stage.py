@@ -14,7 +14,7 @@ from saccade.media.media_workers import Ticket
 from saccade.runner.encoder.decode_order import DecodeTurns
 from saccade.runner.encoder.decode_stage import DecodeStage
 from saccade.types.media import HEAVY_PIXELS, PIXELS_PER_SECOND, Grid, MediaItem, Size
-from tests.helpers.fake_tower import picture
+from tests.helpers.fakes.fake_tower import picture
 
 
 def item(name: str, client: str = "", request: str = "", pixels: int = 16, patches: int = 16) -> MediaItem:

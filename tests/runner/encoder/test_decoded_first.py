@@ -14,7 +14,7 @@ from saccade.runner.encoder.decode_stage import DecodeStage
 from saccade.types.media import HEAVY_PIXELS, Key, MediaItem, Size
 from saccade.types.request import Tenant
 from saccade.types.step import StepPlan, StepResult
-from tests.helpers.scheduling import FakeImage, FakeRunner, Rig, make_request
+from tests.helpers.engine.scheduling import FakeImage, FakeRunner, Rig, make_request
 
 SLOTS = 8  # of each image, and its patches
 AHEAD = 16  # patches decoded ahead

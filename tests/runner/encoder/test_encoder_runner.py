@@ -27,8 +27,8 @@ from saccade.runner.encoder.encoder_runner import LocalEncoder, Prepared
 from saccade.runner.encoder.timing import Times
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 from saccade.types.step import MediaTimes
-from tests.helpers.fake_tower import FakeTower, picture
-from tests.helpers.images import make_photo
+from tests.helpers.fakes.fake_tower import FakeTower, picture
+from tests.helpers.media.images import make_photo
 
 
 class UnreadWatch:

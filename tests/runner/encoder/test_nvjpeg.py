@@ -25,9 +25,9 @@ from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.gpu_jpeg import GpuJpegs, build_gpu_jpegs
 from saccade.runner.encoder.nvjpeg import Jpeg, NvJpegError, load_library
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
-from tests.helpers.fake_nvjpeg import BAD_JPEG, FakeNvJpeg, open_fake
-from tests.helpers.fake_tower import FakeTower
-from tests.helpers.images import make_photo
+from tests.helpers.fakes.fake_nvjpeg import BAD_JPEG, FakeNvJpeg, open_fake
+from tests.helpers.fakes.fake_tower import FakeTower
+from tests.helpers.media.images import make_photo
 
 CPU = torch.device("cpu")
 SIZE = Size(120, 90)

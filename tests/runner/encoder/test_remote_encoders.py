@@ -17,9 +17,9 @@ from saccade.runner.encoder import remote_encoders
 from saccade.runner.encoder.encoder_channel import EncoderLate, RemoteEmbedding
 from saccade.types.media import PIXELS_PER_SECOND, MediaItem
 from saccade.types.step import MediaTimes
-from tests.helpers.fake_channel import FORM, WORKER_VALUE, FakeChannel, Workers, embedding
-from tests.helpers.fake_tower import picture
-from tests.helpers.tiers import CPU, FREE, SLOW
+from tests.helpers.engine.tiers import CPU, FREE, SLOW
+from tests.helpers.fakes.fake_channel import FORM, WORKER_VALUE, FakeChannel, Workers, embedding
+from tests.helpers.fakes.fake_tower import picture
 
 
 @pytest.fixture

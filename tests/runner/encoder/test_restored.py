@@ -13,8 +13,8 @@ from saccade.runner.embedding_tiers.host import HostTier
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.runner.encoder.encoder_runner import Encoded, LocalEncoder
 from saccade.types.media import MediaItem
-from tests.helpers.fake_tower import FakeTower, picture
-from tests.helpers.tiers import CPU, FREE, SLOW, MemoryStore, be_patient
+from tests.helpers.engine.tiers import CPU, FREE, SLOW, MemoryStore, be_patient
+from tests.helpers.fakes.fake_tower import FakeTower, picture
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.messages import read_message
 from saccade.server.request.responses import read_response
-from tests.helpers.fake_stream import Wire, new_stream, running, started, token
+from tests.helpers.fakes.fake_stream import Wire, new_stream, running, started, token
 
 READER = FieldReader(strict=False)
 CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'

@@ -14,7 +14,7 @@ from saccade.server.request.fields import FieldReader
 from saccade.server.request.messages import read_message
 from saccade.server.request.responses import read_response
 from saccade.types.request import Tenant
-from tests.helpers.scheduling import FakeImage, make_prompt
+from tests.helpers.engine.scheduling import FakeImage, make_prompt
 
 READER = FieldReader(strict=True)
 MESSAGES = [{"role": "user", "content": "a"}]

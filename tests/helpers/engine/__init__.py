@@ -1,0 +1,1 @@
+"""Engines and schedulers, driven step by step."""

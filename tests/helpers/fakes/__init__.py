@@ -1,0 +1,1 @@
+"""Stand-ins for engines, devices and libraries."""

@@ -1,0 +1,1 @@
+"""Small checkpoints of each family, and what is checked of them."""

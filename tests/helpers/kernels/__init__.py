@@ -1,0 +1,1 @@
+"""Kernels in the interpreter and in the compiler."""

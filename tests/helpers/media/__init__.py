@@ -1,0 +1,1 @@
+"""Images, videos, documents and prompts."""

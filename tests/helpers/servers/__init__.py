@@ -1,0 +1,1 @@
+"""Servers, clients, browsers and hostile sites."""
