@@ -151,7 +151,9 @@ def _option_row(option: dataclasses.Field[Any]) -> tuple[str, str, str]:
     """As `saccade.cli.main` makes flags: a switch that is on by default has a flag that turns it off."""
     factory = option.default_factory
     default = option.default if factory is dataclasses.MISSING else factory()
-    flag = "MODEL" if option.name == "model" else f"--{option.name.replace('_', '-')}"
+    flag = f"--{option.name.replace('_', '-')}"
+    if option.name == "model":
+        flag = "MODEL"
     what = option.metadata["help"]
     if default is True:
         flag = f"--no-{flag.removeprefix('--').removeprefix('enable-')}"
@@ -168,7 +170,9 @@ def _default(value: Any, is_automatic: bool) -> str:
         return f"`{','.join(f'{key}={count}' for key, count in value.items())}`"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"`{value}`" if isinstance(value, str) else str(value)
+    if isinstance(value, str):
+        return f"`{value}`"
+    return str(value)
 
 
 # --- arguments of vLLM --------------------------------------------------------------------------------------
