@@ -103,19 +103,27 @@ def run_round(checkout: Path, args: argparse.Namespace, dtype: str) -> dict[str,
 
 def compare(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Medians of each checkout, this one first; they are measured in turns."""
-    here = Path(__file__).resolve().parent.parent
-    checkouts = [here, *([args.beside.resolve()] if args.beside else [])]
-    rounds: dict[Path, list[dict[str, float]]] = {checkout: [] for checkout in checkouts}
+    checkouts = {"here": Path(__file__).resolve().parent.parent}
+    if args.beside:
+        checkouts["beside"] = args.beside.resolve()
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
     for _ in range(args.rounds):
-        for checkout in checkouts:
-            rounds[checkout].append(run_round(checkout, args, dtype))
-    medians = [{key: statistics.median(figures[key] for figures in rounds[c]) for key in ROWS} for c in checkouts]
-    print(f"\n{dtype:44} {'here':>9}" + (f" {'beside':>9} {'here/beside':>11}" if args.beside else ""))
-    for key, name in ROWS.items():
-        values = [figures[key] for figures in medians]
-        ratio = f" {values[0] / values[1]:11.2f}" if args.beside else ""
-        print(f"{name:44}" + "".join(f" {value:9.3f}" for value in values) + ratio)
-    return {"dtype": dtype, "here": medians[0], **({"beside": medians[1]} if args.beside else {})}
+        for name, checkout in checkouts.items():
+            rounds[name].append(run_round(checkout, args, dtype))
+    medians = {
+        name: {key: statistics.median(figures[key] for figures in rounds[name]) for key in ROWS} for name in rounds
+    }
+    head = f"\n{dtype:44}" + "".join(f" {name:>9}" for name in checkouts)
+    if args.beside:
+        head += f" {'here/beside':>11}"
+    print(head)
+    for key, title in ROWS.items():
+        values = [figures[key] for figures in medians.values()]
+        line = f"{title:44}" + "".join(f" {value:9.3f}" for value in values)
+        if args.beside:
+            line += f" {values[0] / values[1]:11.2f}"
+        print(line)
+    return {"dtype": dtype, **medians}
 
 
 def main() -> None:

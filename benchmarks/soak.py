@@ -95,9 +95,11 @@ async def _read(response: httpx.Response, call: Call) -> tuple[float, str | None
 def _problem(call: Call, status: int) -> str | None:
     if status in _OVERLOAD:
         return None
-    if call.is_bad:
-        return None if 400 <= status < 500 else f"status {status} for a bad request"
-    return None if status == 200 else f"status {status}"
+    if call.is_bad and not 400 <= status < 500:
+        return f"status {status} for a bad request"
+    if not call.is_bad and status != 200:
+        return f"status {status}"
+    return None
 
 
 async def play(client: httpx.AsyncClient, load: Load, pacer: Pacer, run: Run, end: float) -> None:

@@ -30,7 +30,9 @@ class Answer(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        return "failed" if self.problem else "refused" if self.is_refused else "answered"
+        if self.problem:
+            return "failed"
+        return "refused" if self.is_refused else "answered"
 
 
 class Fill(NamedTuple):
@@ -107,8 +109,14 @@ def _process_verdict(name: str, slopes: Slopes, run: Run, steady: float) -> str:
     if slope is None:
         return f"{name}: too few samples"
     leaks = [measure for measure in ("fds", "threads") if (slopes[f"{name} {measure}"] or 0) >= 1]
-    trend = "steady" if slope <= steady else f"still growing{_filling(run) if name == 'engine' else ''}"
-    more = f"; {' and '.join(leaks)} grow" if leaks else "; descriptors and threads steady"
+    trend = "steady"
+    if slope > steady:
+        trend = "still growing"
+        if name == "engine":
+            trend += _filling(run)
+    more = "; descriptors and threads steady"
+    if leaks:
+        more = f"; {' and '.join(leaks)} grow"
     parts = growth(run.watch.samples[name], run.seconds / 2)
     owners = f" ({', '.join(parts)} MiB)" if parts else ""
     return f"{name}: memory {trend}, {slope:+.1f} MiB an hour over the last half{owners}{more}"
@@ -186,7 +194,9 @@ def _latency_table(run: Run, slopes: Slopes) -> list[str]:
 
 
 def _signed(slope: float | None) -> str:
-    return "-" if slope is None else f"{slope:+.1f}" if abs(slope) < 100 else f"{slope:+.0f}"
+    if slope is None:
+        return "-"
+    return f"{slope:+.1f}" if abs(slope) < 100 else f"{slope:+.0f}"
 
 
 def _latency(answers: Sequence[Answer]) -> str:
