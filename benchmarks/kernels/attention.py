@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -185,9 +184,9 @@ def _by_hopper(paged: Paged, news: Sequence[NewTokens]) -> dict[str, list[Call]]
         return {}
     schedule = plan_schedule(paged.seq_lens, paged.heads.num_kv_heads, num_sms(DEVICE))
     workspace = DecodeWorkspace.allocate(len(paged.contexts), *paged.heads, DEVICE)
-    arguments = (paged.tables, paged.seq_lens, schedule, BLOCK, paged.softmax_scale, workspace)
+    run = partial(hopper_decode, block_size=BLOCK, scale=paged.softmax_scale, workspace=workspace, schedule=schedule)
     layers = zip(news, paged.k, paged.v, strict=True)
-    return {"hopper": [partial(hopper_decode, new, k, v, *arguments) for new, k, v in layers]}
+    return {"hopper": [partial(run, new, k, v, paged.tables, paged.seq_lens) for new, k, v in layers]}
 
 
 # --- prefill ------------------------------------------------------------------------------------------------------
@@ -204,8 +203,6 @@ def prefill(works: Iterable[Prefill] = PREFILLS) -> Iterator[Case]:
         ours = {"triton": _windows(paged_prefill, paged, work, q, rows)}
         if is_hopper(DEVICE):
             ours |= _windows_by_hopper(paged, work, q)
-            if importlib.util.find_spec("flashinfer"):
-                ours["flashinfer"] = _by_flashinfer(paged, work, q)
         pairs = sum(
             length * (context - length) + length * (length + 1) / 2
             for length, context in zip(work.lengths, work.contexts, strict=True)
@@ -231,16 +228,6 @@ def _windows_by_hopper(paged: Paged, work: Prefill, q: Tensor) -> dict[str, list
     if not suits(paged.heads.head_dim, DTYPE, BLOCK):
         return {}
     return {"hopper": _windows(hopper_prefill, paged, work, q, ROWS)}
-
-
-def _by_flashinfer(paged: Paged, work: Prefill, q: Tensor) -> list[Call]:
-    from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill
-
-    capacity = Capacity(8192, 16, 16 * 2048)
-    flash = FlashInferPrefill(paged.heads, capacity, BLOCK, paged.softmax_scale, DTYPE, DEVICE)
-    blocks = [table[: -(-n // BLOCK)] for table, n in zip(paged.tables, work.contexts, strict=True)]
-    flash.plan(work.lengths, work.contexts, torch.cat(blocks))
-    return [partial(flash, q, k, v) for k, v in zip(paged.k, paged.v, strict=True)]
 
 
 def _dense(paged: Paged, work: Prefill, q: Tensor) -> dict[str, list[Call]]:
