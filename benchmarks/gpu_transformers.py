@@ -52,7 +52,9 @@ class Transformers:
         bitmaps = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
         batch = self.images(bitmaps, return_tensors="pt").to(DEVICE)
         pixels = {"pixel_values": batch["pixel_values"].to(torch.bfloat16)}
-        return pixels if self.is_square else {**pixels, "image_grid_thw": batch["image_grid_thw"]}
+        if not self.is_square:
+            pixels["image_grid_thw"] = batch["image_grid_thw"]
+        return pixels
 
     def about(self, data: bytes) -> dict[str, Any]:
         """An image between sixteen tokens of text."""

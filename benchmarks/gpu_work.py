@@ -251,9 +251,12 @@ def streams(side: Side, repeats: int) -> None:
 
 def _gaps(side: Side, has_images: bool) -> Iterator[float]:
     """Milliseconds between the tokens of each text stream; with images, from the first on: they come by the clock."""
-    photos = [side.photo(1280, 960) for _ in range(IMAGES if has_images else 0)]
+    photos = []
+    tokens = STREAM_TOKENS
+    if has_images:
+        photos = [side.photo(1280, 960) for _ in range(IMAGES)]
+        tokens = TOKENS_BESIDE
     arrivals = _Arrivals(side, photos)
-    tokens = TOKENS_BESIDE if has_images else STREAM_TOKENS
     for index in range(STREAMS):
         side.engine.add_request(f"text{has_images}{index}", side.text(500), side.greedy(tokens))
     latest: dict[str, tuple[float, int]] = {}

@@ -154,7 +154,9 @@ def _product(gemm: Gemm, x: Tensor, weight: Tensor) -> Tensor:
 
 def whole(out: Tensor) -> Tensor:
     """The sum of what splits of the inputs gave."""
-    return out.sum(0) if out.dim() == 3 else out
+    if out.dim() == 3:
+        return out.sum(0)
+    return out
 
 
 def _weight(rows: int, inputs: int, dtype: torch.dtype = DTYPE) -> Tensor:

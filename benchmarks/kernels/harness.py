@@ -83,9 +83,14 @@ def _row(case: Case, way: str, calls: Sequence[Call]) -> Row:
 
 
 def line_of(row: Row) -> str:
-    time = f"{row.us:9.2f} us  floor {row.floor_us:8.2f}  x{row.us / row.floor_us:6.2f}" if row.us else ""
-    error = "" if row.error is None else f"  error {row.error:.1e}"
-    return f"{row.work:44} {row.way:14} {time}{error}{'' if row.is_right else '  WRONG'}"
+    line = f"{row.work:44} {row.way:14} "
+    if row.us:
+        line += f"{row.us:9.2f} us  floor {row.floor_us:8.2f}  x{row.us / row.floor_us:6.2f}"
+    if row.error is not None:
+        line += f"  error {row.error:.1e}"
+    if not row.is_right:
+        line += "  WRONG"
+    return line
 
 
 def graph_us(calls: Sequence[Call]) -> float:
