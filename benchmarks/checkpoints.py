@@ -222,7 +222,7 @@ def llava(
     vision: dict[str, Any] | None = None,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """A small LLaVA-1.5 folder: CLIP tower of 56x56 pictures (16 patches), projector, Llama decoder, untied head."""
+    """A small LLaVA-1.5 folder: CLIP tower of 56x56 images (16 patches), projector, Llama decoder, untied head."""
     tokenizer = llama_tokenizer()
     vocabulary = {
         "vocab_size": tokenizer.get_vocab_size() + 6,

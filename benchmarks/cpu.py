@@ -32,7 +32,7 @@ Request = tuple[str, bytes]
 
 
 def workload(seed: int) -> list[Request]:
-    """16 requests over 8 pictures: picture first, two questions each."""
+    """16 requests over 8 images: image first, two questions each."""
     images = [photo(1000 * seed + i) for i in range(8)]
     return [(f"{IMAGE}{question}{END}", data) for data in images for question in QUESTIONS]
 
@@ -41,8 +41,8 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-def make_llm(folder: Path, **given: object) -> LLM:
-    return LLM(model=str(folder), max_model_len=2048, dtype="float32", use_tqdm=False, **given)
+def make_llm(folder: Path, **options: object) -> LLM:
+    return LLM(model=str(folder), max_model_len=2048, dtype="float32", use_tqdm=False, **options)
 
 
 def as_prompt(request: Request) -> dict[str, object]:
@@ -60,7 +60,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 def throughput(folder: Path, rounds: int) -> dict[str, float]:
     """Requests per second: ours, Transformers one by one, and its best batch size. Rounds are interleaved."""
-    llm, other = make_llm(folder), TransformersSide(folder)
+    llm = make_llm(folder)
+    other = TransformersSide(folder)
     llm.generate([as_prompt(r) for r in workload(99)[:2]], greedy(4), use_tqdm=False)
     other.generate(workload(99)[:1], 4)
     times: dict[str, list[float]] = {"saccade": [], "sequential": [], "batch 4": [], "batch 8": [], "batch 16": []}
@@ -96,7 +97,7 @@ def first_token(llm: LLM, prompt: dict[str, object]) -> float:
 
 
 def seen_image(folder: Path, rounds: int) -> dict[str, float]:
-    """A picture whose embeddings are at hand against text of as many tokens; then the same with cached prefixes."""
+    """An image whose embeddings are at hand against text of as many tokens; then the same with cached prefixes."""
     ids = np.random.default_rng(0)
     data = photo(7)
     result: dict[str, float] = {}
@@ -110,17 +111,18 @@ def seen_image(folder: Path, rounds: int) -> dict[str, float]:
         before = llm.stats()["encoder"]
         base = ids.integers(0, 400, tokens).tolist()
         llm.generate({"prompt_token_ids": base}, greedy(1), use_tqdm=False)
-        images, texts = [], []
+        images = []
+        texts = []
         for index in range(rounds):
             question = f"Question {index:03d}, what is in this picture?"
-            asked = as_prompt((f"{IMAGE}{question}{END}", data))
-            size = len(llm.engine.processor.from_prompt(asked))
+            prompt = as_prompt((f"{IMAGE}{question}{END}", data))
+            size = len(llm.engine.processor.from_prompt(prompt))
             start = len(llm.engine.processor.from_prompt(as_prompt((IMAGE, data)))) // 16 * 16
             text = [*base[:start], *ids.integers(0, 400, size - start).tolist()]
-            images.append(first_token(llm, asked))
+            images.append(first_token(llm, prompt))
             texts.append(first_token(llm, {"prompt_token_ids": text}))
         after = llm.stats()["encoder"]
-        assert after["encoded"] == before["encoded"] and after["decoded"] == before["decoded"], "a seen picture is free"
+        assert after["encoded"] == before["encoded"] and after["decoded"] == before["decoded"], "a seen image is free"
         result[name] = statistics.median(images) / statistics.median(texts)
         llm.close()
     return result
@@ -133,7 +135,8 @@ def matrix_products(folder: Path, rounds: int) -> dict[str, float]:
     """Time of our prefill, decode and encode over the time of bare matrix products of the same shapes."""
     llm = make_llm(folder, enable_prefix_caching=False)
     config = llm.engine.processor.checkpoint.config
-    text, vision = config.text, config.vision
+    text = config.text
+    vision = config.vision
     assert vision is not None
     ids = np.random.default_rng(1)
     prefill = min(first_token(llm, {"prompt_token_ids": ids.integers(0, 400, 420).tolist()}) for _ in range(rounds))
@@ -202,15 +205,15 @@ def main() -> int:
     folder = qwen2_vl_120m(args.model_dir)
     rates = throughput(folder, args.rounds)
     best = max(rate for name, rate in rates.items() if name.startswith("batch"))
-    seen = seen_image(folder, 4 * args.rounds)
+    ratios = seen_image(folder, 4 * args.rounds)
     gemms = matrix_products(folder, args.rounds)
     step = schedule_and_commit_ms(64)
     rows = [
         *((f"requests/s, {name}", rate, "") for name, rate in rates.items()),
         ("times sequential generate", rates["saccade"] / rates["sequential"], ">= 2.5"),
         ("times the best batched generate", rates["saccade"] / best, ">= 1.4"),
-        ("first token, seen picture / text of as many tokens", seen["no prefix cache"], "<= 1.15"),
-        ("the same, both prefixes cached", seen["prefix cache"], "<= 1.3"),
+        ("first token, seen picture / text of as many tokens", ratios["no prefix cache"], "<= 1.15"),
+        ("the same, both prefixes cached", ratios["prefix cache"], "<= 1.3"),
         *((f"{name} / its matrix products", value, "") for name, value in gemms.items()),
         ("schedule + commit of 64 running requests, ms", step, "< 1"),
     ]

@@ -33,19 +33,19 @@ END = "<|im_end|>\n<|im_start|>assistant\n"
 TOKENS = 65
 REPEATS = 3
 ROWS = {
-    "new": "first token, new picture, s",
-    "seen": "the same picture seen, s",
+    "new": "first token, new image, s",
+    "seen": "the same image seen, s",
     "decode_1": "decode of 1, tokens/s",
     "decode_8": "decode of 8, tokens/s",
-    "new_8": "8 new pictures at once, 65 tokens out, s",
-    "shared_8": "8 questions about 2 pictures, s",
+    "new_8": "8 new images at once, 65 tokens out, s",
+    "shared_8": "8 questions about 2 images, s",
     "peak_mib": "peak memory, MiB",
 }
 Prompt = dict[str, object]
 
 
 def photo(seed: int, width: int = 640, height: int = 480) -> bytes:
-    """A smooth random picture as JPEG bytes."""
+    """A smooth random image as JPEG bytes."""
     small = np.random.default_rng(seed).integers(0, 255, (height // 40, width // 40, 3), dtype=np.uint8)
     stream = io.BytesIO()
     Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
@@ -94,28 +94,36 @@ def run_round(checkout: Path, args: argparse.Namespace, dtype: str) -> dict[str,
     command = [sys.executable, __file__, "--worker", "--model-dir", str(args.model_dir), "--dtype", dtype]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     command += ["--threads", str(args.threads)]
-    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"a round of {checkout} failed:\n{done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"a round of {checkout} failed:\n{process.stderr}")
+    figures: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
+    return figures
 
 
 def compare(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Medians of each checkout, this one first; they are measured in turns."""
-    here = Path(__file__).resolve().parent.parent
-    checkouts = [here, *([args.beside.resolve()] if args.beside else [])]
-    rounds: dict[Path, list[dict[str, float]]] = {checkout: [] for checkout in checkouts}
+    checkouts = {"here": Path(__file__).resolve().parent.parent}
+    if args.beside:
+        checkouts["beside"] = args.beside.resolve()
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
     for _ in range(args.rounds):
-        for checkout in checkouts:
-            rounds[checkout].append(run_round(checkout, args, dtype))
-    medians = [{key: statistics.median(found[key] for found in rounds[c]) for key in ROWS} for c in checkouts]
-    print(f"\n{dtype:44} {'here':>9}" + (f" {'beside':>9} {'here/beside':>11}" if args.beside else ""))
-    for key, name in ROWS.items():
-        values = [found[key] for found in medians]
-        ratio = f" {values[0] / values[1]:11.2f}" if args.beside else ""
-        print(f"{name:44}" + "".join(f" {value:9.3f}" for value in values) + ratio)
-    return {"dtype": dtype, "here": medians[0], **({"beside": medians[1]} if args.beside else {})}
+        for name, checkout in checkouts.items():
+            rounds[name].append(run_round(checkout, args, dtype))
+    medians = {
+        name: {key: statistics.median(figures[key] for figures in rounds[name]) for key in ROWS} for name in rounds
+    }
+    head = f"\n{dtype:44}" + "".join(f" {name:>9}" for name in checkouts)
+    if args.beside:
+        head += f" {'here/beside':>11}"
+    print(head)
+    for key, title in ROWS.items():
+        values = [figures[key] for figures in medians.values()]
+        line = f"{title:44}" + "".join(f" {value:9.3f}" for value in values)
+        if args.beside:
+            line += f" {values[0] / values[1]:11.2f}"
+        print(line)
+    return {"dtype": dtype, **medians}
 
 
 def main() -> None:

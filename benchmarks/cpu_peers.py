@@ -75,18 +75,18 @@ def _wait_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
 def processes(pid: int) -> list[int]:
     """A process and its children."""
     children = [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
-    return [pid, *(own for child in children for own in processes(child))]
+    return [pid, *(process for child in children for process in processes(child))]
 
 
 def peak_mib(pid: int) -> float:
     """Highest resident memory of each process, added."""
-    lines = [line for own in processes(pid) for line in Path(f"/proc/{own}/status").read_text().splitlines()]
+    lines = [line for process in processes(pid) for line in Path(f"/proc/{process}/status").read_text().splitlines()]
     return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 def computed(pid: int) -> float:
     """Processor seconds of a process and its children."""
-    stats = (Path(f"/proc/{own}/stat").read_text().rpartition(")")[2].split() for own in processes(pid))
+    stats = (Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split() for process in processes(pid))
     return sum(int(stat[11]) + int(stat[12]) for stat in stats) / TICKS
 
 
@@ -120,14 +120,18 @@ class Round:
 
     async def _ask_once(self, row: str, images: Sequence[tuple[int, str]], tokens: int) -> tuple[float, float]:
         """The time, and the share of the cores that other processes took."""
-        asked = [body([user(image_part(photo(self.seed + i)), question)], tokens) for i, question in images]
-        start, own, all_, client = time.perf_counter(), computed(self.pid), busy(), time.process_time()
-        answers = await asyncio.gather(*(ask(self.client, request) for request in asked))
-        elapsed, own, all_ = time.perf_counter() - start, computed(self.pid) - own, busy() - all_
-        others = all_ - own - (time.process_time() - client) - 2 / TICKS  # less what rounding adds
+        requests = [body([user(image_part(photo(self.seed + i)), question)], tokens) for i, question in images]
+        start = time.perf_counter()
+        server = computed(self.pid)
+        machine = busy()
+        client = time.process_time()
+        answers = await asyncio.gather(*(ask(self.client, request) for request in requests))
+        elapsed = time.perf_counter() - start
+        server = computed(self.pid) - server
+        disturbance = busy() - machine - server - (time.process_time() - client) - 2 / TICKS  # less what rounding adds
         usages = [answer["usage"] for answer in answers]
         self.counts[row] = (sum(u["prompt_tokens"] for u in usages), sum(u["completion_tokens"] for u in usages))
-        return own if self.counts_processor_time else elapsed, others / elapsed / (os.cpu_count() or 1)
+        return server if self.counts_processor_time else elapsed, disturbance / elapsed / (os.cpu_count() or 1)
 
     async def rate(self, row: str, images: Sequence[tuple[int, str]]) -> float:
         """Tokens a second once all prompts are computed."""
@@ -156,16 +160,16 @@ async def run_round(name: str, command: str, seed: int, args: argparse.Namespace
         start = time.perf_counter() - began
         async with httpx.AsyncClient(base_url=url, timeout=600) as client:
             current = Round(client, pid, seed, args.processor_time)
-            found = await current.measure()
-    rows = " ".join(f"{key} {value:.3f}" for key, value in found.items())
+            figures = await current.measure()
+    rows = " ".join(f"{key} {value:.3f}" for key, value in figures.items())
     print(f"{name}: start {start:.1f} s, {current.disturbed} times disturbed; {rows}", flush=True)
-    return found, current.counts
+    return figures, current.counts
 
 
 def table(names: Sequence[str], rounds: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     rows = []
     for key, title in ROWS.items():
-        values = {name: [found[key] for found in rounds[name]] for name in names}
+        values = {name: [figures[key] for figures in rounds[name]] for name in names}
         medians = {name: statistics.median(v) for name, v in values.items()}
         spreads = {name: (max(v) - min(v)) / medians[name] for name, v in values.items()}
         rows.append({"row": title, "median": medians, "spread": spreads})
@@ -186,12 +190,12 @@ def main() -> None:
     servers = dict(args.server)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
     for index in range(args.rounds):
-        counted = {}
+        counts = {}
         for name, command in servers.items():
-            found, counted[name] = asyncio.run(run_round(name, command, 1000 * index, args))
-            rounds[name].append(found)
-        if len({json.dumps(counts) for counts in counted.values()}) > 1:
-            raise SystemExit(f"the servers counted other tokens: {counted}")
+            figures, counts[name] = asyncio.run(run_round(name, command, 1000 * index, args))
+            rounds[name].append(figures)
+        if len({json.dumps(each) for each in counts.values()}) > 1:
+            raise SystemExit(f"the servers counted other tokens: {counts}")
     print(f"{'':42}" + "".join(f" {name:>24}" for name in servers))
     print(json.dumps(table(list(servers), rounds)))
 

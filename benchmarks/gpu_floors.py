@@ -18,7 +18,7 @@ DTYPE = "bfloat16"
 
 
 class Floors:
-    """In milliseconds, but for the throughput, which is pictures a second."""
+    """In milliseconds, but for the throughput, which is images a second."""
 
     def __init__(self, folder: str, peaks: Peaks) -> None:
         checkpoint = open_checkpoint(folder, weights=False)
@@ -52,20 +52,21 @@ class Floors:
         return self.encode(width, height, count) + self.prompt(tokens, context)
 
     def rows(self) -> Mapping[str, float]:
-        hd, full = self.geometry(1280, 720).tokens, self.geometry(1920, 1080).tokens
+        hd = self.geometry(1280, 720).tokens
+        full = self.geometry(1920, 1080).tokens
         wave = 64 * self.image(1280, 720) + 32 * self.decode(64, hd + 32)
         stream = self.decode(STREAMS, 500 + STREAM_TOKENS // 2)
-        found = {f"decode_{batch}": self.decode(batch, 1000) for batch in BATCHES}
+        floors = {f"decode_{batch}": self.decode(batch, 1000) for batch in BATCHES}
         for rested in ("", "_rested"):
-            found[f"encode_1288x952{rested}"] = self.encode(1288, 952)
-            found[f"encode_644x476{rested}"] = self.encode(644, 476)
-            found[f"encode_8x644x476{rested}"] = self.encode(644, 476, 8)
-        found |= {f"text_{tokens}": self.prompt(tokens) for tokens in (64, 1600)}
+            floors[f"encode_1288x952{rested}"] = self.encode(1288, 952)
+            floors[f"encode_644x476{rested}"] = self.encode(644, 476)
+            floors[f"encode_8x644x476{rested}"] = self.encode(644, 476, 8)
+        floors |= {f"text_{tokens}": self.prompt(tokens) for tokens in (64, 1600)}
         for size in ((644, 476), (1280, 960), (2560, 1440)):
             name = "x".join(map(str, size))
-            found[f"new_{name}"] = self.image(*size)
-            found[f"again_{name}"] = self.prompt(16, self.geometry(*size).tokens)
-        found |= {
+            floors[f"new_{name}"] = self.image(*size)
+            floors[f"again_{name}"] = self.prompt(16, self.geometry(*size).tokens)
+        floors |= {
             "throughput_64x720p": 64e3 / wave,
             "turn2_720p": self.image(1280, 720, context=hd),
             "turn8_720p": self.image(1280, 720, context=7 * hd),
@@ -79,7 +80,7 @@ class Floors:
             "many_8x720p": self.image(1280, 720, 8),
             "many_64x2560x1440": self.image(2560, 1440, 64),
         }
-        return found
+        return floors
 
     def _weights(self) -> int:
         """Bytes that a step reads: all layers and the head, but of the embeddings only a few rows."""

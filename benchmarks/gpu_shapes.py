@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-LONGEST = 524288  # positions: 64 pictures of 2560x1440 are 300,000 tokens
+LONGEST = 524288  # positions: 64 images of 2560x1440 are 300,000 tokens
 QUESTION = "Question {} about this picture?"
 ANSWER = "It is a picture."
 WORDS = (
@@ -44,7 +44,7 @@ class Shape:
     images: dict[str, Any]  # preprocessor_config.json
     specials: tuple[str, ...]
     first_special: int  # id; ordinary tokens lie below
-    image: str  # how a picture stands in a prompt
+    image: str  # how an image stands in a prompt
     turn_end: str = "<|im_end|>\n<|im_start|>assistant\n"
     answer_end: str = "<|im_end|>\n"
     eos: str = "<|im_end|>"
@@ -91,7 +91,8 @@ _QWEN2_5_VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, 
                    "spatial_patch_size": 14, "tokens_per_second": 2}  # fmt: skip
 _QWEN2_5_TEXT = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
                  "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
-_FOUR_TEXT, _FOUR_VISION = {**_QWEN2_TEXT, "num_hidden_layers": 4}, {**_QWEN2_VISION, "depth": 4, "hidden_size": 1536}
+_FOUR_TEXT = {**_QWEN2_TEXT, "num_hidden_layers": 4}
+_FOUR_VISION = {**_QWEN2_VISION, "depth": 4, "hidden_size": 1536}
 _TINY_TEXT = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2,
               "num_key_value_heads": 1, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
 _TINY_VISION = {**_QWEN2_VISION, "depth": 2, "embed_dim": 64, "num_heads": 4, "hidden_size": 256}

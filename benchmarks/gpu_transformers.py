@@ -11,8 +11,8 @@ import io
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.gpu_shapes import SHAPES, Shape
-from benchmarks.gpu_work import MAX_PIXELS, say
+from benchmarks.gpu_work import MAX_PIXELS, attempt, photo, say
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -46,19 +46,18 @@ class Transformers:
         return torch.from_numpy(self._random.integers(1000, 30000, (batch, tokens))).to(DEVICE)
 
     def photo(self, width: int, height: int) -> bytes:
-        small = self._random.integers(0, 255, (height // 40 + 1, width // 40 + 1, 3), dtype=np.uint8)
-        stream = io.BytesIO()
-        Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
-        return stream.getvalue()
+        return photo(self._random, width, height)
 
     def prepared(self, images: list[bytes]) -> dict[str, Any]:
-        opened = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
-        made = self.images(opened, return_tensors="pt").to(DEVICE)
-        pixels = {"pixel_values": made["pixel_values"].to(torch.bfloat16)}
-        return pixels if self.is_square else {**pixels, "image_grid_thw": made["image_grid_thw"]}
+        bitmaps = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
+        batch = self.images(bitmaps, return_tensors="pt").to(DEVICE)
+        pixels = {"pixel_values": batch["pixel_values"].to(torch.bfloat16)}
+        if not self.is_square:
+            pixels["image_grid_thw"] = batch["image_grid_thw"]
+        return pixels
 
     def about(self, data: bytes) -> dict[str, Any]:
-        """A picture between sixteen tokens of text."""
+        """An image between sixteen tokens of text."""
         inputs = self.prepared([data])
         slots = 576 if self.is_square else int(inputs["image_grid_thw"].prod()) // 4
         ids = self.ids(1, slots + 16)
@@ -126,11 +125,7 @@ def main() -> int:
     transformers_logging.set_verbosity_error()
     side = Transformers(SHAPES[args.model], args.folder)
     for part in (decode_steps, encodes, first_tokens):
-        try:
-            part(side, 1 if args.quick else 3)
-        except Exception:  # one broken row must not cost the others
-            traceback.print_exc()
-            say(errors=[part.__name__])
+        attempt(part.__name__, partial(part, side, 1 if args.quick else 3))
     return 0
 
 

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,36 @@ from PIL import Image
 from benchmarks.gpu_shapes import ANSWER, QUESTION, SHAPES, Shape
 
 MAX_PIXELS = 2560 * 1440
-MODEL_LEN, STEP_TOKENS, MEMORY_SHARE, MAX_IMAGES = 131072, 8192, 0.6, 64
+MODEL_LEN = 131072
+STEP_TOKENS = 8192
+MEMORY_SHARE = 0.6
+MAX_IMAGES = 64
 BATCHES = (1, 32, 100, 128)  # of decode steps; 100 requests fill no graph
-STREAMS, STREAM_TOKENS = 32, 600
+STREAMS = 32
+STREAM_TOKENS = 600
 REST_S = 0.05  # of a device between two encodings
-IMAGES, IMAGE_EVERY_S, TOKENS_BESIDE = 40, 0.06, 1500  # so many tokens last as long as the pictures come
+IMAGES = 40
+IMAGE_EVERY_S = 0.06
+TOKENS_BESIDE = 1500  # so many tokens last as long as the images come
 Prompt = dict[str, Any]
 
 
-def say(**found: Any) -> None:
-    print("RESULT " + json.dumps(found), flush=True)
+def say(**record: Any) -> None:
+    print("RESULT " + json.dumps(record), flush=True)
+
+
+def attempt(name: str, work: Callable[[], object]) -> bool:
+    """Whether it went well. One broken row must not cost the others."""
+    start = time.perf_counter()
+    try:
+        work()
+        return True
+    except Exception:
+        traceback.print_exc()
+        say(errors=[name])
+        return False
+    finally:
+        print(f"{name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def make_engine(kind: str, folder: str, **more: Any) -> tuple[Any, Any, Any]:
@@ -60,20 +81,25 @@ def make_engine(kind: str, folder: str, **more: Any) -> tuple[Any, Any, Any]:
     return llm, llm.llm_engine if kind == "vllm" else llm.engine, SamplingParams
 
 
+def photo(colours: np.random.Generator, width: int, height: int) -> bytes:
+    small = colours.integers(0, 255, (height // 40 + 1, width // 40 + 1, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
+    return stream.getvalue()
+
+
 class Inputs:
     """Prompts of one model, the same for every run."""
 
     def __init__(self, kind: str, shape: Shape) -> None:
         self.kind = kind
         self.shape = shape
-        self._colours, self._ids = np.random.default_rng(0), random.Random(0)
+        self._colours = np.random.default_rng(0)
+        self._ids = random.Random(0)
 
     def photo(self, width: int, height: int) -> bytes:
-        """A smooth random picture as JPEG bytes."""
-        small = self._colours.integers(0, 255, (height // 40 + 1, width // 40 + 1, 3), dtype=np.uint8)
-        stream = io.BytesIO()
-        Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
-        return stream.getvalue()
+        """A smooth random image as JPEG bytes."""
+        return photo(self._colours, width, height)
 
     def opened(self, data: bytes) -> Image.Image:
         """As callers hand a file over. vLLM wants its pixels; decoding them is part of its time as of ours."""
@@ -84,8 +110,8 @@ class Inputs:
         return {"prompt_token_ids": [self._ids.randrange(1000, 30000) for _ in range(tokens)]}
 
     def about(self, images: list[bytes], question: str = "Describe this.") -> Prompt:
-        opened = [self.opened(data) for data in images]
-        return {"prompt": self.shape.image * len(images) + question, "multi_modal_data": {"image": opened}}
+        files = [self.opened(data) for data in images]
+        return {"prompt": self.shape.image * len(images) + question, "multi_modal_data": {"image": files}}
 
 
 class Side(Inputs):
@@ -124,7 +150,9 @@ def first_tokens(side: Side, repeats: int) -> None:
     for tokens in (64, 1600):
         say(**{f"text_{tokens}": median(lambda n=tokens: side.generate(side.text(n), 1)[0], 4 * repeats)})
     for width, height in ((644, 476), (1280, 960), (2560, 1440)):
-        new, again, prompt_tokens = [], [], 0
+        new = []
+        again = []
+        prompt_tokens = 0
         for _ in range(3 + 2 * repeats):
             data = side.photo(width, height)
             elapsed, outputs = side.generate(side.about([data]), 1)
@@ -147,7 +175,8 @@ def encodes(side: Side, repeats: int) -> None:
 
     from saccade.types.media import Size
 
-    model, images = side.engine.core.runner.model, side.engine.processor.images
+    model = side.engine.core.runner.model
+    images = side.engine.processor.images
     limits = images.limits.min_pixels, images.limits.max_pixels
     for name, count, size in (
         ("encode_1288x952", 1, Size(1288, 952)),
@@ -180,7 +209,7 @@ def median(call: Callable[[], float], repeats: int) -> float:
     return statistics.median(call() for _ in range(repeats))
 
 
-# --- many pictures ------------------------------------------------------------------------------------------------
+# --- many images ------------------------------------------------------------------------------------------------
 
 
 def throughput(side: Side, repeats: int) -> None:
@@ -192,14 +221,16 @@ def throughput(side: Side, repeats: int) -> None:
 
 
 def conversations(side: Side, repeats: int) -> None:
-    """A new picture and question a turn, everything before it again."""
+    """A new image and question a turn, everything before it again."""
     for name, (width, height) in {"720p": (1280, 720), "1080p": (1920, 1080)}.items():
-        text, images, times = "", [], []
+        text = ""
+        images = []
+        times = []
         for turn in range(8):
             text += side.shape.image + QUESTION.format(turn) + side.shape.turn_end
             images.append(side.photo(width, height))
-            opened = [side.opened(data) for data in images]
-            times.append(side.generate({"prompt": text, "multi_modal_data": {"image": opened}}, 1)[0])
+            files = [side.opened(data) for data in images]
+            times.append(side.generate({"prompt": text, "multi_modal_data": {"image": files}}, 1)[0])
             text += ANSWER + side.shape.answer_end
         say(**{f"turn2_{name}": times[1], f"turn8_{name}": times[7]})
 
@@ -219,13 +250,16 @@ def streams(side: Side, repeats: int) -> None:
 
 
 def _gaps(side: Side, has_images: bool) -> Iterator[float]:
-    """Milliseconds between the tokens of each text stream; with pictures, from the first on: they come by the clock."""
-    photos = [side.photo(1280, 960) for _ in range(IMAGES if has_images else 0)]
+    """Milliseconds between the tokens of each text stream; with images, from the first on: they come by the clock."""
+    photos = []
+    tokens = STREAM_TOKENS
+    if has_images:
+        photos = [side.photo(1280, 960) for _ in range(IMAGES)]
+        tokens = TOKENS_BESIDE
     arrivals = _Arrivals(side, photos)
-    tokens = TOKENS_BESIDE if has_images else STREAM_TOKENS
     for index in range(STREAMS):
         side.engine.add_request(f"text{has_images}{index}", side.text(500), side.greedy(tokens))
-    seen: dict[str, tuple[float, int]] = {}
+    latest: dict[str, tuple[float, int]] = {}
     while side.engine.has_unfinished_requests():
         arrivals.add_due()
         for output in side.engine.step():
@@ -233,10 +267,11 @@ def _gaps(side: Side, has_images: bool) -> Iterator[float]:
             if not output.request_id.startswith("text"):
                 arrivals.note(output.request_id, now)
                 continue
-            count, before = len(output.outputs[0].token_ids), seen.get(output.request_id)
+            count = len(output.outputs[0].token_ids)
+            before = latest.get(output.request_id)
             if before and count > before[1] and (arrivals.at or not has_images):
                 yield (now - before[0]) / (count - before[1]) * 1e3
-            seen[output.request_id] = (now, count)
+            latest[output.request_id] = (now, count)
     if arrivals.waited:
         say(stream_picture_first=statistics.median(arrivals.waited))
 
@@ -245,7 +280,8 @@ class _Arrivals:
     """Pictures that come by the clock, and how long each waited for its first token."""
 
     def __init__(self, side: Side, photos: list[bytes]) -> None:
-        self._side, self._photos = side, photos
+        self._side = side
+        self._photos = photos
         self._due = time.perf_counter() + 1.0
         self.at: dict[str, float] = {}
         self.waited: list[float] = []  # ms
@@ -259,8 +295,8 @@ class _Arrivals:
             self._due = now + IMAGE_EVERY_S
 
     def note(self, name: str, now: float) -> None:
-        if begun := self.at.get(name):
-            self.waited.append((now - begun) * 1e3)
+        if start := self.at.get(name):
+            self.waited.append((now - start) * 1e3)
             self.at[name] = 0.0  # only its first token counts
 
 
@@ -272,7 +308,8 @@ def device_memory(side: Side) -> dict[str, float]:
 
     if side.kind != "saccade" or not torch.cuda.is_available():
         return {}
-    stats, (free, total) = torch.cuda.memory_stats(), torch.cuda.mem_get_info()
+    stats = torch.cuda.memory_stats()
+    (free, total) = torch.cuda.mem_get_info()
     return {
         "allocations": stats["num_device_alloc"],
         "reserved_gib": torch.cuda.memory_reserved() / 2**30,
@@ -292,6 +329,7 @@ def main() -> int:
     parser.add_argument("folder")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     args = parser.parse_args()
+    repeats = 1 if args.quick else 3
     started = time.perf_counter()
     side = Side(args.kind, SHAPES[args.model], args.folder)
     say(start_s=time.perf_counter() - started)
@@ -300,15 +338,9 @@ def main() -> int:
     gc.collect()
     before = device_memory(side)
     for part in PARTS:
-        begun = time.perf_counter()
-        try:
-            part(side, 1 if args.quick else 3)
-        except Exception:  # one broken row must not cost the others
-            traceback.print_exc()
-            say(errors=[part.__name__])
+        if not attempt(part.__name__, partial(part, side, repeats)):
             for request_id in list(getattr(side.engine, "_open", ())):
                 side.engine.abort_request(request_id)
-        print(f"{part.__name__}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
     if before:
         say(memory={"before": before, "after": device_memory(side), "parts": side.llm.stats()["memory"]})
     return 0

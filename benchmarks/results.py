@@ -9,15 +9,26 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(file: str, found: Mapping[str, Any]) -> None:
+def write_json(file: str, record: Mapping[str, Any]) -> None:
     """With the commit it was measured at first."""
-    Path(file).write_text(json.dumps({"commit": commit(), **found}, indent=2) + "\n", encoding="utf-8")
+    Path(file).write_text(json.dumps({"commit": commit(), **record}, indent=2) + "\n", encoding="utf-8")
 
 
 def write_rows(file: str, rows: Sequence[tuple[str, float, str]]) -> None:
     """The rows of a printed table: name, value, goal."""
-    found = [{"name": name, "value": round(value, 4), "goal": goal} for name, value, goal in rows]
-    write_json(file, {"rows": found})
+    entries = [{"name": name, "value": round(value, 4), "goal": goal} for name, value, goal in rows]
+    write_json(file, {"rows": entries})
+
+
+def cell(value: float | None) -> str:
+    """A number with three digits or so; nothing for None."""
+    if value is None:
+        return ""
+    if value >= 100:
+        return f"{value:,.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}"
 
 
 def commit() -> str:

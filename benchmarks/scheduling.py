@@ -26,15 +26,15 @@ def _request(index: int, tokens: int, tenant: Tenant) -> Request:
 
 
 def schedule_and_commit_ms(
-    running: int, steps: int = 300, prompt_tokens: int = 500, waiting: int = 0, tenants: int = 1
+    running: int, steps: int = 300, prompt_tokens: int = 500, queue: int = 0, tenants: int = 1
 ) -> float:
-    """Median over decode steps, block boundaries and hashing included."""
+    """Median over decode steps, block boundaries and hashing included. `queue`: requests that wait."""
     limits = SchedulerConfig(
         max_model_len=4096, max_num_batched_tokens=10**6, max_num_seqs=running, block_size=16,
         num_blocks=running * 200, encoder_budget=4096, encoder_cache_slots=4096,
     )  # fmt: skip
     scheduler = Scheduler(limits)
-    for index in range(running + waiting):
+    for index in range(running + queue):
         scheduler.add(_request(index, prompt_tokens, Tenant(str(index % tenants))), 0.0)
     times = []
     for step in range(steps + 1):
@@ -53,7 +53,7 @@ def main() -> None:
     """64 requests run and 1,000 wait, of more and more tenants."""
     base = 0.0
     for tenants in (1, 10, 100, 1000):
-        rounds = [schedule_and_commit_ms(64, 200, 50, waiting=1000, tenants=tenants) for _ in range(3)]
+        rounds = [schedule_and_commit_ms(64, 200, 50, queue=1000, tenants=tenants) for _ in range(3)]
         base = base or min(rounds)
         print(f"{tenants:5} tenants: {min(rounds):.3f} ms, {min(rounds) / base:.2f} times that of one")
 

@@ -12,10 +12,7 @@ import json
 import os
 import random
 import re
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +25,7 @@ from benchmarks.cpu import QUESTIONS, greedy, make_llm
 from benchmarks.cpu_engine import photo
 from benchmarks.models import qwen2_vl_120m
 from benchmarks.results import write_rows
+from saccade.apps.evaluation.serving import serving_with
 
 WARM_UP = 1000  # requests before memory is measured
 REST = 12.0  # seconds after which both processes have tidied up
@@ -37,31 +35,9 @@ WORDS = ("red", "circle", "blue", "square", "small", "green", "left", "right", "
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[tuple[str, int]]:
     """A server of its own; yields its address and process id once it is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "saccade.cli", "serve", str(folder), "--port", str(port), "--dtype", "float32"]
-    process = subprocess.Popen(
-        [*command, "--max-model-len", "4096", "--served-model-name", "bench", *flags], stderr=subprocess.DEVNULL
-    )
-    try:
-        _wait_ready(f"http://127.0.0.1:{port}", process)
-        yield f"http://127.0.0.1:{port}", process.pid
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert process.poll() is None, f"the server ended with status {process.returncode}"
-        try:
-            if httpx.get(f"{url}/ready").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise TimeoutError("the server was not ready after two minutes")
+    usual = ("--dtype", "float32", "--max-model-len", "4096", "--served-model-name", "bench")
+    with serving_with([str(folder), *usual, *flags]) as server:
+        yield server.url, server.pid
 
 
 def image_part(data: bytes) -> dict[str, Any]:
@@ -99,8 +75,8 @@ def _has_token(chunk: dict[str, Any]) -> bool:
 
 
 def counter(metrics: str, name: str) -> float:
-    found = re.findall(rf"^{re.escape(name)}(?:_total)?(?:{{[^}}]*}})? ([0-9.e+-]+)$", metrics, re.MULTILINE)
-    return sum(float(value) for value in found)
+    values = re.findall(rf"^{re.escape(name)}(?:_total)?(?:{{[^}}]*}})? ([0-9.e+-]+)$", metrics, re.MULTILINE)
+    return sum(float(value) for value in values)
 
 
 def words(count: int, seed: int) -> str:
@@ -111,26 +87,26 @@ def words(count: int, seed: int) -> str:
 
 
 async def throughput(folder: Path, client: httpx.AsyncClient, rounds: int) -> list[tuple[float, float]]:
-    """Seconds for 16 picture requests, by the offline engine and by the server, one right after the other.
+    """Seconds for 16 image requests, by the offline engine and by the server, one right after the other.
 
-    In turns, because the same code takes a tenth more or less from minute to minute; each round has new pictures.
+    In turns, because the same code takes a tenth more or less from minute to minute; each round has new images.
     """
     llm = make_llm(folder)
     pairs = []
     for index in range(rounds):
-        asked = [[user(image_part(photo(3000 + 10 * index + i)), q)] for i in range(8) for q in QUESTIONS]
+        chats = [[user(image_part(photo(3000 + 10 * index + i)), q)] for i in range(8) for q in QUESTIONS]
         start = time.perf_counter()
-        llm.chat(asked, greedy(32), use_tqdm=False)
+        llm.chat(chats, greedy(32), use_tqdm=False)
         offline = time.perf_counter() - start
         start = time.perf_counter()
-        await asyncio.gather(*(ask(client, body(messages, 32)) for messages in asked))
+        await asyncio.gather(*(ask(client, body(messages, 32)) for messages in chats))
         pairs.append((offline, time.perf_counter() - start))
     llm.close()
     return pairs
 
 
 async def text_beside_images(client: httpx.AsyncClient, rounds: int) -> tuple[float, float]:
-    """Median first-token time of a text request alone, and while 16 picture requests are in flight."""
+    """Median first-token time of a text request alone, and while 16 image requests are in flight."""
     texts = iter(body([user(words(200, seed))], 1) for seed in range(10_000))
     alone = [await first_token(client, next(texts)) for _ in range(8)]
     beside = []
@@ -146,8 +122,8 @@ async def text_beside_images(client: httpx.AsyncClient, rounds: int) -> tuple[fl
 
 
 async def conversation(client: httpx.AsyncClient) -> dict[str, float]:
-    """Ten turns about one picture: first-token times of turns 3 and 10 (minimum of three runs), decodes and encodes."""
-    await ask(client, body([user("hello")], 1))  # the picture of the server's warm-up is counted with its first step
+    """Ten turns about one image: first-token times of turns 3 and 10 (minimum of three runs), decodes and encodes."""
+    await ask(client, body([user("hello")], 1))  # the image of the server's warm-up is counted with its first step
     before = (await client.get("/metrics")).text
     times: dict[int, list[float]] = {3: [], 10: []}
     for run in range(3):
@@ -185,7 +161,7 @@ async def overload(folder: Path) -> float:
 
 
 async def memory(folder: Path, requests: int) -> float:
-    """Growth of the resident memory of both processes, in MiB, over this many picture requests after a warm-up.
+    """Growth of the resident memory of both processes, in MiB, over this many image requests after a warm-up.
 
     The encoder cache and the prefix cache are small, so that both are full after the warm-up: a cache that fills is not
     a leak, nor is a heap that grows to what its busiest moment needs. (Each KV block whose tokens are remembered
@@ -210,8 +186,8 @@ async def _resident_at_rest(pid: int) -> float:
 def resident(pid: int) -> float:
     """MiB of a process and its children."""
     children = [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
-    own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-    return own + sum(resident(child) for child in children)
+    mib = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    return mib + sum(resident(child) for child in children)
 
 
 async def run(folder: Path, rounds: int) -> list[tuple[str, float, str]]:
@@ -224,10 +200,10 @@ async def run(folder: Path, rounds: int) -> list[tuple[str, float, str]]:
     refused = await overload(folder)
     return [
         ("requests/s offline, median", 16 / statistics.median(offline for offline, _ in pairs), ""),
-        ("requests/s served, median", 16 / statistics.median(served for _, served in pairs), ""),
+        ("requests/s served, median", 16 / statistics.median(online for _, online in pairs), ""),
         (
             "served / offline, median of pairs",
-            statistics.median(offline / served for offline, served in pairs),
+            statistics.median(offline / online for offline, online in pairs),
             ">= 0.9",
         ),
         ("first token of text alone, ms", alone * 1e3, ""),

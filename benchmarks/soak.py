@@ -26,7 +26,7 @@ import httpx
 from tqdm import tqdm
 
 from benchmarks.soak_load import Call, Load, can_make_videos
-from benchmarks.soak_report import Fill, RequestOutputBuilder, Run, print_report, summary
+from benchmarks.soak_report import Answer, Fill, Run, print_report, summary
 from benchmarks.soak_watch import Watch, engine_of
 from saccade.apps.evaluation.serving import serving_with
 from saccade.errors import ConfigError
@@ -60,18 +60,20 @@ class Pacer:
         await asyncio.sleep(self._next - now)
 
 
-async def ask(client: httpx.AsyncClient, call: Call, began: float) -> RequestOutputBuilder:
+async def ask(client: httpx.AsyncClient, call: Call, began: float) -> Answer:
     """Sends one request. The time of a stream is that to its first piece, of all others to their end."""
     content = call.body if isinstance(call.body, bytes) else json.dumps(call.body).encode()
     start = time.monotonic()
     try:
         async with client.stream("POST", call.path, content=content) as response:
-            ended, error = await _read(response, call)
+            finish, error = await _read(response, call)
             status = response.status_code
     except httpx.HTTPError as broken:
-        ended, error, status = time.monotonic(), f"connection: {broken!r}", 0
+        finish = time.monotonic()
+        error = f"connection: {broken!r}"
+        status = 0
     problem = error or _problem(call, status)
-    return RequestOutputBuilder(call.kind, start - began, ended - start, status, status in _OVERLOAD, problem)
+    return Answer(call.kind, start - began, finish - start, status, status in _OVERLOAD, problem)
 
 
 async def _read(response: httpx.Response, call: Call) -> tuple[float, str | None]:
@@ -93,9 +95,11 @@ async def _read(response: httpx.Response, call: Call) -> tuple[float, str | None
 def _problem(call: Call, status: int) -> str | None:
     if status in _OVERLOAD:
         return None
-    if call.is_bad:
-        return None if 400 <= status < 500 else f"status {status} for a bad request"
-    return None if status == 200 else f"status {status}"
+    if call.is_bad and not 400 <= status < 500:
+        return f"status {status} for a bad request"
+    if not call.is_bad and status != 200:
+        return f"status {status}"
+    return None
 
 
 async def play(client: httpx.AsyncClient, load: Load, pacer: Pacer, run: Run, end: float) -> None:
@@ -117,7 +121,8 @@ async def soak(url: str, watch: Watch, settings: Settings, *, is_quiet: bool = F
         card = (await client.get("/v1/models")).json()["data"][0]
         has_video = can_make_videos() and "video" in (card.get("multimodal") or {})
         run = Run(watch, settings.seconds, began=time.monotonic())
-        pacer, end = Pacer(settings.rate), run.began + settings.seconds
+        pacer = Pacer(settings.rate)
+        end = run.began + settings.seconds
         loads = [Load(settings.seed, i, card["id"], has_video=has_video) for i in range(settings.clients)]
         async with _looking(client, run, settings, is_quiet):
             await asyncio.gather(*(play(client, load, pacer, run, end) for load in loads))
@@ -156,7 +161,8 @@ async def _looking(client: httpx.AsyncClient, run: Run, settings: Settings, is_q
 def _fill(at: float, view: dict[str, Any]) -> Fill:
     """How full the caches are. A server that is not ours, or has done nothing yet, says nothing."""
     stats = view.get("stats") or {}
-    kv, encoder = stats.get("kv") or {}, stats.get("encoder_cache") or {}
+    kv = stats.get("kv") or {}
+    encoder = stats.get("encoder_cache") or {}
     return Fill(
         at,
         1 - kv["free"] / kv["total"] if kv.get("total") else 0.0,
@@ -170,8 +176,8 @@ def _target(args: argparse.Namespace) -> Iterator[tuple[str, Watch]]:
         yield args.url, Watch(dict(zip(("api", "engine"), args.pids or (), strict=False)))
         return
     flags = [*([args.model] if args.model else []), "--no-access-log", *args.flags]
-    with serving_with(flags) as served:
-        yield served.url, Watch({"api": served.pid, "engine": engine_of(served.pid)})
+    with serving_with(flags) as server:
+        yield server.url, Watch({"api": server.pid, "engine": engine_of(server.pid)})
 
 
 def _arguments() -> argparse.Namespace:

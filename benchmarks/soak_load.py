@@ -74,7 +74,8 @@ class Load:
         self._model = model
         self._turns: list[dict[str, Any]] = []
         weights = {kind: weight for kind, weight in KINDS.items() if kind != "video" or has_video}
-        self._kinds, self._weights = list(weights), list(weights.values())
+        self._kinds = list(weights)
+        self._weights = list(weights.values())
         self._makers: dict[str, Callable[[], Call]] = {
             "text": lambda: self._chat("text", self._words(5, 200)),
             "stream": lambda: self._chat("stream", self._words(5, 100), how="stream"),
@@ -217,7 +218,8 @@ def film(source: random.Random, size: tuple[int, int] = (112, 84), frames: int =
         stream.pix_fmt = "yuv420p"
         for index in range(frames):
             frame = av.VideoFrame.from_ndarray(_pixels(source, size), format="rgb24")
-            frame.pts, frame.time_base = index, Fraction(1, 6)
+            frame.pts = index
+            frame.time_base = Fraction(1, 6)
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     return out.getvalue()

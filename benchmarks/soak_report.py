@@ -18,7 +18,7 @@ _MAX_SHOWN = 5  # different failures
 _SHOWN_MIB = 0.5  # by which an owner of memory must have changed
 
 
-class RequestOutputBuilder(NamedTuple):
+class Answer(NamedTuple):
     """One request and how it went."""
 
     kind: str
@@ -30,7 +30,9 @@ class RequestOutputBuilder(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        return "failed" if self.problem else "refused" if self.is_refused else "answered"
+        if self.problem:
+            return "failed"
+        return "refused" if self.is_refused else "answered"
 
 
 class Fill(NamedTuple):
@@ -48,11 +50,11 @@ class Run:
     watch: Watch
     seconds: float
     began: float = 0.0
-    answers: list[RequestOutputBuilder] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
 
     @property
-    def failures(self) -> list[RequestOutputBuilder]:
+    def failures(self) -> list[Answer]:
         return [answer for answer in self.answers if answer.problem]
 
     @property
@@ -60,10 +62,10 @@ class Run:
         return bool(self.failures or self.watch.deaths or not self.answers)
 
     def as_json(self) -> dict[str, Any]:
-        samples = {name: [s._asdict() for s in seen] for name, seen in self.watch.samples.items()}
+        processes = {name: [s._asdict() for s in samples] for name, samples in self.watch.samples.items()}
         answers = [answer._asdict() for answer in self.answers]
         fills = [fill._asdict() for fill in self.fills]
-        return {"summary": summary(self), "samples": samples, "fills": fills, "answers": answers}
+        return {"summary": summary(self), "samples": processes, "fills": fills, "answers": answers}
 
 
 # --- drift ------------------------------------------------------------------------------------------------------------
@@ -107,11 +109,17 @@ def _process_verdict(name: str, slopes: Slopes, run: Run, steady: float) -> str:
     if slope is None:
         return f"{name}: too few samples"
     leaks = [measure for measure in ("fds", "threads") if (slopes[f"{name} {measure}"] or 0) >= 1]
-    found = "steady" if slope <= steady else f"still growing{_filling(run) if name == 'engine' else ''}"
-    more = f"; {' and '.join(leaks)} grow" if leaks else "; descriptors and threads steady"
+    trend = "steady"
+    if slope > steady:
+        trend = "still growing"
+        if name == "engine":
+            trend += _filling(run)
+    more = "; descriptors and threads steady"
+    if leaks:
+        more = f"; {' and '.join(leaks)} grow"
     parts = growth(run.watch.samples[name], run.seconds / 2)
     owners = f" ({', '.join(parts)} MiB)" if parts else ""
-    return f"{name}: memory {found}, {slope:+.1f} MiB an hour over the last half{owners}{more}"
+    return f"{name}: memory {trend}, {slope:+.1f} MiB an hour over the last half{owners}{more}"
 
 
 def _filling(run: Run) -> str:
@@ -128,8 +136,8 @@ def _request_verdict(run: Run) -> str:
     counts = Counter(answer.outcome for answer in run.answers)
     text = f"requests: {len(run.answers)}, {counts['refused']} refused, {counts['failed']} failed"
     problems = Counter(f"{answer.kind}: {answer.problem}" for answer in run.failures)
-    shown = [f"{count} x {problem}" for problem, count in problems.most_common(_MAX_SHOWN)]
-    return "; ".join([text, *shown, *run.watch.deaths])
+    causes = [f"{count} x {problem}" for problem, count in problems.most_common(_MAX_SHOWN)]
+    return "; ".join([text, *causes, *run.watch.deaths])
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -149,7 +157,8 @@ def print_report(run: Run, steady: float) -> None:
 
 def _process_table(run: Run, slopes: Slopes) -> list[str]:
     """Medians of memory, the most of everything else, in each tenth."""
-    names, widths = list(run.watch.samples), (9, 9, 5, 5, 5)
+    names = list(run.watch.samples)
+    widths = (9, 9, 5, 5, 5)
     group = sum(widths)
     lines = [
         " " * 8 + "".join(f"{name:>{group}}" for name in names) + f"{'full':>16}",
@@ -163,8 +172,8 @@ def _process_table(run: Run, slopes: Slopes) -> list[str]:
             cells += _process_cells(inside, widths) if inside else " " * group
         fills = _inside(run, window, run.fills)
         lines.append(cells + (f"{fills[-1].kv:8.0%}{fills[-1].encoder:8.0%}" if fills else ""))
-    found = [slopes[f"{name} {measure}"] for name in names for measure in MEASURES]
-    return [*lines, f"{'drift/h':>8}" + "".join(f"{_signed(s):>{w}}" for s, w in zip(found, widths * 2, strict=False))]
+    drifts = [slopes[f"{name} {measure}"] for name in names for measure in MEASURES]
+    return [*lines, f"{'drift/h':>8}" + "".join(f"{_signed(s):>{w}}" for s, w in zip(drifts, widths * 2, strict=False))]
 
 
 def _process_cells(samples: Sequence[Sample], widths: Sequence[int]) -> str:
@@ -185,16 +194,19 @@ def _latency_table(run: Run, slopes: Slopes) -> list[str]:
 
 
 def _signed(slope: float | None) -> str:
-    return "-" if slope is None else f"{slope:+.1f}" if abs(slope) < 100 else f"{slope:+.0f}"
+    if slope is None:
+        return "-"
+    return f"{slope:+.1f}" if abs(slope) < 100 else f"{slope:+.0f}"
 
 
-def _latency(answers: Sequence[RequestOutputBuilder]) -> str:
+def _latency(answers: Sequence[Answer]) -> str:
     ends = [percentile((answer.seconds * 1e3 for answer in answers), share) for share in (0.5, 0.99)]
     return "/".join("-" if end is None else f"{end:.0f}" for end in ends)
 
 
 def _inside(run: Run, window: int, things: Sequence[Any]) -> list[Any]:
     """Those of one tenth of the run; the last has what came after the end, too."""
-    first, length = window * run.seconds / _WINDOWS, run.seconds / _WINDOWS
+    first = window * run.seconds / _WINDOWS
+    length = run.seconds / _WINDOWS
     end = float("inf") if window == _WINDOWS - 1 else first + length
     return [thing for thing in things if first <= thing.at < end]

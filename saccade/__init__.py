@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from saccade.async_llm import AsyncLLM
     from saccade.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.5.0"
 __all__ = [
     "LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "ConfigError", "GuidedDecodingParams",
     "Logprob", "RequestError", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__",

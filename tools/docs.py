@@ -1,6 +1,6 @@
 """Writes the generated parts of the documentation: `python -m tools.docs`; `--check` fails if one is stale.
 
-docs/modules.md comes from module docstrings, docs/options.md from `saccade.options.engine`, the lists of
+docs/modules.md comes from the docstrings of packages, docs/options.md from `saccade.options.engine`, the lists of
 docs/coming_from_vllm.md from `saccade.options.vllm.table`, docs/metrics.md from
 `saccade.server.metrics`, docs/python.md from the public classes, the example of docs/plan.md from
 `saccade plan`, and the result tables from docs/results/*.json, which the benchmarks write with `--json`.
@@ -24,6 +24,7 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_rows import ROWS
+from benchmarks.results import cell
 from saccade.cli.main import main as run_command
 from saccade.engine.encoders.encoder_set import EncoderView
 from saccade.engine.ipc.client import EngineStatus, ReplicaView
@@ -105,23 +106,25 @@ def _cell(text: str) -> str:
 
 
 def modules_page() -> str:
-    """Each package with its modules, and the first paragraph of their docstrings."""
-    packages: dict[str, list[tuple[str, str]]] = {}
-    for path in sorted((ROOT / "saccade").rglob("*.py"), key=lambda p: (str(p.parent), p.name)):
-        docstring = ast.get_docstring(ast.parse(path.read_text("utf-8")))
-        if docstring or path.name != "__init__.py":
-            folder = str(path.parent.relative_to(ROOT))
-            packages.setdefault(folder, []).append((path.name, (docstring or "").split("\n\n")[0]))
+    """Each package, and the first sentence of its docstring."""
+    rows = []
+    for path in sorted((ROOT / "saccade").rglob("__init__.py"), key=lambda path: path.parent):
+        folder = path.parent.relative_to(ROOT)
+        docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        rows.append((f"[`{folder}/`](../{folder})", _cell(first_sentence(docstring))))
     parts = [
-        "# Modules",
+        "# Packages",
         _NOTE,
-        "Every module with the first paragraph of its docstring. [architecture.md](architecture.md) says\n"
-        "how they work together.",
+        "Each package with the first sentence of its docstring. [architecture.md](architecture.md) says\n"
+        "how they work together, the docstring of a module what that module is.",
+        table(("package", "what is in it"), rows),
     ]
-    for folder, modules in packages.items():
-        rows = [(f"[`{name}`](../{folder}/{name})", _cell(text)) for name, text in modules]
-        parts += [f"## {folder}/", table(("module", "what it is"), rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def first_sentence(docstring: str) -> str:
+    """Up to the first full stop before white space or the end."""
+    return re.split(r"(?<=\.)\s", docstring, maxsplit=1)[0]
 
 
 # --- options ------------------------------------------------------------------------------------------------
@@ -148,7 +151,9 @@ def _option_row(option: dataclasses.Field[Any]) -> tuple[str, str, str]:
     """As `saccade.cli.main` makes flags: a switch that is on by default has a flag that turns it off."""
     factory = option.default_factory
     default = option.default if factory is dataclasses.MISSING else factory()
-    flag = "MODEL" if option.name == "model" else f"--{option.name.replace('_', '-')}"
+    flag = f"--{option.name.replace('_', '-')}"
+    if option.name == "model":
+        flag = "MODEL"
     what = option.metadata["help"]
     if default is True:
         flag = f"--no-{flag.removeprefix('--').removeprefix('enable-')}"
@@ -165,7 +170,9 @@ def _default(value: Any, is_automatic: bool) -> str:
         return f"`{','.join(f'{key}={count}' for key, count in value.items())}`"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"`{value}`" if isinstance(value, str) else str(value)
+    if isinstance(value, str):
+        return f"`{value}`"
+    return str(value)
 
 
 # --- arguments of vLLM --------------------------------------------------------------------------------------
@@ -173,11 +180,11 @@ def _default(value: Any, is_automatic: bool) -> str:
 
 def vllm_list(fate: str, table: Mapping[str, Keyword] = TABLE) -> str:
     """The arguments of one fate, with one line for those of which the same is said."""
-    said: dict[str, list[str]] = {}
+    names_by_text: dict[str, list[str]] = {}
     for row in table.values():
         if row.fate == fate:
-            said.setdefault(row.what, []).append(f"`{row.name}`")
-    lines = [f"- {', '.join(names)}: {what}" for what, names in said.items()]
+            names_by_text.setdefault(row.what, []).append(f"`{row.name}`")
+    lines = [f"- {', '.join(names)}: {what}" for what, names in names_by_text.items()]
     return "\n".join(fill(line, 130, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
@@ -209,7 +216,7 @@ class _Metric(NamedTuple):
 
 
 def metrics_page() -> str:
-    found = sorted(_metrics())
+    metrics = sorted(_metrics())
     parts = [
         "# Metrics",
         _NOTE,
@@ -224,7 +231,7 @@ def metrics_page() -> str:
     for prefix in ("saccade", "vllm"):
         rows = [
             (f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels), _cell(m.what))
-            for m in found
+            for m in metrics
             if m.name.startswith(f"{prefix}:")
         ]
         parts += [f"## `{prefix}:`", table(("metric", "type", "labels", "what it counts"), rows)]
@@ -244,8 +251,8 @@ def _metrics() -> Iterator[_Metric]:
     for collector in [one for registry in registries for one in registry._collector_to_names]:  # no public list
         own_labels = tuple(getattr(collector, "_labelnames", ()))
         for family in collector.collect():
-            seen = tuple(label for sample in family.samples[:1] for label in sample.labels if label != "le")
-            labels = own_labels or seen
+            of_samples = (label for sample in family.samples[:1] for label in sample.labels if label != "le")
+            labels = own_labels or tuple(of_samples)
             yield _Metric(family.name, family.type, labels, family.documentation)
 
 
@@ -294,15 +301,9 @@ def _of_commit(result: Result) -> _Column:
 def _gpu_table(rows: Iterable[_Row], columns: Sequence[_Column]) -> str:
     cells = []
     for row in rows:
-        numbers = [" / ".join(_number(column.values.get(key)) for key in row.keys) for column in columns]
+        numbers = [" / ".join(cell(column.values.get(key)) for key in row.keys) for column in columns]
         cells.append((row.title, *numbers))
     return table(("work", *(column.title for column in columns)), cells)
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _goals_table(result: Result) -> str:

@@ -53,8 +53,8 @@ def _fields(node: ast.ClassDef, lines: list[str]) -> Iterator[str]:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             comment = lines[item.end_lineno - 1].partition("  # ")[2] if item.end_lineno else ""
             cells = (item.target.id, ast.unparse(item.annotation), _default(item.value))
-            shown = [f"`{cell}`".replace("|", "\\|") if cell else "" for cell in cells]
-            yield f"| {' | '.join(shown)} | {comment.replace('|', chr(92) + '|')} |"
+            codes = [f"`{cell}`".replace("|", "\\|") if cell else "" for cell in cells]
+            yield f"| {' | '.join(codes)} | {comment.replace('|', chr(92) + '|')} |"
 
 
 def _default(value: ast.expr | None) -> str:
@@ -70,7 +70,9 @@ def _default(value: ast.expr | None) -> str:
 def _method_text(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     decorators = [ast.unparse(decorator) for decorator in method.decorator_list]
     if "property" in decorators:
-        head = f"`{method.name}`{f': `{ast.unparse(method.returns)}`' if method.returns else ''}"
+        head = f"`{method.name}`"
+        if method.returns:
+            head += f": `{ast.unparse(method.returns)}`"
     else:
         head = f"```python\n{_signature(method)}\n```"
     return "\n\n".join(filter(None, [head, _paragraphs(ast.get_docstring(method) or "")]))
@@ -89,23 +91,28 @@ def _signature(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 def _arguments(args: ast.arguments) -> Iterator[str]:
     """Without `self`."""
-    missing = len(args.args) - len(args.defaults)
-    for argument, default in zip(args.args[1:], [*[None] * missing, *args.defaults][1:], strict=True):
-        yield ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else "")
+    without_default = len(args.args) - len(args.defaults)
+    for argument, default in zip(args.args[1:], [*[None] * without_default, *args.defaults][1:], strict=True):
+        yield _argument(argument, default)
     if args.kwonlyargs:
         yield "*"
-    for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        yield ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else "")
+    yield from map(_argument, args.kwonlyargs, args.kw_defaults)
     if args.kwarg:
         yield f"**{ast.unparse(args.kwarg)}"
+
+
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    if default is None:
+        return ast.unparse(argument)
+    return f"{ast.unparse(argument)} = {ast.unparse(default)}"
 
 
 def _paragraphs(doc: str) -> str:
     """Examples stay as they are, the rest is filled."""
     blocks = []
     for block in doc.split("\n\n"):
-        is_code = block.startswith(">>>")
-        blocks.append(
-            f"```python\n{block}\n```" if is_code else fill(block, 138, break_long_words=False, break_on_hyphens=False)
-        )
+        if block.startswith(">>>"):
+            blocks.append(f"```python\n{block}\n```")
+        else:
+            blocks.append(fill(block, 138, break_long_words=False, break_on_hyphens=False))
     return "\n\n".join(blocks)

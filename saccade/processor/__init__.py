@@ -1,0 +1,1 @@
+"""From messages to a prompt with its bill, and from tokens to text. No torch."""

@@ -1,0 +1,1 @@
+"""The HTTP server: an OpenAI-compatible API, its metrics and its limits. No torch."""

@@ -1,0 +1,1 @@
+"""Structured output: which schemas and grammars are taken, and how they are compiled."""

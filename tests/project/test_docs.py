@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results import write_rows
+from saccade import __version__
 from saccade.cli.main import _parse
-from tools.docs import ROOT, stale_files, with_tables
+from tools.docs import ROOT, first_sentence, stale_files, with_tables
 
 EXPERIMENTS = ROOT / "docs" / "experiments"
 # Tables of whole sentences, which may be wide.
@@ -86,7 +88,21 @@ def test_commands_have_flags_that_exist(page: Path) -> None:
 def test_every_benchmark_is_on_its_page() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     commands = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    commands += [path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")]
     assert commands and not [name for name in commands if f"`{name}`" not in page]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_benchmarks_that_a_page_runs_exist(page: Path) -> None:
+    for name in re.findall(r"python -m benchmarks\.([a-z]\w*)", page.read_text("utf-8")):
+        folder = ROOT / "benchmarks"
+        assert (folder / f"{name}.py").exists() or (folder / name / "__main__.py").exists(), name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "saccade").rglob("__init__.py")), ids=name_of)
+def test_a_package_says_in_a_sentence_what_is_in_it(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    assert re.fullmatch(r"\S.{8,160}\.", first_sentence(docstring)), docstring
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
@@ -95,6 +111,23 @@ def test_lines_are_at_most_140_columns(page: Path) -> None:
     text = re.sub(printed, "", page.read_text("utf-8"))
     for number, line in enumerate(text.splitlines(), 1):
         assert len(line) <= 140, f"{name_of(page)}:{number} has {len(line)} columns"
+
+
+def test_the_readme_is_short_and_begins_with_a_number_beside_vllm() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(lines) <= 110, f"README.md has {len(lines)} lines"
+    assert re.search(r"\*\*\d+ ms; vLLM", "\n".join(lines[:6]))
+
+
+def test_the_version_is_the_newest_in_the_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    versions = re.findall(r"(?m)^## (\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)$", text)
+    project = re.search(r'(?m)^version = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"))
+    assert project is not None
+    assert versions[0] == __version__ == project[1]
+    assert versions == sorted(versions, reverse=True)
+    entries = re.split(r"(?m)^## ", text)[1:]
+    assert not [entry.split()[0] for entry in entries if len(entry.splitlines()) > 50], "an entry fits on a screen"
 
 
 @pytest.mark.parametrize("page", sorted(EXPERIMENTS.glob("[0-9]*.md")), ids=name_of)

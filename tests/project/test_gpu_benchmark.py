@@ -30,7 +30,7 @@ def test_every_row_has_a_floor_that_halves_when_the_device_is_twice_as_fast(fold
     slow, fast = (Floors(str(folder), Peaks(s * 4e12, s * 8e14)).rows() for s in (1, 2))
     assert set(slow) == set(ROWS)
     for row, title in ROWS.items():
-        assert slow[row] == pytest.approx(fast[row] * (0.5 if "pictures/s" in title else 2))
+        assert slow[row] == pytest.approx(fast[row] * (0.5 if "images/s" in title else 2))
 
 
 def test_a_decode_step_reads_the_weights_and_the_context_of_every_request(folder: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.soak import Settings, ask, soak
 from benchmarks.soak_load import KINDS, Load
-from benchmarks.soak_report import Fill, RequestOutputBuilder, Run, print_report, summary, verdicts
+from benchmarks.soak_report import Answer, Fill, Run, print_report, summary, verdicts
 from benchmarks.soak_watch import Sample, Watch, engine_of, percentile, theil_sen
 from tests.helpers.servers.serving import MODEL, RunningServer, running_server
 
@@ -27,8 +27,8 @@ def server(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
         yield server
 
 
-def answered(kind: str, at: float, ms: float = 10, problem: str | None = None) -> RequestOutputBuilder:
-    return RequestOutputBuilder(kind, at, ms / 1e3, 200, False, problem)
+def answered(kind: str, at: float, ms: float = 10, problem: str | None = None) -> Answer:
+    return Answer(kind, at, ms / 1e3, 200, False, problem)
 
 
 def made_run(growth: float, fds: float = 0) -> Run:
@@ -62,7 +62,7 @@ def test_without_videos_none_is_asked_for() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_answers_every_kind_as_it_should(kind: str, server: RunningServer) -> None:
-    async def both() -> list[RequestOutputBuilder]:
+    async def both() -> list[Answer]:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             load = Load(0, 0, MODEL, has_video=True)
             client.headers["content-type"] = "application/json"
@@ -92,7 +92,7 @@ def test_a_server_answers_every_kind_as_it_should(kind: str, server: RunningServ
     ],
 )
 def test_an_answer_is_judged_by_what_was_asked(kind: str, status: int, body: bytes, outcome: str) -> None:
-    async def one() -> RequestOutputBuilder:
+    async def one() -> Answer:
         transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
         async with httpx.AsyncClient(transport=transport, base_url="http://soak") as client:
             return await ask(client, Load(0, 0, MODEL, has_video=False).of(kind), 0.0)
@@ -104,7 +104,7 @@ def test_a_broken_connection_is_a_failure() -> None:
     def break_off(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadError("gone", request=request)
 
-    async def one() -> RequestOutputBuilder:
+    async def one() -> Answer:
         async with httpx.AsyncClient(transport=httpx.MockTransport(break_off), base_url="http://soak") as client:
             return await ask(client, Load(0, 0, MODEL, has_video=False).of("text"), 0.0)
 

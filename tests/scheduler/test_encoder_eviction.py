@@ -11,11 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from benchmarks.cache_policies import SLOTS, Fair, Load, Lru, beside, conversations, hit_rates, scans, unique, zipf
 from saccade.scheduler import encoder_eviction
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.types.media import Key
 from saccade.types.request import Tenant
+from tests.helpers.engine.cache_loads import (
+    SLOTS,
+    Fair,
+    Load,
+    Lru,
+    beside,
+    conversations,
+    hit_rates,
+    scans,
+    unique,
+    zipf,
+)
 from tests.helpers.engine.scheduling import FakeImage, Rig, key_of, make_request
 
 A, B = Tenant("a"), Tenant("b")

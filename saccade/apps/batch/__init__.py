@@ -1,0 +1,1 @@
+"""Files of requests in OpenAI's batch format: read, run one by one, and their results written."""

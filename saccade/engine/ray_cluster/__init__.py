@@ -1,0 +1,1 @@
+"""Engines and encoder workers on the machines of a Ray cluster."""

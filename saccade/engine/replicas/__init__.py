@@ -1,0 +1,1 @@
+"""The engines of one server, and which of them gets a request."""

@@ -1,0 +1,1 @@
+"""Kernels of gated delta nets: decode, and prefill in chunks."""

@@ -1,0 +1,1 @@
+"""Kernels of experts: the router, sorting by expert, both GEMMs, and their sum."""

@@ -1,0 +1,1 @@
+"""Small kernels: norms, gates, sampling, unpacking, patches of images; and their references in PyTorch."""

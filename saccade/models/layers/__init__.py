@@ -1,0 +1,1 @@
+"""Layers in PyTorch: the reference, and what runs on a CPU."""

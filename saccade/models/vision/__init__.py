@@ -1,0 +1,1 @@
+"""The vision tower: patches, blocks, positions, and where its work runs."""

@@ -1,0 +1,1 @@
+"""Steps in CUDA graphs, and the metadata that they are replayed with."""

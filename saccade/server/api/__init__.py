@@ -1,0 +1,1 @@
+"""The endpoints, and the shapes of what they answer."""

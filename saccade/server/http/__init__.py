@@ -1,0 +1,1 @@
+"""HTTP itself: connections, parsing, limits, keys and origins."""

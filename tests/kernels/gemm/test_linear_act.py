@@ -1,6 +1,6 @@
 """Products that end with their activation: what is chosen, which tile is whose, what layers hand over.
 
-The kernel itself needs the device: `linear_act` tries it there at start, `benchmarks.linear_hopper` compares it.
+The kernel itself needs the device: `linear_act` tries it there at start, `benchmarks.kernels` compares it.
 """
 
 from __future__ import annotations

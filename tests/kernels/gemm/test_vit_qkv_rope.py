@@ -1,6 +1,6 @@
 """Queries and keys that are turned by their product: what is chosen, which tile is whose, what towers get.
 
-The kernel itself needs the device: `qkv_rope` tries it there at start, `benchmarks.qkv_hopper` compares it.
+The kernel itself needs the device: `qkv_rope` tries it there at start, `benchmarks.kernels` compares it.
 """
 
 from __future__ import annotations

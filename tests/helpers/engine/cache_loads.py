@@ -1,21 +1,19 @@
-"""Hit rates of the encoder cache under made-up loads, beside LRU: `python -m benchmarks.cache_policies`. No model.
+"""Made-up loads for the encoder cache, and LRU beside it. About 100 images of 64 to 1,024 slots fit.
 
-The cache holds about 100 images of 64 to 1,024 slots. A first quarter of each load warms the cache and is not counted.
+A first quarter of each load warms the cache and is not counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
 import zlib
 from bisect import bisect
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, count, islice
 from typing import NamedTuple, Protocol
 
-from benchmarks.results import write_json
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.types.request import Tenant
 
@@ -113,10 +111,6 @@ def conversations(tenant: str, times: int, lag: int, seed: int = 1) -> Load:
         yield Ask(tenant, f"conversation {image}")
 
 
-def loop(tenant: str, images: int) -> Load:
-    return (Ask(tenant, f"loop {number % images}") for number in count())
-
-
 def scans(tenant: str) -> Load:
     """Zipf, now and then a long run of new images."""
     while_scanning = unique(tenant)
@@ -124,12 +118,6 @@ def scans(tenant: str) -> Load:
     while True:
         yield from islice(usually, 2000)
         yield from islice(while_scanning, 1500)
-
-
-def shifts(tenant: str) -> Load:
-    """Zipf, with another catalogue from time to time."""
-    for number in count():
-        yield from islice(zipf(tenant, seed=number, name=f"{number}/"), 3000)
 
 
 def beside(one: Load, other: Load, times: int) -> Load:
@@ -142,12 +130,6 @@ def beside(one: Load, other: Load, times: int) -> Load:
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-class Case(NamedTuple):
-    name: str
-    load: Callable[[], Load]
-    asks: int
-
-
 def hit_rates(policy: Policy, load: Load, asks: int) -> dict[str, float]:
     """By tenant, after the first quarter."""
     hits: Counter[str] = Counter()
@@ -158,45 +140,3 @@ def hit_rates(policy: Policy, load: Load, asks: int) -> dict[str, float]:
             hits[ask.tenant] += is_hit
             asked[ask.tenant] += 1
     return {tenant: hits[tenant] / asked[tenant] for tenant in sorted(asked)}
-
-
-def cases() -> Iterator[Case]:
-    for times in (1, 4, 16):
-        asks = 5_000 * (times + 1)
-        yield Case(f"B Zipf, A unique, {times}x", lambda t=times: beside(zipf("B"), unique("A"), t), asks)
-    for times in (1, 4):
-        asks = 5_000 * (times + 1)
-        yield Case(f"B Zipf, A Zipf, {times}x", lambda t=times: beside(zipf("B"), zipf("A", 2), t), asks)
-        yield Case(
-            f"B Zipf, A conversations, {times}x",
-            lambda t=times: beside(zipf("B"), conversations("A", 3, 8), t),
-            asks,
-        )
-    yield Case("Zipf 1.0", lambda: zipf("B"), 10_000)
-    yield Case("Zipf 0.7", lambda: zipf("B", exponent=0.7), 10_000)
-    yield Case("Zipf with scans", lambda: scans("B"), 14_000)
-    yield Case("Zipf, shifting", lambda: shifts("B"), 15_000)
-    yield Case("conversations of 3, lag 10", lambda: conversations("B", 3, 10), 10_000)
-    yield Case("conversations of 3, lag 30", lambda: conversations("B", 3, 30), 10_000)
-    yield Case("loop over 60 images", lambda: loop("B", 60), 10_000)
-    yield Case("loop over 130 images", lambda: loop("B", 130), 10_000)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the rates as well")
-    file = parser.parse_args().json
-    rows = {}
-    print(f"{'hit rate':28}  {'LRU':>18}  {'fair':>18}")
-    for name, load, asks in [Case("B Zipf alone, half the slots", lambda: zipf("B"), 10_000), *cases()]:
-        slots = SLOTS // 2 if "half" in name else SLOTS
-        found = {policy.__name__.lower(): hit_rates(policy(slots), load(), asks) for policy in (Lru, Fair)}
-        shown = ["  ".join(f"{tenant} {rate:6.1%}" for tenant, rate in rates.items()) for rates in found.values()]
-        print(f"{name:28}  {shown[0]:>18}  {shown[1]:>18}", flush=True)
-        rows[name] = found
-    if file:
-        write_json(file, {"slots": SLOTS, "hit_rates": rows})
-
-
-if __name__ == "__main__":
-    main()
