@@ -1,4 +1,4 @@
-"""The model registry and loader. A family is in `families/`, in the file named like its `model_type`."""
+"""Loads a model: the family of its config, what stays quantised, and its weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.quantization import Quantization, quantization_of
 from saccade.errors import ConfigError
+from saccade.models.families import FAMILIES, family_class
 from saccade.models.fp8_weights import Fp8Weights, check_online, multiplies_fp8
 from saccade.models.int4_weights import Int4Format, Int4Weights, keeps_int4
 from saccade.models.interface import ModelParts, VisionLanguageModel
@@ -32,24 +33,6 @@ from saccade.models.weights import (
 )
 
 logger = logging.getLogger(__name__)
-_TEXT = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")
-_FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class), imported on demand
-    "deepseek_v2": ("saccade.models.families.deepseek_v2", "DeepseekV2"),
-    "deepseek_vl_v2": ("saccade.models.families.deepseek_vl_v2", "DeepseekVL2"),
-    "llava": ("saccade.models.families.llava", "Llava"),
-    "llava/pixtral": ("saccade.models.families.pixtral", "LlavaPixtral"),  # model type/tower type
-    "llava_next": ("saccade.models.families.llava_next", "LlavaNext"),
-    "llava_onevision": ("saccade.models.families.llava_onevision", "LlavaOnevision"),
-    "mistral3": ("saccade.models.families.mistral3", "Mistral3"),
-    "mllama": ("saccade.models.families.mllama", "Mllama"),
-    "qwen": ("saccade.models.families.qwen_vl", "Qwen"),
-    "qwen/qwen_visual": ("saccade.models.families.qwen_vl", "QwenVL"),
-    "qwen2_vl": ("saccade.models.families.qwen2_vl", "Qwen2VL"),
-    **dict.fromkeys(_TEXT, ("saccade.models.families.llama", "Text")),
-    "qwen2_5_vl": ("saccade.models.families.qwen2_5_vl", "Qwen2_5VL"),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ("saccade.models.families.qwen3_vl", "Qwen3VL")),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("saccade.models.families.qwen3_5", "Qwen3_5")),
-}
 
 
 def load_model(
@@ -73,7 +56,7 @@ def load_model(
     left without memory. The fallback is always whole.
     `quantize`: "fp8" for the decoder's layers, if the checkpoint is not quantised.
     """
-    if config.model_type not in _FAMILIES and path is not None:
+    if config.model_type not in FAMILIES and path is not None:
         if quantize is not None:
             why = f"{config.model_type!r} runs through Transformers' code, whose weights are not quantised"
             raise ConfigError(f"--quantization {quantize} cannot be used: {why}; leave it out")
@@ -130,7 +113,7 @@ def _build(
     if device.type == "cuda":
         ops = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
     params = Parameters(dtype, device, left_out, kept)
-    return _family(config)(ModelParts(config, params, image_processor, ops))
+    return family_class(config)(ModelParts(config, params, image_processor, ops))
 
 
 def _rules(model: Any, config: ModelConfig) -> Sequence[Rule]:
@@ -199,14 +182,4 @@ def _tensors(path: Path | None, config: ModelConfig, device: torch.device, load_
 
 def is_native(config: ModelConfig) -> bool:
     """Whether the model is one of ours. Others run through Transformers' code."""
-    return config.model_type in _FAMILIES
-
-
-def _family(config: ModelConfig) -> Any:
-    model_type = config.model_type
-    if model_type not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
-        raise ConfigError(f"model_type {model_type!r} is not supported; known are {known}")
-    with_tower = f"{model_type}/{(config.raw.get('vision_config') or {}).get('model_type')}"
-    module, name = _FAMILIES.get(with_tower, _FAMILIES[model_type])
-    return getattr(import_module(module), name)
+    return config.model_type in FAMILIES
