@@ -56,24 +56,24 @@ def load_model(
     left without memory. The fallback is always whole.
     `quantize`: "fp8" for the decoder's layers, if the checkpoint is not quantised.
     """
-    if config.model_type not in FAMILIES and path is not None:
-        if quantize is not None:
-            why = f"{config.model_type!r} runs through Transformers' code, whose weights are not quantised"
-            raise ConfigError(f"--quantization {quantize} cannot be used: {why}; leave it out")
-        stored = _tensors(path, config, device, load_format) if load_format != "dummy" else None
-        how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len, "stored": stored}
+    is_ours = is_native(config) or path is None
+    if not is_ours and quantize is not None:
+        why = f"{config.model_type!r} runs through Transformers' code, whose weights are not quantised"
+        raise ConfigError(f"--quantization {quantize} cannot be used: {why}; leave it out")
+    tensors = None if load_format == "dummy" else _tensors(path, config, device, load_format)
+    if not is_ours:
+        how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len, "tensors": tensors}
         other = import_module("saccade.models.transformers_backend")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
-    tensors = None if load_format == "dummy" else _tensors(path, config, device, load_format)
     build = partial(_build, config, dtype, device, image_processor or {})
     if is_encoder:
         model = build(left_out="decoder")
         if any(weight.is_meta for weight in model.encoder_weights().values()):
             model = build()
     else:
-        kept = _kept_weights(tensors, path, config, device, dtype, quantize, build)
-        model = build(kept=kept)
-        _log_apart(kept)
+        quantized = _quantized_weights(tensors, path, config, device, dtype, quantize, build)
+        model = build(quantized=quantized)
+        _log_apart(quantized)
     params: Parameters = model.params
     if tensors is None:
         fill_random(params.targets, seed, device, params.scales)
@@ -86,14 +86,16 @@ def load_model(
     return loaded
 
 
-def _log_apart(kept: object) -> None:
-    if isinstance(kept, Int4Weights) and kept.apart:
-        which = f"{len(kept.apart)} projections are dequantised, as their parts differ in INT4"
-        logger.info("%s (groups, or the order of inputs): %s, ...", which, kept.apart[0])
-    if isinstance(kept, Int4Weights) and kept.ordered:
-        which = f"{len(kept.ordered)} projections of experts are dequantised"
+def _log_apart(quantized: object) -> None:
+    if not isinstance(quantized, Int4Weights):
+        return
+    if quantized.apart:
+        which = f"{len(quantized.apart)} projections are dequantised, as their parts differ in INT4"
+        logger.info("%s (groups, or the order of inputs): %s, ...", which, quantized.apart[0])
+    if quantized.ordered:
+        which = f"{len(quantized.ordered)} projections of experts are dequantised"
         why = "as kernels read none with an order of inputs (desc_act)"
-        logger.info("%s, %s: %s, ...", which, why, kept.ordered[0])
+        logger.info("%s, %s: %s, ...", which, why, quantized.ordered[0])
 
 
 def load_kv_scales(path: Path, config: ModelConfig, load_format: str) -> tuple[tuple[float, float], ...]:
@@ -107,12 +109,12 @@ def _build(
     device: torch.device,
     image_processor: Mapping[str, Any],
     left_out: str | None = None,
-    kept: Fp8Weights | Int4Weights | None = None,
+    quantized: Fp8Weights | Int4Weights | None = None,
 ) -> Any:
     ops: VisionOps = TorchVision()
     if device.type == "cuda":
         ops = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
-    params = Parameters(dtype, device, left_out, kept)
+    params = Parameters(dtype, device, left_out, quantized)
     return family_class(config)(ModelParts(config, params, image_processor, ops))
 
 
@@ -121,7 +123,7 @@ def _rules(model: Any, config: ModelConfig) -> Sequence[Rule]:
     return rules if config.text.token_dim is None else projected_rules(rules)
 
 
-def _kept_weights(
+def _quantized_weights(
     tensors: StoredTensors | None,
     path: Path | None,
     config: ModelConfig,
@@ -139,7 +141,7 @@ def _kept_weights(
     if quantization is None or not (keeps_int4(device) or multiplies_fp8(device)):
         return None
     if not isinstance(tensors, DequantizedTensors):
-        return _kept_at_random(quantization, config, device, dtype)
+        return _quantized_at_random(quantization, config, device, dtype)
     probe = build(left_out="decoder")
     int4 = tensors.int4_weights() if keeps_int4(device) else {}
     if int4:
@@ -147,9 +149,9 @@ def _kept_weights(
         return int4_targets(int4, _rules(probe, config), probe.params.wholes, has_experts=has_experts)
     if not multiplies_fp8(device):
         return None
-    stored = tensors.fp8_weights()
-    made = dict.fromkeys(tensors.fp4_weights(), any(stored.values()))
-    return fp8_targets({**stored, **made}, _rules(probe, config), probe.params.wholes)
+    fp8 = tensors.fp8_weights()
+    fp4 = dict.fromkeys(tensors.fp4_weights(), any(fp8.values()))
+    return fp8_targets({**fp8, **fp4}, _rules(probe, config), probe.params.wholes)
 
 
 def reads_int4_experts(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -159,14 +161,14 @@ def reads_int4_experts(config: ModelConfig, device: torch.device, dtype: torch.d
     return bool(import_module("saccade.models.cuda.moe").can_read_int4(device, dtype))  # needs Triton
 
 
-def _kept_at_random(
+def _quantized_at_random(
     quantization: Quantization, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Fp8Weights | Int4Weights | None:
     """By the config alone: random weights of the same kind."""
     if quantization.is_int4 and keeps_int4(device):
-        own = Int4Format(quantization.group, quantization.has_zeros, torch.float16)
+        format = Int4Format(quantization.group, quantization.has_zeros, torch.float16)
         has_experts = reads_int4_experts(config, device, dtype) and not quantization.has_order
-        return Int4Weights({}, default=own, has_experts=has_experts)
+        return Int4Weights({}, default=format, has_experts=has_experts)
     is_fp8 = quantization.becomes_fp8 and multiplies_fp8(device)
     return Fp8Weights(quantization.has_blocks) if is_fp8 else None
 

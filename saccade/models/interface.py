@@ -92,7 +92,9 @@ class DecoderModel:
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
         assert self.params.targets, "the weights are packed"
-        return {name: own for name, own in self.params.targets.items() if not name.startswith("decoder.")}
+        return {
+            name: tensor for name, tensor in self.params.targets.items() if not name.startswith("decoder.")
+        }
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.decoder.embed(token_ids)

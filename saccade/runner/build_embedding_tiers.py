@@ -60,14 +60,20 @@ def build_tiers(
 def host_bytes(options: Options, plan: MemoryPlan, largest: Geometry | None) -> int:
     """As asked, or some of the free memory beside a GPU. What goes to a store passes through it."""
     size = options.embedding_host_gb
-    if size is None and plan.device.type == "cuda" and plan.scheduler.keep_idle_embeddings:
-        size = min(_HOST_GIB, _HOST_SHARE * free_ram() / costs.GIB)
-        size = size if size >= _MIN_HOST_GIB else 0.0
-    num_bytes = int((size or 0) * costs.GIB)
+    if size is None:
+        size = _automatic_gib(plan)
+    num_bytes = int(size * costs.GIB)
     if not (options.embedding_dir or options.embedding_store) or largest is None:
         return num_bytes
     image = largest.slots * plan.scheduler.slot_bytes
     return max(num_bytes, _STAGED_IMAGES * (image + PAGE_BYTES))
+
+
+def _automatic_gib(plan: MemoryPlan) -> float:
+    if plan.device.type != "cuda" or not plan.scheduler.keep_idle_embeddings:
+        return 0.0
+    size = min(_HOST_GIB, _HOST_SHARE * free_ram() / costs.GIB)
+    return size if size >= _MIN_HOST_GIB else 0.0
 
 
 def _store(options: Options) -> Store | None:

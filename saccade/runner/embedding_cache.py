@@ -45,10 +45,10 @@ class EmbeddingSlab(MutableMapping[Key, Tensor]):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Write, read and splice as for an image, so that PyTorch loads its kernels now."""
-        some = self.memory.new_zeros(min(_WARM_UP_ROWS, self._left), self.memory.shape[1])
-        some = some.view(-1, self.width)
-        self[b""] = some
-        some[1:] = self[b""][1:]
+        rows = self.memory.new_zeros(min(_WARM_UP_ROWS, self._left), self.memory.shape[1])
+        rows = rows.view(-1, self.width)
+        self[b""] = rows
+        rows[1:] = self[b""][1:]
         del self[b""]
 
     def __setitem__(self, key: Key, embeddings: Tensor) -> None:

@@ -75,7 +75,9 @@ def timed(run: Callable[[], object]) -> float:
     The first lap warms up. Of a long pass one more is enough: what others add is little beside it.
     """
     first = _laps(run, 1)
-    return min(first, _laps(run, 1)) if first > _LONG_MS else _laps(run, _REPEATS)
+    if first > _LONG_MS:
+        return min(first, _laps(run, 1))
+    return _laps(run, _REPEATS)
 
 
 def _laps(run: Callable[[], object], count: int) -> float:

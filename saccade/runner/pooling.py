@@ -27,12 +27,14 @@ def sample_or_pool(
 
     Without `hidden`, in decode steps, no request pools.
     """
-    wanted = [(row, state.request.params.pooling) for row, state in enumerate(states)]
+    poolings = [(row, state.request.params.pooling) for row, state in enumerate(states)]
     pooled = {}
-    for row, pooling in wanted:
-        if pooling is not None and pooling.every_token:
+    for row, pooling in poolings:
+        if pooling is None:
+            continue
+        if pooling.every_token:
             pooled[row] = _bytes(torch.cat(states[row].rows))
-        elif pooling is not None:
+        else:
             pooled[row] = _pooled(pooling, row, logits, hidden)
     samples = sample(logits, [state.row() for state in states])
     for row, state in enumerate(states):

@@ -32,8 +32,8 @@ FAMILIES: MutableMapping[str, str] = {
 def family_class(config: ModelConfig) -> Any:
     model_type = config.model_type
     if model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise ConfigError(f"model_type {model_type!r} is not supported; known are {known}")
+        names = ", ".join(sorted(FAMILIES))
+        raise ConfigError(f"model_type {model_type!r} is not supported; known are {names}")
     with_tower = f"{model_type}/{(config.raw.get('vision_config') or {}).get('model_type')}"
     module, _, name = FAMILIES.get(with_tower, FAMILIES[model_type]).rpartition(".")
     return getattr(import_module(f"{__name__}.{module}"), name)

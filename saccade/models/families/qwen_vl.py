@@ -81,7 +81,7 @@ class Tower:
         self.patch = PatchLinear(params.within("patch"), kernel, hidden)
         self.positions = params.new("positions", _NUM_POSITIONS, hidden)
         self.norm = LayerNorm(params.within("norm"), hidden, _EPS)
-        self.blocks = [_block(own, vision) for own in params.each("blocks", vision.num_layers)]
+        self.blocks = [_block(block, vision) for block in params.each("blocks", vision.num_layers)]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
         """Packed patches -> [patches, hidden]; yields after each layer."""

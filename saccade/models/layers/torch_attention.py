@@ -106,8 +106,8 @@ def reference_attention(
         k = k_cache[slots].float().repeat_interleave(group, dim=1)  # [context, heads, d]
         v = v_cache[slots].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("nhd,mhd->hnm", queries.float(), k) * scale
-        own = torch.arange(context - len(queries), context, device=q.device)  # positions of the queries
-        scores = scores.masked_fill(offsets[None, :] > own[:, None], float("-inf"))
+        positions = torch.arange(context - len(queries), context, device=q.device)  # positions of the queries
+        scores = scores.masked_fill(offsets[None, :] > positions[:, None], float("-inf"))
         outputs.append(torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v).to(q.dtype))
     return torch.cat(outputs)
 
@@ -147,8 +147,8 @@ class PagedAttention:
         return mixed if v_scale == 1 else mixed * v_scale
 
     def _store(self, new: Tensor, scale: float, cache: Tensor) -> None:
-        stored = as_stored(new, scale, cache.dtype)
-        indexable(cache).index_copy_(0, self.batch.slots, indexable(stored))
+        converted = as_stored(new, scale, cache.dtype)
+        indexable(cache).index_copy_(0, self.batch.slots, indexable(converted))
 
 
 def as_stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -183,8 +183,8 @@ class _Keys(NamedTuple):
             return cache[self.contiguous].transpose(0, 1)[None]
         # Whole blocks are contiguous, so the gather is a few large copies.
         rows = indexable(cache).view(-1, block_size * cache[0].numel())
-        found = rows.index_select(0, self.blocks.flatten()).view(cache.dtype)
-        return found.view(len(self.blocks), -1, *cache.shape[1:]).transpose(1, 2)
+        gathered = rows.index_select(0, self.blocks.flatten()).view(cache.dtype)
+        return gathered.view(len(self.blocks), -1, *cache.shape[1:]).transpose(1, 2)
 
 
 class _Group(NamedTuple):
@@ -240,9 +240,9 @@ def _attend_in_parts(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     past = k.shape[2] - q.shape[2]
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     before, before_lse = attend(q, k[:, :, :past], v[:, :, :past], 0.0, False, scale=scale)
-    own, own_lse = attend(q, k[:, :, past:], v[:, :, past:], 0.0, True, scale=scale)
-    share = torch.sigmoid(before_lse - own_lse)[..., None]  # of the softmax's sum that lies in the past
-    return torch.lerp(own, before, share.to(own.dtype))
+    window, window_lse = attend(q, k[:, :, past:], v[:, :, past:], 0.0, True, scale=scale)
+    share = torch.sigmoid(before_lse - window_lse)[..., None]  # of the softmax's sum that lies in the past
+    return torch.lerp(window, before, share.to(window.dtype))
 
 
 def _similar_contexts(requests: list[int], seq_lens: Sequence[int]) -> Iterator[list[int]]:
@@ -251,8 +251,8 @@ def _similar_contexts(requests: list[int], seq_lens: Sequence[int]) -> Iterator[
     for i in sorted(requests, key=lambda i: seq_lens[i], reverse=True):
         longest = seq_lens[group[0]] if group else seq_lens[i]
         padded = longest * (len(group) + 1)
-        used = sum(seq_lens[j] for j in group) + seq_lens[i]
-        if group and (padded > _MAX_GROUP_TOKENS or padded - used > _MAX_PADDING * padded):
+        padding = padded - sum(seq_lens[j] for j in group) - seq_lens[i]
+        if group and (padded > _MAX_GROUP_TOKENS or padding > _MAX_PADDING * padded):
             yield group
             group = []
         group.append(i)
@@ -277,8 +277,8 @@ def _window(batch: AttentionBatch, i: int, start: int) -> _Window:
     mask = None
     is_split = n < context and n >= _MIN_SPLIT and batch.block_tables.device.type == "cpu"
     if n < context and not is_split:
-        own = torch.arange(context - n, context, device=batch.block_tables.device)
-        mask = _additive(torch.arange(context, device=own.device) <= own[:, None])
+        positions = torch.arange(context - n, context, device=batch.block_tables.device)
+        mask = _additive(torch.arange(context, device=positions.device) <= positions[:, None])
     return _Window(slice(start, start + n), context, _keys(batch, [i]), batch.block_size, mask, is_split)
 
 
@@ -291,8 +291,8 @@ def _keys(batch: AttentionBatch, members: list[int]) -> _Keys:
     return _Keys(blocks, slice(start, start + longest) if is_contiguous else None)
 
 
-def _additive(allowed: Tensor) -> Tensor:
-    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+def _additive(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def reference_packed_attention(

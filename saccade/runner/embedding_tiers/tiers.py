@@ -81,8 +81,9 @@ class EmbeddingTiers:
         self._host_rate = self._store_rate = NEVER
         self._paused_until = float("-inf")
         self._lock = Lock()  # of counters and the pause
-        labels = ["host", *([store.label] if store else [])]
-        self._counters = {label: TierCounters() for label in labels}
+        self._counters = {"host": TierCounters()}
+        if store is not None:
+            self._counters[store.label] = TierCounters()
         self._writes: Queue[_Write | None] = Queue(_QUEUED)
         self._reads: SimpleQueue[tuple[Future[bool], MediaItem] | None] = SimpleQueue()
         self._threads: list[Thread] = []
@@ -105,11 +106,11 @@ class EmbeddingTiers:
         """The embedding, on the device; None: encode it. In a thread that may wait for I/O, not for long."""
         if not self._pays(self._host_rate, item.geometry.slots):
             return None
-        found = self.from_host(item, place)
-        self._count("host", hits=found is not None, misses=found is None)
-        if found is None and self._is_store_open(item.geometry.slots) and self._promoted_in_time(item):
-            found = self.from_host(item, place)
-        return found
+        restored = self.from_host(item, place)
+        self._count("host", hits=restored is not None, misses=restored is None)
+        if restored is None and self._is_store_open(item.geometry.slots) and self._promoted_in_time(item):
+            restored = self.from_host(item, place)
+        return restored
 
     def from_host(self, item: MediaItem, place: Place) -> Restored | None:
         """From host memory alone."""
@@ -160,8 +161,10 @@ class EmbeddingTiers:
         header = bytearray(form.header_bytes)
         buffers = self._buffers(form, pages, coordinates)
         try:
-            is_found = self.store.read(name, header, buffers)
-            if is_found and not (form.is_valid(bytes(header), name, buffers) and form.fits(coordinates)):
+            if not self.store.read(name, header, buffers):
+                self._count(self.store.label, misses=1)
+                return False
+            if not form.is_valid(bytes(header), name, buffers) or not form.fits(coordinates):
                 raise BadEntry
         except BadEntry:
             self._count(self.store.label, ignored=1, misses=1)
@@ -171,9 +174,8 @@ class EmbeddingTiers:
         except StoreError as error:
             self._pause(str(error))
             return False
-        read = form.size if is_found else 0
-        self._count(self.store.label, hits=is_found, misses=not is_found, read_bytes=read)
-        return is_found
+        self._count(self.store.label, hits=1, read_bytes=form.size)
+        return True
 
     def _buffers(self, form: EntryForm, pages: Sequence[int], coordinates: Ints | None) -> list[Buffer]:
         parts: list[Buffer] = [part.numpy().data for part in self.host.parts(pages, form.embedding_bytes)]
@@ -287,8 +289,8 @@ class EmbeddingTiers:
         stats = {tier: asdict(counters) for tier, counters in self._counters.items()}
         stats["host"] |= {"used_bytes": self.host.used_bytes, "evictions": self.host.evictions}
         if self.store is not None:
-            used = {"used_bytes": self.store.used_bytes, "evictions": self.store.evictions}
-            stats[self.store.label] |= used
+            usage = {"used_bytes": self.store.used_bytes, "evictions": self.store.evictions}
+            stats[self.store.label] |= usage
         return stats
 
     def close(self) -> None:

@@ -62,9 +62,11 @@ class GpuJpegs:
             yield None
             return
         orientation = item.header.orientation
-        stored = Size(width, height) if orientation < 5 else Size(height, width)
+        size = Size(width, height)
+        if orientation >= 5:
+            size = Size(height, width)
         with self._space(width * height):
-            job = _Job(Jpeg.of(item.data, stored), orientation)
+            job = _Job(Jpeg.of(item.data, size), orientation)
             self._waiting.append(job)
             with self._turn:
                 if not job.is_done:  # by another thread, with its own
@@ -115,7 +117,8 @@ class GpuJpegs:
                 raise
             return False
         for job, pixels in zip(jobs, decoded, strict=True):
-            job.pixels, job.is_done = pixels, True
+            job.pixels = pixels
+            job.is_done = True
         return True
 
 

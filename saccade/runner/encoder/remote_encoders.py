@@ -167,16 +167,16 @@ class RemoteEncoders:
 
     def _encoded(self, worker: _Worker, item: MediaItem, form: EntryForm, place: Place) -> Restored:
         patches = item.geometry.grid.patches
-        with worker.channel.encode(item, form.embedding_bytes, self._seconds(worker)) as found:
-            _check(found, form)
-            data = place([torch.frombuffer(found.data, dtype=torch.uint8)], form.embedding_bytes)
+        with worker.channel.encode(item, form.embedding_bytes, self._seconds(worker)) as reply:
+            _check(reply, form)
+            data = place([torch.frombuffer(reply.data, dtype=torch.uint8)], form.embedding_bytes)
         with self._changed:
-            worker.learn(patches, (found.times.decode_ms + found.times.encode_ms) / 1e3)
+            worker.learn(patches, (reply.times.decode_ms + reply.times.encode_ms) / 1e3)
             self._suspects.pop(item.key, None)
         self._count(encoded=1)
-        count_seconds(found.times.decode_ms / 1e3)
+        count_seconds(reply.times.decode_ms / 1e3)
         dtype: torch.dtype = getattr(torch, form.dtype)
-        return Restored(data.view(dtype).view(form.slots, form.width), None, found.times)
+        return Restored(data.view(dtype).view(form.slots, form.width), None, reply.times)
 
     def _seconds(self, worker: _Worker) -> float:
         """For all that this engine has in the worker, while other engines have as much."""
@@ -192,8 +192,9 @@ class RemoteEncoders:
         patches = item.geometry.grid.patches
         with self._changed:
             is_alone = item.key in self._suspects
-            choose = self._choose_alone if is_alone else self._choose
-            worker = choose() if form.embedding_bytes <= self._arena_bytes else None
+            worker = None
+            if form.embedding_bytes <= self._arena_bytes:
+                worker = self._choose_alone() if is_alone else self._choose()
             if worker is not None:
                 worker.images += 1
                 worker.patches += patches
@@ -204,7 +205,8 @@ class RemoteEncoders:
                 with self._changed:
                     worker.images -= 1
                     worker.patches -= patches
-                    worker.is_reserved = worker.is_reserved and not is_alone
+                    if is_alone:
+                        worker.is_reserved = False
                     self._changed.notify_all()
 
     def _choose(self) -> _Worker | None:
@@ -295,9 +297,9 @@ class _Wrong(Exception):
     """An embedding that is not as the bill says."""
 
 
-def _check(found: RemoteEmbedding, form: EntryForm) -> None:
+def _check(reply: RemoteEmbedding, form: EntryForm) -> None:
     shape = (form.slots, form.width)
-    is_right = found.shape == shape and found.dtype == form.dtype and len(found.data) == form.embedding_bytes
-    if not is_right:
-        sent = f"{len(found.data)} bytes of shape {list(found.shape)} and dtype {found.dtype}"
-        raise _Wrong(f"{sent}, not {form.embedding_bytes} of {list(shape)} and {form.dtype}")
+    expected = (shape, form.dtype, form.embedding_bytes)
+    if (reply.shape, reply.dtype, len(reply.data)) != expected:
+        size = f"{len(reply.data)} bytes of shape {list(reply.shape)} and dtype {reply.dtype}"
+        raise _Wrong(f"{size}, not {form.embedding_bytes} of {list(shape)} and {form.dtype}")

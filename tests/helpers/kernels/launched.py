@@ -221,7 +221,7 @@ def type_of(param: Any, value: Any) -> str:
 def run(shape: dict[str, Any], dtype: torch.dtype, fp8: bool = False) -> None:
     """Steps of many sizes, and an image."""
     config = model_config(shape)
-    params = Parameters(dtype, META, kept=Fp8Weights(in_blocks=True) if fp8 else None)
+    params = Parameters(dtype, META, quantized=Fp8Weights(in_blocks=True) if fp8 else None)
     model = family_class(config)(ModelParts(config, params, {}, FusedVision()))
     kv = PagedKV.allocate(config.text, MAX_BLOCKS, BLOCK_SIZE, FP8 if fp8 else dtype, META)
     sizes = {"block_size": BLOCK_SIZE, "max_requests": MAX_REQUESTS, "max_blocks": MAX_BLOCKS}
