@@ -164,7 +164,7 @@ def reads_int4_experts(config: ModelConfig, device: torch.device, dtype: torch.d
 def _quantized_at_random(
     quantization: Quantization, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Fp8Weights | Int4Weights | None:
-    """By the config alone: random weights of the same kind."""
+    """What the config alone says: random weights of the same kind."""
     if quantization.is_int4 and keeps_int4(device):
         format = Int4Format(quantization.group, quantization.has_zeros, torch.float16)
         has_experts = reads_int4_experts(config, device, dtype) and not quantization.has_order

@@ -60,7 +60,7 @@ class CrossAttentionModel(VisionLanguageModel, Protocol):
     def forward(
         self, embeds: Tensor, positions: Tensor, attention: Attention, rows: Sequence[CrossAttentionRows] = ()
     ) -> Tensor:
-        """As above. Rows that are in none of `rows` skip cross-attention."""
+        """Rows that are in none of `rows` skip cross-attention."""
 
 
 class RecurrentModel(VisionLanguageModel, Protocol):

@@ -12,7 +12,7 @@ from saccade.models.fp8_weights import Fp8Weights
 from saccade.models.int4_weights import GroupScales, Int4Weights
 
 Scales = Tensor | GroupScales
-"""Of a weight in float8, or in INT4."""
+"""Scales of a weight in float8, or in INT4."""
 
 
 class Whole(NamedTuple):
@@ -68,7 +68,7 @@ class Parameters:
         return inner
 
     def each(self, name: str, count: int) -> list[Parameters]:
-        """Of so many layers: the level `name.0`, `name.1` and so on."""
+        """The parameters of so many layers: the level `name.0`, `name.1` and so on."""
         return [self.within(name).within(index) for index in range(count)]
 
     def empty(self, *shape: int) -> Tensor:
@@ -89,7 +89,7 @@ class Parameters:
         )
 
     def empty_weight(self, parts: Mapping[str, int], *shape: int) -> tuple[Tensor, Scales | None]:
-        """Of a GEMM over parts of these names and rows. A weight that stays quantised comes with scales."""
+        """The weight of a GEMM over these parts and rows. One that stays quantised comes with scales."""
         if self.quantized is not None:
             weight = self.quantized.empty(self._full_names(parts), shape, self.device)
             if weight is not None:

@@ -28,7 +28,7 @@ class StoredTensors(Protocol):
     def read(self, name: str) -> Tensor: ...
 
     def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor] | None:
-        """In float8, with scales as the checkpoint has them. None: it is neither in FP8 nor in FP4."""
+        """The tensor in float8, with the checkpoint's scales. None: it is neither in FP8 nor in FP4."""
         ...
 
     def is_needless(self, name: str) -> bool:
@@ -112,6 +112,6 @@ def _open(file: Path) -> Any:
 
 
 def some(names: Iterable[str]) -> str:
-    """For an error: the first few."""
+    """The first few, for an error."""
     first = sorted(names)
     return ", ".join(first[:_SHOWN]) + (", ..." if len(first) > _SHOWN else "")

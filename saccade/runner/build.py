@@ -100,7 +100,7 @@ def _new_kv(path: Path, config: ModelConfig, options: Options, plan: MemoryPlan)
 
 
 def _captured(parts: ForwardParts, target: AttentionTarget, backend: str) -> tuple[Forward, str | None]:
-    """As `select_forward`, with the tower captured, too."""
+    """What `select_forward` gives, with the tower captured, too."""
     model = parts.model
     compile_kernels(target.device, partial(run_forward, parts, target, backend), partial(run_tower, model))
     forward, eager_reason = select_forward(parts, target, backend)

@@ -58,7 +58,7 @@ def build_tiers(
 
 
 def host_bytes(options: Options, plan: MemoryPlan, largest: Geometry | None) -> int:
-    """As asked, or some of the free memory beside a GPU. What goes to a store passes through it."""
+    """The size asked for, or a share of free memory beside a GPU. What goes to a store passes through it."""
     size = options.embedding_host_gb
     if size is None:
         size = _automatic_gib(plan)
@@ -148,7 +148,7 @@ def _host_seconds(tiers: EmbeddingTiers, slots: int, place: Place, like: torch.T
 
 
 def _store_seconds(tiers: EmbeddingTiers, slots: int, place: Place) -> float:
-    """With the way from host memory to the device."""
+    """Seconds to the device, by way of host memory."""
     store = tiers.store
     assert store is not None
     item = _item(slots)

@@ -96,11 +96,12 @@ def check_gpu_jpeg(options: Options, device: torch.device) -> None:
 def _fp8_params(
     options: Options, model: ModelConfig, quantization: Quantization | None, device: torch.device
 ) -> int:
+    is_stored = quantization is not None and quantization.becomes_fp8
+    if not is_stored and options.quantization != "fp8":
+        return 0
     if not is_native(model) or not multiplies_fp8(device):
         return 0
-    if quantization is not None and quantization.becomes_fp8:
-        return costs.fp8_params(model.text, in_blocks=quantization.has_blocks)
-    return costs.fp8_params(model.text, in_blocks=False) if options.quantization == "fp8" else 0
+    return costs.fp8_params(model.text, in_blocks=quantization is not None and quantization.has_blocks)
 
 
 def _int4_bytes(

@@ -23,7 +23,7 @@ from saccade.types.step import Sample
 def sample_or_pool(
     logits: Tensor, hidden: Tensor | None, states: Sequence[RequestState]
 ) -> dict[str, Sample]:
-    """By request id. `logits` [rows, vocabulary] in float32 may be changed in place; `hidden` is [rows, H].
+    """Samples by request id. `logits` [rows, vocabulary] in float32 may be changed; `hidden` is [rows, H].
 
     Without `hidden`, in decode steps, no request pools.
     """

@@ -15,7 +15,7 @@ from saccade.util.torch_utils import to_device
 _ROWS = 64  # that pass through the LM head together: 40 MB of logits where 150,000 tokens are known
 
 Head = Callable[[Tensor], Tensor]
-"""From normed rows [rows, H] to logits [rows, vocabulary]."""
+"""Normed rows [rows, H] -> logits [rows, vocabulary]"""
 
 
 def prompt_rows(window: ScheduledWindow, state: RequestState, hidden: Tensor, head: Head) -> list[Tensor]:

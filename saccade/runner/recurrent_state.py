@@ -57,7 +57,7 @@ class RecurrentStates:
             self.close(request_id)
 
     def of(self, windows: Sequence[ScheduledWindow]) -> States:
-        """For the packed tokens of these windows, in order. Each starts where its request's state ends."""
+        """The states for packed tokens of these windows. Each starts where its request's state ends."""
         ones: list[tuple[int, int]] = []  # (packed token, row) of one-token windows, computed together
         groups: list[WindowGroup] = []
         first = 0

@@ -59,7 +59,7 @@ def _place_on_own(options: Options, num_local: int) -> Placement:
 
 
 def device_label(device: torch.device) -> str:
-    """For people: "cpu", or the GPU as the machine counts it, whatever this process was left of them."""
+    """A name for people: "cpu", or the GPU as the machine counts it, whatever this process sees of them."""
     if device.type != "cuda":
         return device.type
     index = _gpu_index(device)

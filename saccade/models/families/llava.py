@@ -57,7 +57,7 @@ class Llava(DecoderModel):
 
 
 class Projector:
-    """From the tower's width to the decoder's."""
+    """Two layers from the tower's width to the decoder's."""
 
     def __init__(self, params: Parameters, inputs: int, outputs: int, raw: Mapping[str, Any]) -> None:
         bias = raw.get("multimodal_projector_bias", True)

@@ -66,7 +66,7 @@ class Mllama(DecoderModel):
         return images
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
-        """With the decoder's part of `pack`: embeddings are keys and values of its cross-attention layers."""
+        """The tower's, and the decoder's part of `pack`: keys and values of its cross-attention layers."""
         targets = self.params.targets.items()
         packing = {name: tensor for name, tensor in targets if ".kv." in name or ".k_norm." in name}
         return {**super().encoder_weights(), **packing}

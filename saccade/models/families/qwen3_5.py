@@ -138,7 +138,7 @@ class GatedAttention:
         self.out = Linear(params.within("out"), q, hidden)
 
     def _by_head(self, rows: Tensor) -> Tensor:
-        """Of a weight, or of its scales: [heads, query and gate, rows of a head, columns]."""
+        """A weight, or its scales, as [heads, query and gate, rows of a head, columns]."""
         total = 2 * (self.heads + self.kv_heads) * self.head_dim
         of_head = self.head_dim * len(rows) // total
         columns = rows.shape[1]

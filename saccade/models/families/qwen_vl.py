@@ -73,7 +73,7 @@ class QwenVL(DecoderModel):
 
 
 class Tower:
-    """Without a class token and without a norm after the last layer."""
+    """A tower without a class token and without a norm after the last layer."""
 
     def __init__(self, params: Parameters, vision: VisionConfig) -> None:
         hidden = vision.hidden_size

@@ -145,7 +145,7 @@ def rows_per_state(layers: Sequence[CrossLayer], width: int) -> int:
 def by_layer(
     layers: Sequence[CrossLayer], cross_rows: Sequence[CrossAttentionRows]
 ) -> list[list[tuple[CrossAttentionRows, Tensor]]]:
-    """For each layer, its rows with their keys and values; several images are concatenated."""
+    """Rows of each layer with their keys and values; several images are concatenated."""
     pairs = []
     for rows in cross_rows:
         images = [unpack(layers, embedding) for embedding in rows.embeddings]

@@ -61,7 +61,7 @@ class Linear:
         return self.gemm(x, self.weight, self.bias)
 
     def _scales_of(self, sizes: list[int]) -> Sequence[Scales | None]:
-        """Of each part."""
+        """The scales of each part."""
         if self.groups is not None:
             ends = list(accumulate(sizes))
             return [self.groups.at(slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]

@@ -88,7 +88,7 @@ class MoE:
         return {"gate": (gates, of_gates), "up": (ups, of_ups), "down": (self.down, self.down_scales)}
 
     def _names(self, *kinds: str) -> list[str]:
-        """Of the parts of all experts, also of a shared one that is stacked with them."""
+        """Names of the parts of all experts, also of a shared one that is stacked with them."""
         rules = self.rules
         routed = [f"{expert}.{kind}.weight" for kind in kinds for expert in range(rules.count)]
         shared = [_SHARED_NAMES[kind] for kind in kinds]
@@ -170,14 +170,14 @@ def _at(scales: Scales | None, where: Any) -> Any:
 
 
 def scales_and_zeros(scales: Scales | None) -> tuple[Tensor | None, Tensor | None]:
-    """As kernels take them. Zero points are of INT4."""
+    """What kernels take. Zero points are of INT4."""
     if isinstance(scales, GroupScales):
         return scales.scales, scales.zeros
     return scales, None
 
 
 def _halves(scales: Scales | None) -> tuple[Scales | None, Scales | None]:
-    """Of gates and ups."""
+    """Scales of gates and of ups."""
     if scales is None:
         return None, None
     rows = (scales.scales if isinstance(scales, GroupScales) else scales).shape[1]

@@ -141,7 +141,7 @@ def padded_rows(rows: int, dtype: torch.dtype) -> int:
 
 @lru_cache
 def _min_rows(dtype: torch.dtype) -> int:
-    """With AMX one row of bfloat16 takes longer than two, since oneDNN has no AMX kernel for one."""
+    """One row of bfloat16 takes longer than two with AMX, since oneDNN has no AMX kernel for one."""
     return 2 if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else 1
 
 

@@ -152,7 +152,7 @@ class PagedAttention:
 
 
 def as_stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """In the dtype of the cache. FP8 is divided by its scale, and saturates."""
+    """Keys or values in the dtype of the cache. FP8 is divided by its scale, and saturates."""
     if dtype != torch.float8_e4m3fn:
         return x
     return (x.float() * (1 / scale)).clamp_(-_FP8_MAX, _FP8_MAX).to(dtype)
@@ -164,7 +164,7 @@ def indexable(cache: Tensor) -> Tensor:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a device written at once, so that missing memory fails at start-up; a CPU takes pages as used."""
+    """Memory that a device writes at once, so too little fails at start-up; a CPU takes pages as used."""
     if device.type != "cpu":
         return torch.empty(*shape, dtype=dtype, device=device).zero_()
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)  # zero until written

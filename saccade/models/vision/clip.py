@@ -59,7 +59,7 @@ class SquareTower(ABC):
 
 
 class ClipTower(SquareTower):
-    """With a class token before the patches and a norm before the first layer."""
+    """A tower with a class token before the patches and a norm before the first layer."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> None:
         eps = raw["vision_config"].get("layer_norm_eps", 1e-5)
@@ -87,7 +87,7 @@ class ClipTower(SquareTower):
 
 
 class SiglipTower(SquareTower):
-    """Without a class token. Features are taken before the last norm and the pooling head."""
+    """A tower without a class token. Features are taken before the last norm and the pooling head."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> None:
         super().__init__(params, vision, raw, raw["vision_config"].get("layer_norm_eps", 1e-6))

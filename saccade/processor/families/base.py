@@ -17,7 +17,7 @@ from saccade.types.media import Geometry, Grid, Size
 from saccade.types.prompt import TO_THE_END, Span
 
 MAX_ASPECT_RATIO = 200
-"""For every family: resizing a thin strip costs far more than its tokens say."""
+"""The limit of every family: resizing a thin strip costs far more than its tokens say."""
 
 TokenIds = Sequence[int] | npt.NDArray[np.int64]
 Positions = tuple[npt.NDArray[np.int32], int]
@@ -74,7 +74,7 @@ class Family(Protocol):
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry: ...
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
-        """At least as many tokens as any image can have under these limits."""
+        """A geometry with at least as many tokens as any image can have under these limits."""
 
     def expand(self, geometry: Geometry) -> Expansion: ...
 
@@ -152,7 +152,7 @@ def limits(min_pixels: int | None, max_pixels: int | None, lowest: int, highest:
 
 
 def setting(name: str, *files: Mapping[str, Any], default: Any = None) -> Any:
-    """From the first file that has it."""
+    """The value in the first file that has one."""
     return next((file[name] for file in files if file.get(name)), default)
 
 

@@ -86,7 +86,7 @@ class VideoRules:
         return self._of(fit(size, side, limits.min_pixels, highest, frames=frames, group=group))
 
     def largest(self, limits: PixelLimits) -> Geometry:
-        """At least as many tokens as any group can have."""
+        """A geometry with at least as many tokens as any group can have."""
         shared = self.group if self.is_total else 1
         lowest = -(-limits.min_pixels // shared)
         highest = max(limits.max_pixels, int(limits.min_pixels * 1.05))

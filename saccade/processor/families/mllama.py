@@ -86,7 +86,7 @@ class Mllama:
 
 
 def arrangements(max_tiles: int) -> list[Arrangement]:
-    """In the order of the tower's aspect ratio ids."""
+    """All arrangements, in the order of the tower's aspect ratio ids."""
     sides = range(1, max_tiles + 1)
     return [(rows, columns) for rows in sides for columns in sides if rows * columns <= max_tiles]
 

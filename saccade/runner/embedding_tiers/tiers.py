@@ -113,7 +113,7 @@ class EmbeddingTiers:
         return restored
 
     def from_host(self, item: MediaItem, place: Place) -> Restored | None:
-        """From host memory alone."""
+        """What host memory alone has."""
         form = self.namespace.form(item)
         with self.host.reading(item.key) as entry:
             if entry is None or entry.size != form.embedding_bytes:
@@ -285,7 +285,7 @@ class EmbeddingTiers:
                 setattr(counters, name, getattr(counters, name) + count)
 
     def stats(self) -> dict[str, Any]:
-        """By tier."""
+        """Counters by tier."""
         stats = {tier: asdict(counters) for tier, counters in self._counters.items()}
         stats["host"] |= {"used_bytes": self.host.used_bytes, "evictions": self.host.evictions}
         if self.store is not None:

@@ -1,4 +1,4 @@
-"""In which order images are decoded, and what they cost.
+"""The order in which images are decoded, and what they cost.
 
 The client for which least was decoded goes first, then its requests take turns: one with many slow pages
 delays only itself. What an image costs is guessed when it begins, by its price, and known when it is done.
@@ -23,7 +23,7 @@ class DecodeTurns:
         self._virtual_time = 0.0  # of the client served last: others save nothing up
 
     def order(self, items: Iterable[MediaItem], active: Iterable[MediaItem] = ()) -> list[MediaItem]:
-        """As they would be decoded one after the other. `active` ones are the first of their requests."""
+        """The items one after the other. `active` ones are the first of their requests."""
         counts = Counter(item.owner for item in active)
         clients: dict[str, list[tuple[int, MediaItem]]] = {}
         for item in items:

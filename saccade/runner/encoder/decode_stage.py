@@ -123,7 +123,7 @@ class DecodeStage(Generic[Ready]):
         return None if future.exception() else future.result()
 
     def futures(self, keys: Collection[Key]) -> list[Future[Ready]]:
-        """Of these, and of those that are decoded before they are submitted."""
+        """Futures of these, and of those that are decoded before they are submitted."""
         jobs = self._begun.items()
         return [future for key, (item, future, _) in jobs if key in keys or item.is_decoded_first]
 

@@ -96,7 +96,7 @@ class Encoder(Protocol):
     def poll(self) -> Encoded: ...
     def tier_stats(self) -> dict[str, Any]: ...
     def remote_stats(self) -> dict[str, Any]:
-        """Of encoder workers; empty without them."""
+        """Counters of encoder workers; empty without them."""
 
     def clear(self) -> None: ...
     def close(self) -> None: ...
@@ -235,7 +235,7 @@ class LocalEncoder:
         return total
 
     def _wait_for_decoding(self, *, is_sliced: bool) -> None:
-        """For a moment. Where whole images are encoded, they are waited for later, one by one."""
+        """Wait for a moment. Where whole images are encoded, they are waited for later, one by one."""
         self._start_decoding()
         if self._queue and not is_sliced:
             return

@@ -96,7 +96,7 @@ class GpuJpegs:
                 self._freed.notify_all()
 
     def _run(self, jobs: Sequence[_Job]) -> None:
-        """As one batch. One that fails must not fail the others."""
+        """Decode them as one batch. One that fails must not fail the others."""
         if len(jobs) > 1 and self._decode(jobs):
             return
         for job in jobs:

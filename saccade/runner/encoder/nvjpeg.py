@@ -61,7 +61,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _candidates() -> Iterator[str | Path]:
-    """Of NVIDIA's Python packages, of the system, of CUDA toolkits; PyTorch's own release of CUDA first."""
+    """Files of NVIDIA's packages, the system and CUDA toolkits; PyTorch's own release of CUDA first."""
     release_of_torch = str(torch.version.cuda).partition(".")[0]
     spec = find_spec("nvidia")
     packages: list[str] = []

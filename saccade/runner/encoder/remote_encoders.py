@@ -179,7 +179,7 @@ class RemoteEncoders:
         return Restored(data.view(dtype).view(form.slots, form.width), None, reply.times)
 
     def _seconds(self, worker: _Worker) -> float:
-        """For all that this engine has in the worker, while other engines have as much."""
+        """Time allowed for all that this engine has in the worker, while other engines have as much."""
         usual = worker.patches * worker.seconds_per_patch * self._num_engines
         return self.min_seconds + _PATIENCE * usual
 

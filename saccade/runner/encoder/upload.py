@@ -56,7 +56,7 @@ class Upload:
 
 
 def _staged(image: Pixels) -> Tensor:
-    """In pinned memory, where it is unless it was not decoded into `pinned`."""
+    """The image in pinned memory, where it is unless it was not decoded into `pinned`."""
     if image.flags.writeable:
         staged = as_tensor(image)
         if staged.is_pinned():
