@@ -27,7 +27,7 @@ from saccade.runner.build_embedding_tiers import open_tiers
 from saccade.runner.embedding_tiers.entry import Namespace
 from saccade.runner.embedding_tiers.folder import FolderStore
 from saccade.runner.embedding_tiers.host import HostTier
-from saccade.runner.embedding_tiers.rates import NEVER, Rate
+from saccade.runner.embedding_tiers.rates import NEVER, EmbeddingTime
 from saccade.runner.embedding_tiers.store import Store
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.runner.embedding_tiers.valkey import ValkeyStore
@@ -39,8 +39,8 @@ from saccade.types.media import MediaItem, Size
 SIZE = Size(1280, 960)
 HOST_BYTES = 1 << 28
 DAY = 86400.0
-ALWAYS = Rate(0.0, 0.0)
-SLOW = Rate(1e6, 0.0)
+ALWAYS = EmbeddingTime(0.0, 0.0)
+SLOW = EmbeddingTime(1e6, 0.0)
 SERVERS = ("valkey-server", "redis-server")
 
 

@@ -54,7 +54,7 @@ from saccade.models.vision.backend import RunBlocks, TorchVision, VisionOps
 from saccade.models.vision.blocks import RotaryCosSin, VisionBlock, angles_of, grid_positions
 from saccade.models.vision.preprocess import as_tensor
 from saccade.runner.encoder.encoder_runner import LocalEncoder
-from saccade.runner.encoder.upload import Upload
+from saccade.runner.encoder.upload import PixelUpload
 from saccade.types.media import Grid, MediaItem, Size
 
 BICUBIC = int(Image.Resampling.BICUBIC)
@@ -164,7 +164,7 @@ def _encoded(made: Qwen2VL, items: Sequence[MediaItem], device: torch.device) ->
 
 def before_the_tower() -> Iterator[Row]:
     made = model_of(config(layers=1))
-    upload, plain = Upload(made, CUDA), TorchVision()
+    upload, plain = PixelUpload(made, CUDA), TorchVision()
     for size in IMAGES:
         name, data, geometry = f"{size.width}x{size.height}", photo(size), geometry_of(size)
         image = pixels_of(data)

@@ -18,7 +18,7 @@ from saccade.runner.device_memory import MemoryPlan
 from saccade.runner.embedding_tiers.entry import Namespace, checksum
 from saccade.runner.embedding_tiers.folder import FolderStore
 from saccade.runner.embedding_tiers.host import PAGE_BYTES, HostTier
-from saccade.runner.embedding_tiers.rates import NEVER, Rate, best_of, verdict
+from saccade.runner.embedding_tiers.rates import NEVER, EmbeddingTime, best_of, verdict
 from saccade.runner.embedding_tiers.store import Store, StoreError
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
 from saccade.runner.embedding_tiers.weights_digest import weights_digest
@@ -105,8 +105,10 @@ def open_tiers(
     """Measure, then let the tiers be used where they pay. Returns lines for the log."""
     table = model.decoder.table
     probes = _probes(model, largest, min(max_patches, _LARGE_PATCHES[table.device.type]))
-    encode = Rate.through([(probe.slots, encode_seconds(model, probe.grid)) for probe in probes])
-    host = Rate.through([(probe.slots, _host_seconds(tiers, probe.slots, place, table)) for probe in probes])
+    encode = EmbeddingTime.through([(probe.slots, encode_seconds(model, probe.grid)) for probe in probes])
+    host = EmbeddingTime.through(
+        [(probe.slots, _host_seconds(tiers, probe.slots, place, table)) for probe in probes]
+    )
     slots = probes[-1].slots
     size = f"{tiers.host.total_bytes >> 20} MiB"
     reasons = [verdict(f"embeddings in {size} of host memory", host, encode, slots)]
@@ -114,7 +116,7 @@ def open_tiers(
     if tiers.store is not None:
         try:
             seconds = [(probe.slots, _store_seconds(tiers, probe.slots, place)) for probe in probes]
-            store = Rate.through(seconds)
+            store = EmbeddingTime.through(seconds)
             reasons.append(verdict(f"embeddings in {tiers.store.where}", store, encode, slots))
             reasons += filter(None, [tiers.store.advice()])
         except StoreError as error:

@@ -17,7 +17,7 @@ from saccade.models.layers.forward_types import States, WindowGroup
 from saccade.types.step import ScheduledWindow, StateCheckpoint
 
 
-class _State(NamedTuple):
+class _StateRow(NamedTuple):
     row: int
     num_computed: int  # tokens it has seen
 
@@ -31,7 +31,7 @@ class RecurrentStates:
         self.conv = conv.transpose(2, 3)  # channels are dense in memory: kernels read them together
         shape = (*rows, linear.value_heads, linear.key_dim, linear.value_dim)
         self.recurrent = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, _StateRow] = {}
         self._requests = requests
         self._first_checkpoint = requests + 1
         self._free = list(range(requests - 1, -1, -1))
@@ -45,7 +45,7 @@ class RecurrentStates:
             self._free.remove(row)
         for states in (self.conv, self.recurrent):
             states[:, row] = states[:, self._first_checkpoint + state.row] if state else 0
-        self._states[request_id] = _State(row, state.num_tokens if state else 0)
+        self._states[request_id] = _StateRow(row, state.num_tokens if state else 0)
 
     def close(self, request_id: str) -> None:
         state = self._states.pop(request_id, None)
@@ -94,7 +94,7 @@ class RecurrentStates:
         row, num_computed = self._states[window.request_id]
         place = f"a state after {num_computed} tokens cannot go on at {window.start}"
         assert num_computed == window.start, place
-        self._states[window.request_id] = _State(row, window.end)
+        self._states[window.request_id] = _StateRow(row, window.end)
         return row
 
     def _group(self, tokens: list[list[int]], *rows: list[int]) -> WindowGroup:

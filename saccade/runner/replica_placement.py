@@ -20,17 +20,17 @@ from saccade.types.replica import Replica
 _MAX_DECODE_THREADS = 8
 
 
-class Placement(NamedTuple):
+class WorkerPlacement(NamedTuple):
     options: Options
     memory_parts: int = 1  # workers between which the automatic cache memory is divided
     reasons: tuple[str, ...] = ()
     encoders_beside: int = 0  # encoder workers on the same GPU
 
 
-def place(options: Options, replica: Replica) -> Placement:
+def place(options: Options, replica: Replica) -> WorkerPlacement:
     """Sets the number of PyTorch threads of this process where several workers share a CPU."""
     if replica.num_workers == 1:
-        return Placement(options)
+        return WorkerPlacement(options)
     options = replace(options, image_decode_threads=decode_threads(options, replica))
     if replica.has_own_device:
         return _place_on_own(options, _num_local(replica))
@@ -43,19 +43,19 @@ def place(options: Options, replica: Replica) -> Placement:
         f"{_some(replica.count, 'engine')}{encoders} share this CPU: each has {threads} of its threads and "
         f"1/{replica.num_workers} of the automatic memory for KV blocks and embeddings"
     )
-    return Placement(options, replica.num_workers, (reason,))
+    return WorkerPlacement(options, replica.num_workers, (reason,))
 
 
-def _place_on_own(options: Options, num_local: int) -> Placement:
+def _place_on_own(options: Options, num_local: int) -> WorkerPlacement:
     """A GPU, or threads of a CPU, that are reserved for this worker alone."""
     if device_of(options.device).type == "cuda" or num_local == 1:
-        return Placement(options)
+        return WorkerPlacement(options)
     threads = _some(torch.get_num_threads(), "thread")
     reason = (
         f"{num_local} workers may share this machine: each has {threads} and "
         f"1/{num_local} of the automatic memory for KV blocks and embeddings"
     )
-    return Placement(options, num_local, (reason,))
+    return WorkerPlacement(options, num_local, (reason,))
 
 
 def device_label(device: torch.device) -> str:
@@ -84,15 +84,15 @@ def decode_threads(options: Options, replica: Replica = Replica()) -> int:  # no
     return max(1, min((os.cpu_count() or 1) // _num_local(replica), _MAX_DECODE_THREADS))
 
 
-def _place_on_gpu(options: Options, replica: Replica) -> Placement:
+def _place_on_gpu(options: Options, replica: Replica) -> WorkerPlacement:
     devices = [_encoder_gpu(options.device, replica, index) for index in range(len(replica.encoders))]
     if replica.encoder is not None:
-        return Placement(replace(options, device=devices[replica.encoder]))
+        return WorkerPlacement(replace(options, device=devices[replica.encoder]))
     name = options.device if replica.is_alone else _gpu(options.device, replica)
     index = _gpu_index(device_of(name))
     beside = sum(_gpu_index(device_of(encoder)) == index for encoder in devices)
     reasons = (f"encoder workers on {', '.join(devices)}",) if replica.encoders else ()
-    return Placement(replace(options, device=name), reasons=reasons, encoders_beside=beside)
+    return WorkerPlacement(replace(options, device=name), reasons=reasons, encoders_beside=beside)
 
 
 def _gpu_index(device: torch.device) -> int:

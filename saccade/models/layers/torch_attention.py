@@ -171,7 +171,7 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
-class _Keys(NamedTuple):
+class _KeyBlocks(NamedTuple):
     """Where the keys of some requests are: blocks to gather, or a slice of the cache that needs no copy."""
 
     blocks: Tensor  # int64 [requests, blocks]
@@ -191,17 +191,17 @@ class _Group(NamedTuple):
     """Requests that decode: one query each."""
 
     rows: Tensor  # int64 [requests]: packed position of each query
-    keys: _Keys
+    keys: _KeyBlocks
     block_size: int
     mask: Tensor | None  # float32 [requests, 1, 1, tokens]: -inf on padding
 
 
-class _Window(NamedTuple):
+class _NewTokens(NamedTuple):
     """Several new tokens of one request."""
 
     rows: slice
     context: int
-    keys: _Keys
+    keys: _KeyBlocks
     block_size: int
     mask: Tensor | None  # float32 [new tokens, context]; None when the window is the whole context
     is_split: bool  # attends to its own keys and to those before it in two calls
@@ -209,7 +209,7 @@ class _Window(NamedTuple):
 
 class _Plan(NamedTuple):
     groups: list[_Group]
-    windows: list[_Window]
+    windows: list[_NewTokens]
 
 
 def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float) -> None:
@@ -222,7 +222,7 @@ def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: T
     out.index_copy_(0, g.rows, mixed.reshape(len(g.rows), *q.shape[1:]))
 
 
-def _attend_window(w: _Window, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
+def _attend_window(w: _NewTokens, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
     queries = q[w.rows].transpose(0, 1)[None]  # [1, heads, n, d]
     k, v = (w.keys.read(cache, w.block_size)[:, :, : w.context].to(q.dtype) for cache in (keys, values))
     if w.is_split:
@@ -271,7 +271,7 @@ def _group(batch: AttentionBatch, members: list[int], starts: list[int]) -> _Gro
     return _Group(torch.tensor([starts[i] for i in members], device=device), keys, batch.block_size, mask)
 
 
-def _window(batch: AttentionBatch, i: int, start: int) -> _Window:
+def _window(batch: AttentionBatch, i: int, start: int) -> _NewTokens:
     n = batch.query_lens[i]
     context = batch.seq_lens[i]
     mask = None
@@ -279,16 +279,16 @@ def _window(batch: AttentionBatch, i: int, start: int) -> _Window:
     if n < context and not is_split:
         positions = torch.arange(context - n, context, device=batch.block_tables.device)
         mask = _additive(torch.arange(context, device=positions.device) <= positions[:, None])
-    return _Window(slice(start, start + n), context, _keys(batch, [i]), batch.block_size, mask, is_split)
+    return _NewTokens(slice(start, start + n), context, _keys(batch, [i]), batch.block_size, mask, is_split)
 
 
-def _keys(batch: AttentionBatch, members: list[int]) -> _Keys:
+def _keys(batch: AttentionBatch, members: list[int]) -> _KeyBlocks:
     longest = max(batch.seq_lens[i] for i in members)
     blocks = batch.block_tables[members, : -(-longest // batch.block_size)]
     first = int(blocks[0, 0])
     is_contiguous = len(members) == 1 and blocks[0].tolist() == list(range(first, first + blocks.shape[1]))
     start = first * batch.block_size
-    return _Keys(blocks, slice(start, start + longest) if is_contiguous else None)
+    return _KeyBlocks(blocks, slice(start, start + longest) if is_contiguous else None)
 
 
 def _additive(mask: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 _REPEATS = 3
 
 
-class Rate(NamedTuple):
+class EmbeddingTime(NamedTuple):
     """Seconds by embeddings, as a line through two measurements."""
 
     fixed: float
@@ -19,7 +19,7 @@ class Rate(NamedTuple):
         return self.fixed + self.per_slot * slots
 
     @classmethod
-    def through(cls, points: Sequence[tuple[int, float]]) -> Rate:
+    def through(cls, points: Sequence[tuple[int, float]]) -> EmbeddingTime:
         """(slots, seconds): one or two points. Neither part is below 0: noise must not promise a gain."""
         small, low = points[0]
         large, high = points[-1]
@@ -29,7 +29,7 @@ class Rate(NamedTuple):
         return cls(max(0.0, low - per_slot * small), per_slot)
 
 
-NEVER = Rate(float("inf"), 0.0)
+NEVER = EmbeddingTime(float("inf"), 0.0)
 
 
 def best_of(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
@@ -43,7 +43,7 @@ def best_of(run: Callable[[], object], before: Callable[[], object] = lambda: No
     return min(laps)
 
 
-def verdict(what: str, tier: Rate, encode: Rate, slots: int) -> str:
+def verdict(what: str, tier: EmbeddingTime, encode: EmbeddingTime, slots: int) -> str:
     """A line for the log."""
     restore_ms = tier.seconds(slots) * 1e3
     encode_ms = encode.seconds(slots) * 1e3

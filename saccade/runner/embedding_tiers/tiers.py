@@ -27,7 +27,7 @@ from torch import Tensor
 from saccade.media.video_pruning import Ints
 from saccade.runner.embedding_tiers.entry import Buffer, EntryForm, Namespace, Restored, checksum
 from saccade.runner.embedding_tiers.host import HostEntry, HostTier
-from saccade.runner.embedding_tiers.rates import NEVER, Rate
+from saccade.runner.embedding_tiers.rates import NEVER, EmbeddingTime
 from saccade.runner.embedding_tiers.store import BadEntry, Store, StoreError
 from saccade.types.media import Key, MediaItem
 
@@ -77,7 +77,7 @@ class EmbeddingTiers:
         self.namespace = namespace
         self._dtype: torch.dtype = getattr(torch, namespace.dtype)
         self._clock = clock
-        self._encode = Rate(0.0, 0.0)
+        self._encode = EmbeddingTime(0.0, 0.0)
         self._host_rate = self._store_rate = NEVER
         self._paused_until = float("-inf")
         self._lock = Lock()  # of counters and the pause
@@ -94,7 +94,7 @@ class EmbeddingTiers:
             for thread in self._threads:
                 thread.start()
 
-    def open(self, encode: Rate, host: Rate, store: Rate = NEVER) -> None:
+    def open(self, encode: EmbeddingTime, host: EmbeddingTime, store: EmbeddingTime = NEVER) -> None:
         self._encode = encode
         self._host_rate = host
         self._store_rate = store
@@ -256,7 +256,7 @@ class EmbeddingTiers:
 
     # --- whether --------------------------------------------------------------------------------------------
 
-    def _pays(self, tier: Rate, slots: int) -> bool:
+    def _pays(self, tier: EmbeddingTime, slots: int) -> bool:
         return tier.seconds(slots) < self._encode.seconds(slots)
 
     def _is_store_open(self, slots: int) -> bool:

@@ -27,7 +27,7 @@ class Prepared(NamedTuple):
     on_gpu: bool = False  # decoded there
 
 
-class EncodedImage(NamedTuple):
+class FinishedImage(NamedTuple):
     item: MediaItem
     embedding: Tensor  # [slots, hidden]
     cells: Ints | None  # [2, slots]: row and column of each embedding, of a pruned frame group
@@ -68,7 +68,7 @@ class EncoderPass:
             self.failure = type(error)
         return count
 
-    def images(self) -> Iterator[EncodedImage]:
+    def images(self) -> Iterator[FinishedImage]:
         """Once it is complete."""
         total = self.patches
         images = zip(self.items, self._embeddings, self._prunings, self._decode_ms, strict=True)
@@ -79,7 +79,7 @@ class EncoderPass:
                 embedding = embedding.clone()  # a view would hold the whole pass after the others are evicted
             assert embedding.shape[0] == item.geometry.slots, "the bill and the tower disagree"
             cells = None if pruning is None else pruning.cells
-            yield EncodedImage(item, embedding, cells, decode_ms, item.geometry.grid.patches / total)
+            yield FinishedImage(item, embedding, cells, decode_ms, item.geometry.grid.patches / total)
 
     def _run_next(self) -> int:
         try:

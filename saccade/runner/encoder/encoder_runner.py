@@ -40,7 +40,7 @@ from saccade.runner.encoder.gpu_jpeg import GpuJpegs
 from saccade.runner.encoder.image_errors import is_of_the_device, unusable
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.encoder.timing import Times
-from saccade.runner.encoder.upload import Prepare, Upload, joined, pin, pinned, use_on_current_stream
+from saccade.runner.encoder.upload import PixelUpload, Prepare, joined, pin, pinned, use_on_current_stream
 from saccade.types.media import Geometry, Key, MediaItem
 from saccade.types.step import MediaTimes, Slice
 
@@ -49,7 +49,7 @@ _CPU = torch.device("cpu")
 _IDLE_WAIT = 0.005  # seconds that an otherwise idle step waits for image decoding
 
 
-class Encoded(NamedTuple):
+class EncoderResults(NamedTuple):
     """Results since the last poll."""
 
     embeddings: dict[Key, Tensor]  # [slots, hidden] each, complete in the order of the current stream
@@ -59,7 +59,7 @@ class Encoded(NamedTuple):
     restored: set[Key]  # those of the embeddings that a tier had
 
     @classmethod
-    def nothing(cls) -> Encoded:
+    def nothing(cls) -> EncoderResults:
         return cls({}, Times(), {}, {}, set())
 
 
@@ -93,7 +93,7 @@ class Encoder(Protocol):
     def end(self, keys: Collection[Key]) -> None: ...
     def release(self) -> None: ...
     def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice: ...
-    def poll(self) -> Encoded: ...
+    def poll(self) -> EncoderResults: ...
     def tier_stats(self) -> dict[str, Any]: ...
     def remote_stats(self) -> dict[str, Any]:
         """Counters of encoder workers; empty without them."""
@@ -131,7 +131,7 @@ class LocalEncoder:
         self._to_patches: Prepare = model.prepare
         if device.type == "cuda":
             self._on_cuda = True
-            upload = Upload(model, device, upload_bytes)
+            upload = PixelUpload(model, device, upload_bytes)
             self._to_patches = upload
             self.place = upload.place
         self._is_async = self._on_cuda  # a pass is launched, and runs while the host goes on
@@ -154,7 +154,7 @@ class LocalEncoder:
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
         self._alone: set[Key] = set()  # were in a pass that failed; each is retried alone
         self._current: EncoderPass | None = None
-        self._results = Encoded.nothing()
+        self._results = EncoderResults.nothing()
 
     def warm_up(self, geometry: Geometry, frames: int) -> None:
         """Prepare a blank image, and a frame group if the model has them, which compiles the kernels."""
@@ -243,9 +243,9 @@ class LocalEncoder:
         if futures:
             wait(futures, timeout=_IDLE_WAIT, return_when=FIRST_COMPLETED)
 
-    def poll(self) -> Encoded:
+    def poll(self) -> EncoderResults:
         results = self._results
-        self._results = Encoded.nothing()
+        self._results = EncoderResults.nothing()
         return results
 
     def tier_stats(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _RISK = (
 
 
 @dataclass(eq=False)
-class _Job:
+class _JpegJob:
     jpeg: Jpeg
     orientation: int
     is_done: bool = False
@@ -51,7 +51,7 @@ class GpuJpegs:
         self._max_pixels = max_pixels
         self._held_pixels = 0
         self._freed = Condition()
-        self._waiting: deque[_Job] = deque()
+        self._waiting: deque[_JpegJob] = deque()
         self._turn = Lock()  # to call nvJPEG
 
     @contextmanager
@@ -66,7 +66,7 @@ class GpuJpegs:
         if orientation >= 5:
             size = Size(height, width)
         with self._space(width * height):
-            job = _Job(Jpeg.of(item.data, size), orientation)
+            job = _JpegJob(Jpeg.of(item.data, size), orientation)
             self._waiting.append(job)
             with self._turn:
                 if not job.is_done:  # by another thread, with its own
@@ -95,7 +95,7 @@ class GpuJpegs:
                 self._held_pixels -= pixels
                 self._freed.notify_all()
 
-    def _run(self, jobs: Sequence[_Job]) -> None:
+    def _run(self, jobs: Sequence[_JpegJob]) -> None:
         """Decode them as one batch. One that fails must not fail the others."""
         if len(jobs) > 1 and self._decode(jobs):
             return
@@ -103,7 +103,7 @@ class GpuJpegs:
             self._decode([job])
             job.is_done = True
 
-    def _decode(self, jobs: Sequence[_Job]) -> bool:
+    def _decode(self, jobs: Sequence[_JpegJob]) -> bool:
         try:
             decoded = self._nvjpeg.decode([job.jpeg for job in jobs])
             with torch.inference_mode(), self._nvjpeg.on_stream():

@@ -22,7 +22,7 @@ Prepare = Callable[[Pixels | Tensor, Geometry], Tensor]
 """(decoded image, geometry) -> patches on the model's device, complete. Runs in the decoding threads."""
 
 
-class Upload:
+class PixelUpload:
     def __init__(self, model: VisionLanguageModel, device: torch.device, reserve_bytes: int = 0) -> None:
         self.model = model
         self._device = device
