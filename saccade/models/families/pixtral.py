@@ -19,9 +19,9 @@ from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks_keeping
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
 from saccade.models.vision.clip import drops_first, feature_layers, no_class_token
-from saccade.models.vision.preprocess import ImagePixels, PatchLayout
+from saccade.models.vision.preprocess import PatchLayout
 from saccade.models.weights import Rule, under
-from saccade.types.media import Geometry, Grid
+from saccade.types.media import Grid
 
 _EPS = 1e-5  # of the tower's norms; not in the config
 
@@ -43,10 +43,6 @@ class LlavaPixtral(DecoderModel):
         if drops_first(self.config.raw):
             raise no_class_token("Pixtral")
         return Projector(params, self.tower.width, self.config.text.hidden_size, self.config.raw)
-
-    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
-        return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         features = yield from self.tower.encode(patches, grids, self.ops)

@@ -43,8 +43,7 @@ class Qwen2VL(DecoderModel):
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         if isinstance(image, np.ndarray | Tensor) and image.ndim == 4:
             return self._prepare_group(image, geometry)
-        small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
-        return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
+        return super().prepare(image, geometry)
 
     def _prepare_group(self, frames: Pixels | Tensor, geometry: Geometry) -> Tensor:
         """Patches over all frames of a group; missing frames repeat the last one."""

@@ -21,9 +21,9 @@ from saccade.models.layers.linear import Linear, PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, vision_config
-from saccade.models.vision.preprocess import ImagePixels, PatchLayout
+from saccade.models.vision.preprocess import PatchLayout
 from saccade.models.weights import Rule, under
-from saccade.types.media import Geometry, Grid
+from saccade.types.media import Grid
 
 _EPS = 1e-6  # of all norms in the tower
 _NUM_POSITIONS = 256  # learned position embeddings of patches for any size: 16 x 16
@@ -54,10 +54,6 @@ class QwenVL(DecoderModel):
         self.tower = Tower(params.within("vision"), vision)
         self.resampler = Resampler(params.within("resampler"), vision.hidden_size, width, visual["n_queries"])
         self.decoder = _decoder(params.within("decoder"), config)
-
-    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        square = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
-        return self.ops.cut(square, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         features = yield from self.tower.encode(patches, grids, self.ops)
