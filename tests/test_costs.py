@@ -9,7 +9,7 @@ import torch
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig, model_config
-from saccade.models import _family
+from saccade.models.families import family_class
 from saccade.models.fp8_weights import FP8, Fp8Weights
 from saccade.models.interface import ModelParts
 from saccade.models.state_dict import Parameters
@@ -116,6 +116,6 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
 def test_what_is_planned_to_be_in_float8_is(name: str) -> None:
     config = model_config(SHAPES[name])
     params = Parameters(torch.bfloat16, META, kept=Fp8Weights(in_blocks=True))
-    _family(config)(ModelParts(config, params, {}, TorchVision()))
+    family_class(config)(ModelParts(config, params, {}, TorchVision()))
     found = sum(weight.numel() for weight in params.targets.values() if weight.dtype == FP8)
     assert found == costs.fp8_params(config.text, in_blocks=True)

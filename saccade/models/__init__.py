@@ -1,4 +1,4 @@
-"""The model registry and loader. A family is in `families/`, in the file named like its `model_type`."""
+"""Loads a model: the family of its config, what stays quantised, and its weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.quantization import Quantization, quantization_of
 from saccade.errors import ConfigError
+from saccade.models.families import FAMILIES, family_class
 from saccade.models.fp8_weights import Fp8Weights, check_online, multiplies_fp8
 from saccade.models.int4_weights import Int4Format, Int4Weights, keeps_int4
 from saccade.models.interface import ModelParts, VisionLanguageModel
@@ -32,24 +33,6 @@ from saccade.models.weights import (
 )
 
 logger = logging.getLogger(__name__)
-_TEXT = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")
-_FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class), imported on demand
-    "deepseek_v2": ("saccade.models.families.deepseek_v2", "DeepseekV2"),
-    "deepseek_vl_v2": ("saccade.models.families.deepseek_vl_v2", "DeepseekVL2"),
-    "llava": ("saccade.models.families.llava", "Llava"),
-    "llava/pixtral": ("saccade.models.families.pixtral", "LlavaPixtral"),  # model type/tower type
-    "llava_next": ("saccade.models.families.llava_next", "LlavaNext"),
-    "llava_onevision": ("saccade.models.families.llava_onevision", "LlavaOnevision"),
-    "mistral3": ("saccade.models.families.mistral3", "Mistral3"),
-    "mllama": ("saccade.models.families.mllama", "Mllama"),
-    "qwen": ("saccade.models.families.qwen_vl", "Qwen"),
-    "qwen/qwen_visual": ("saccade.models.families.qwen_vl", "QwenVL"),
-    "qwen2_vl": ("saccade.models.families.qwen2_vl", "Qwen2VL"),
-    **dict.fromkeys(_TEXT, ("saccade.models.families.llama", "Text")),
-    "qwen2_5_vl": ("saccade.models.families.qwen2_5_vl", "Qwen2_5VL"),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ("saccade.models.families.qwen3_vl", "Qwen3VL")),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("saccade.models.families.qwen3_5", "Qwen3_5")),
-}
 
 
 def load_model(
@@ -73,24 +56,24 @@ def load_model(
     left without memory. The fallback is always whole.
     `quantize`: "fp8" for the decoder's layers, if the checkpoint is not quantised.
     """
-    if config.model_type not in _FAMILIES and path is not None:
-        if quantize is not None:
-            why = f"{config.model_type!r} runs through Transformers' code, whose weights are not quantised"
-            raise ConfigError(f"--quantization {quantize} cannot be used: {why}; leave it out")
-        stored = _tensors(path, config, device, load_format) if load_format != "dummy" else None
-        how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len, "stored": stored}
+    is_ours = is_native(config) or path is None
+    if not is_ours and quantize is not None:
+        why = f"{config.model_type!r} runs through Transformers' code, whose weights are not quantised"
+        raise ConfigError(f"--quantization {quantize} cannot be used: {why}; leave it out")
+    tensors = None if load_format == "dummy" else _tensors(path, config, device, load_format)
+    if not is_ours:
+        how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len, "tensors": tensors}
         other = import_module("saccade.models.transformers_backend")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
-    tensors = None if load_format == "dummy" else _tensors(path, config, device, load_format)
     build = partial(_build, config, dtype, device, image_processor or {})
     if is_encoder:
         model = build(left_out="decoder")
         if any(weight.is_meta for weight in model.encoder_weights().values()):
             model = build()
     else:
-        kept = _kept_weights(tensors, path, config, device, dtype, quantize, build)
-        model = build(kept=kept)
-        _log_apart(kept)
+        quantized = _quantized_weights(tensors, path, config, device, dtype, quantize, build)
+        model = build(quantized=quantized)
+        _log_apart(quantized)
     params: Parameters = model.params
     if tensors is None:
         fill_random(params.targets, seed, device, params.scales)
@@ -103,14 +86,16 @@ def load_model(
     return loaded
 
 
-def _log_apart(kept: object) -> None:
-    if isinstance(kept, Int4Weights) and kept.apart:
-        which = f"{len(kept.apart)} projections are dequantised, as their parts differ in INT4"
-        logger.info("%s (groups, or the order of inputs): %s, ...", which, kept.apart[0])
-    if isinstance(kept, Int4Weights) and kept.ordered:
-        which = f"{len(kept.ordered)} projections of experts are dequantised"
+def _log_apart(quantized: object) -> None:
+    if not isinstance(quantized, Int4Weights):
+        return
+    if quantized.apart:
+        which = f"{len(quantized.apart)} projections are dequantised, as their parts differ in INT4"
+        logger.info("%s (groups, or the order of inputs): %s, ...", which, quantized.apart[0])
+    if quantized.ordered:
+        which = f"{len(quantized.ordered)} projections of experts are dequantised"
         why = "as kernels read none with an order of inputs (desc_act)"
-        logger.info("%s, %s: %s, ...", which, why, kept.ordered[0])
+        logger.info("%s, %s: %s, ...", which, why, quantized.ordered[0])
 
 
 def load_kv_scales(path: Path, config: ModelConfig, load_format: str) -> tuple[tuple[float, float], ...]:
@@ -124,13 +109,13 @@ def _build(
     device: torch.device,
     image_processor: Mapping[str, Any],
     left_out: str | None = None,
-    kept: Fp8Weights | Int4Weights | None = None,
+    quantized: Fp8Weights | Int4Weights | None = None,
 ) -> Any:
     ops: VisionOps = TorchVision()
     if device.type == "cuda":
         ops = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
-    params = Parameters(dtype, device, left_out, kept)
-    return _family(config)(ModelParts(config, params, image_processor, ops))
+    params = Parameters(dtype, device, left_out, quantized)
+    return family_class(config)(ModelParts(config, params, image_processor, ops))
 
 
 def _rules(model: Any, config: ModelConfig) -> Sequence[Rule]:
@@ -138,7 +123,7 @@ def _rules(model: Any, config: ModelConfig) -> Sequence[Rule]:
     return rules if config.text.token_dim is None else projected_rules(rules)
 
 
-def _kept_weights(
+def _quantized_weights(
     tensors: StoredTensors | None,
     path: Path | None,
     config: ModelConfig,
@@ -156,7 +141,7 @@ def _kept_weights(
     if quantization is None or not (keeps_int4(device) or multiplies_fp8(device)):
         return None
     if not isinstance(tensors, DequantizedTensors):
-        return _kept_at_random(quantization, config, device, dtype)
+        return _quantized_at_random(quantization, config, device, dtype)
     probe = build(left_out="decoder")
     int4 = tensors.int4_weights() if keeps_int4(device) else {}
     if int4:
@@ -164,9 +149,9 @@ def _kept_weights(
         return int4_targets(int4, _rules(probe, config), probe.params.wholes, has_experts=has_experts)
     if not multiplies_fp8(device):
         return None
-    stored = tensors.fp8_weights()
-    made = dict.fromkeys(tensors.fp4_weights(), any(stored.values()))
-    return fp8_targets({**stored, **made}, _rules(probe, config), probe.params.wholes)
+    fp8 = tensors.fp8_weights()
+    fp4 = dict.fromkeys(tensors.fp4_weights(), any(fp8.values()))
+    return fp8_targets({**fp8, **fp4}, _rules(probe, config), probe.params.wholes)
 
 
 def reads_int4_experts(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -176,14 +161,14 @@ def reads_int4_experts(config: ModelConfig, device: torch.device, dtype: torch.d
     return bool(import_module("saccade.models.cuda.moe").can_read_int4(device, dtype))  # needs Triton
 
 
-def _kept_at_random(
+def _quantized_at_random(
     quantization: Quantization, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Fp8Weights | Int4Weights | None:
-    """By the config alone: random weights of the same kind."""
+    """What the config alone says: random weights of the same kind."""
     if quantization.is_int4 and keeps_int4(device):
-        own = Int4Format(quantization.group, quantization.has_zeros, torch.float16)
+        format = Int4Format(quantization.group, quantization.has_zeros, torch.float16)
         has_experts = reads_int4_experts(config, device, dtype) and not quantization.has_order
-        return Int4Weights({}, default=own, has_experts=has_experts)
+        return Int4Weights({}, default=format, has_experts=has_experts)
     is_fp8 = quantization.becomes_fp8 and multiplies_fp8(device)
     return Fp8Weights(quantization.has_blocks) if is_fp8 else None
 
@@ -199,14 +184,4 @@ def _tensors(path: Path | None, config: ModelConfig, device: torch.device, load_
 
 def is_native(config: ModelConfig) -> bool:
     """Whether the model is one of ours. Others run through Transformers' code."""
-    return config.model_type in _FAMILIES
-
-
-def _family(config: ModelConfig) -> Any:
-    model_type = config.model_type
-    if model_type not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
-        raise ConfigError(f"model_type {model_type!r} is not supported; known are {known}")
-    with_tower = f"{model_type}/{(config.raw.get('vision_config') or {}).get('model_type')}"
-    module, name = _FAMILIES.get(with_tower, _FAMILIES[model_type])
-    return getattr(import_module(module), name)
+    return config.model_type in FAMILIES

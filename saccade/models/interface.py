@@ -11,7 +11,7 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.models.layers.forward_types import Attention, CrossAttentionRows, Encoding, States
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps
-from saccade.models.vision.preprocess import ImagePixels, pixel_policy
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.types.media import Geometry, Grid
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class CrossAttentionModel(VisionLanguageModel, Protocol):
     def forward(
         self, embeds: Tensor, positions: Tensor, attention: Attention, rows: Sequence[CrossAttentionRows] = ()
     ) -> Tensor:
-        """As above. Rows that are in none of `rows` skip cross-attention."""
+        """Rows that are in none of `rows` skip cross-attention."""
 
 
 class RecurrentModel(VisionLanguageModel, Protocol):
@@ -80,9 +80,10 @@ class Tiled(Protocol):
 
 
 class DecoderModel:
-    """What most families have in common: their parts, and the methods that the decoder implements."""
+    """What most families have in common: their parts, a resize and cut, and what the decoder implements."""
 
     decoder: Decoder
+    layout: PatchLayout
 
     def __init__(self, parts: ModelParts) -> None:
         self.config = parts.config
@@ -90,9 +91,15 @@ class DecoderModel:
         self.ops = parts.ops
         self.pixels = pixel_policy(parts.image_processor)
 
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
+        small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
+        return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
+
     def encoder_weights(self) -> Mapping[str, Tensor]:
         assert self.params.targets, "the weights are packed"
-        return {name: own for name, own in self.params.targets.items() if not name.startswith("decoder.")}
+        return {
+            name: tensor for name, tensor in self.params.targets.items() if not name.startswith("decoder.")
+        }
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.decoder.embed(token_ids)

@@ -12,7 +12,7 @@ from saccade.models.fp8_weights import Fp8Weights
 from saccade.models.int4_weights import GroupScales, Int4Weights
 
 Scales = Tensor | GroupScales
-"""Of a weight in float8, or in INT4."""
+"""Scales of a weight in float8, or in INT4."""
 
 
 class Whole(NamedTuple):
@@ -43,11 +43,11 @@ class Parameters:
         dtype: torch.dtype,
         device: torch.device,
         left_out: str | None = None,
-        kept: Fp8Weights | Int4Weights | None = None,  # weights that stay quantised
+        quantized: Fp8Weights | Int4Weights | None = None,  # weights that stay so
     ) -> None:
         self.dtype = dtype
         self.device = device
-        self.kept = kept
+        self.quantized = quantized
         self._left_out = left_out
         self.targets: dict[str, Tensor] = {}
         self.scales: dict[str, Scales] = {}  # of targets and wholes that are quantised
@@ -57,8 +57,9 @@ class Parameters:
 
     def within(self, name: str | int) -> Parameters:
         """The same collection, with this level added to the prefix."""
-        device = torch.device("meta") if name == self._left_out else self.device
-        inner = Parameters(self.dtype, device, kept=self.kept)
+        inner = Parameters(self.dtype, self.device, quantized=self.quantized)
+        if name == self._left_out:
+            inner.device = torch.device("meta")
         inner.targets = self.targets
         inner.scales = self.scales
         inner.wholes = self.wholes
@@ -67,31 +68,33 @@ class Parameters:
         return inner
 
     def each(self, name: str, count: int) -> list[Parameters]:
-        """Of so many layers: the level `name.0`, `name.1` and so on."""
+        """The parameters of so many layers: the level `name.0`, `name.1` and so on."""
         return [self.within(name).within(index) for index in range(count)]
-
-    def full_name(self, name: str) -> str:
-        return self._prefix + name
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def keeps_fp8(self, parts: Mapping[str, int], inputs: int) -> bool:
         """Whether the weight of one GEMM over parts of these names and rows stays in float8."""
-        return isinstance(self.kept, Fp8Weights) and self.kept.keep(self._full_names(parts), inputs)
+        return isinstance(self.quantized, Fp8Weights) and self.quantized.keep(self._full_names(parts), inputs)
 
     def is_kept(self, name: str) -> bool:
         """Whether this weight is quantised, and can stay so by itself."""
-        return self.kept is not None and self.kept.has(self._prefix + name)
+        return self.quantized is not None and self.quantized.has(self._prefix + name)
 
     def are_kept_alike(self, *names: str) -> bool:
         """Whether these weights stay quantised, in the same way."""
-        return self.kept is not None and self.kept.are_alike(*(self._prefix + name for name in names))
+        return self.quantized is not None and self.quantized.are_alike(
+            *(self._prefix + name for name in names)
+        )
 
     def empty_weight(self, parts: Mapping[str, int], *shape: int) -> tuple[Tensor, Scales | None]:
-        """Of a GEMM over parts of these names and rows. A weight that stays quantised comes with scales."""
-        kept = None if self.kept is None else self.kept.empty(self._full_names(parts), shape, self.device)
-        return (self.empty(*shape), None) if kept is None else kept
+        """The weight of a GEMM over these parts and rows. One that stays quantised comes with scales."""
+        if self.quantized is not None:
+            weight = self.quantized.empty(self._full_names(parts), shape, self.device)
+            if weight is not None:
+                return weight
+        return self.empty(*shape), None
 
     def _full_names(self, parts: Mapping[str, int]) -> dict[str, int]:
         return {self._prefix + name: size for name, size in parts.items()}

@@ -28,7 +28,7 @@ class StoredTensors(Protocol):
     def read(self, name: str) -> Tensor: ...
 
     def read_fp8(self, name: str, in_blocks: bool) -> tuple[Tensor, Tensor] | None:
-        """In float8, with scales as the checkpoint has them. None: it is neither in FP8 nor in FP4."""
+        """The tensor in float8, with the checkpoint's scales. None: it is neither in FP8 nor in FP4."""
         ...
 
     def is_needless(self, name: str) -> bool:
@@ -66,8 +66,8 @@ class TensorFiles:
 
     def kind(self, name: str) -> tuple[str, list[int]]:
         """The dtype, as the file has it (such as F8_E4M3), and the shape."""
-        found = self._open(self.file_of[name]).get_slice(name)
-        return str(found.get_dtype()), list(found.get_shape())
+        tensor = self._open(self.file_of[name]).get_slice(name)
+        return str(tensor.get_dtype()), list(tensor.get_shape())
 
     def is_needless(self, name: str) -> bool:
         return False
@@ -87,19 +87,19 @@ def _files(folder: Path) -> list[Path]:
     single = folder / "model.safetensors"
     files = [single] if single.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
     if not files:
-        others = some(p.name for ending in ("bin", "gguf") for p in folder.glob(f"*.{ending}"))
-        hint = f"; {others} cannot be read, take the checkpoint in safetensors" if others else ""
+        names = some(p.name for ending in ("bin", "gguf") for p in folder.glob(f"*.{ending}"))
+        hint = f"; {names} cannot be read, take the checkpoint in safetensors" if names else ""
         raise ConfigError(f"{folder} holds no .safetensors file{hint}")
     return files
 
 
 def _shards(index: Path) -> list[Path]:
     names = weight_files(index)
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
         raise ConfigError(
-            f"{index.parent} lacks {len(missing)} of the {len(names)} weight files that {_INDEX} names "
-            f"({some(missing)}); the download is incomplete, run it again"
+            f"{index.parent} lacks {len(absent)} of the {len(names)} weight files that {_INDEX} names "
+            f"({some(absent)}); the download is incomplete, run it again"
         )
     return [index.parent / name for name in names]
 
@@ -112,6 +112,6 @@ def _open(file: Path) -> Any:
 
 
 def some(names: Iterable[str]) -> str:
-    """For an error: the first few."""
-    shown = sorted(names)
-    return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
+    """The first few, for an error."""
+    first = sorted(names)
+    return ", ".join(first[:_SHOWN]) + (", ..." if len(first) > _SHOWN else "")

@@ -74,25 +74,27 @@ class Fallback:
         self._encode = owner.get_image_features
         self._rope = follow_lengths(self._text, self.config.text.rope_switch, self.window)
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        fixed = self._rope is None
-        given = {"layers": self._text, "is_rope_fixed": fixed}
-        self.decoder = TextModel(self.config.text, *ends, self.forward, **given)
+        self.decoder = TextModel(
+            self.config.text, *ends, self.forward, layers=self._text, is_rope_fixed=self._rope is None
+        )
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The processor's tiles, reshaped to [patches, patch_dim] without reordering."""
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image
         assert isinstance(pixels, np.ndarray), "what is not resized is decoded"
-        made = self.on_device(processed(self.processor, self.token, Image.fromarray(pixels)))
+        inputs = self.on_device(processed(self.processor, self.token, Image.fromarray(pixels)))
         assert self.config.vision is not None
         side = self.config.vision.patch_size
-        masks = [name for name, values in made.items() if name.startswith("pixel_") and name.endswith("mask")]
-        if any(not bool(made[name].all()) for name in masks):
+        masks = [
+            name for name, values in inputs.items() if name.startswith("pixel_") and name.endswith("mask")
+        ]
+        if any(not bool(inputs[name].all()) for name in masks):
             raise RequestError(
                 f"the picture of {pixels.shape[1]}x{pixels.shape[0]} pixels is padded by this model's "
                 "processor, which is not supported for models served through Transformers",
                 code="invalid_image",
             )
-        tiles: Tensor = made["pixel_values"]  # [..., tiles, channels, height, width]
+        tiles: Tensor = inputs["pixel_values"]  # [..., tiles, channels, height, width]
         self._outer = tiles.dim() - 4
         height, width = (int(n) // side * side for n in tiles.shape[-2:])  # whole patches
         return tiles[..., :height, :width].reshape(-1, tiles.shape[-3] * side**2)
@@ -102,15 +104,15 @@ class Fallback:
         assert self.config.vision is not None
         side = self.config.vision.patch_size
         embeddings = []
-        for grid, own in zip(grids, torch.split(patches, [grid.patches for grid in grids]), strict=True):
-            tiles = own.reshape(grid.t, -1, grid.h * side, grid.w * side)
+        for grid, rows in zip(grids, torch.split(patches, [grid.patches for grid in grids]), strict=True):
+            tiles = rows.reshape(grid.t, -1, grid.h * side, grid.w * side)
             embeddings.append(self._features(tiles))
             yield 1
         return embeddings
 
     def _features(self, tiles: Tensor) -> Tensor:
-        found = self._encode(pixel_values=tiles.view(*[1] * self._outer, *tiles.shape))
-        features = getattr(found, "pooler_output", found)
+        output = self._encode(pixel_values=tiles.view(*[1] * self._outer, *tiles.shape))
+        features = getattr(output, "pooler_output", output)
         if features is None:
             raise Unfit("what its tower makes of a picture is not yet what its decoder reads")
         whole = features if isinstance(features, Tensor) else torch.cat([f.flatten(0, -2) for f in features])
@@ -119,9 +121,9 @@ class Fallback:
     def encoder_weights(self) -> Mapping[str, Tensor]:
         """All but the decoder's and the head's: which of them a tower reads is not known."""
         ends = (self._text, self.model.get_output_embeddings())
-        others = {id(own) for end in ends for own in (*end.parameters(), *end.buffers())}
+        decoder = {id(tensor) for end in ends for tensor in (*end.parameters(), *end.buffers())}
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {name: own for name, own in tensors if id(own) not in others}
+        return {name: tensor for name, tensor in tensors if id(tensor) not in decoder}
 
     def embed(self, token_ids: Tensor) -> Tensor:
         embeds: Tensor = self.model.get_input_embeddings()(token_ids)
@@ -129,10 +131,10 @@ class Fallback:
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Positions [1, T], or [2, T] with lengths for LongRoPE (see `LengthRope`)."""
-        given = {"inputs_embeds": embeds[None], "position_ids": positions[:1], "use_cache": False}
+        inputs = {"inputs_embeds": embeds[None], "position_ids": positions[:1], "use_cache": False}
         ours = {"saccade_attention": self._rescaled(attention), "saccade_window": self.window}
         with self._lengths(positions[-1]):
-            hidden: Tensor = self._text(**given, **ours).last_hidden_state[0]
+            hidden: Tensor = self._text(**inputs, **ours).last_hidden_state[0]
         return hidden
 
     @contextmanager
@@ -150,8 +152,9 @@ class Fallback:
         """Our attention scales by head_dim ** -0.5; a model may have another factor."""
 
         def attend(layer: int, scaling: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            factor = (scaling or self._scale) / self._scale
-            return attention(layer, q if factor == 1 else q * factor, k, v)
+            if scaling and scaling != self._scale:
+                q = q * (scaling / self._scale)
+            return attention(layer, q, k, v)
 
         return attend
 
@@ -167,10 +170,10 @@ class Fallback:
         finally:
             use_our_attention(self.model)
 
-    def on_device(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
+    def on_device(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         return {
             name: v.to(self.device, self.dtype if v.is_floating_point() else None)
-            for name, v in made.items()
+            for name, v in inputs.items()
             if isinstance(v, Tensor)
         }
 
@@ -184,19 +187,19 @@ def load(
     load_format: str,
     seed: int,
     max_model_len: int | None,
-    stored: StoredTensors | None,
+    tensors: StoredTensors | None,
 ) -> Fallback:
     """Load and check a model. Anything that Transformers raises becomes a ConfigError.
 
-    `stored`: weights of the checkpoint. Quantised ones are dequantised here, as for other models.
+    `tensors`: weights of the checkpoint. Quantised ones are dequantised here, as for other models.
     """
     kind = config.model_type
     processor = hf_processor.load_processor(path, kind)
     window = max_model_len or config.text.max_context
     try:
-        model = _model(hf_processor.import_transformers(kind), path, dtype, stored, seed)
-        made = Fallback(config, model.to(device).eval(), processor, device, dtype, window)
-        check_against_own_forward(made)
+        model = _model(hf_processor.import_transformers(kind), path, dtype, tensors, seed)
+        fallback = Fallback(config, model.to(device).eval(), processor, device, dtype, window)
+        check_against_own_forward(fallback)
     except ConfigError:
         raise
     except (Unfit, RequestError) as error:
@@ -209,10 +212,12 @@ def load(
         "others wait",
         kind,
     )
-    return made
+    return fallback
 
 
-def _model(transformers: Any, path: Path, dtype: torch.dtype, stored: StoredTensors | None, seed: int) -> Any:
+def _model(
+    transformers: Any, path: Path, dtype: torch.dtype, tensors: StoredTensors | None, seed: int
+) -> Any:
     # Without a mask function of this name Transformers makes no mask, and reads nothing back to make one.
     transformers.AttentionInterface.register(_NAME, _attend)
     shape = transformers.AutoConfig.from_pretrained(path, **LOCAL)
@@ -223,33 +228,33 @@ def _model(transformers: Any, path: Path, dtype: torch.dtype, stored: StoredTens
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # or Transformers would load the weights by its own quantisers
     kind = transformers.AutoModelForImageTextToText
-    if stored is None:
+    if tensors is None:
         torch.manual_seed(seed)
         model = kind.from_config(shape, dtype=dtype)
     else:
-        model = _loaded(kind, path, shape, dtype, stored)
+        model = _loaded(kind, path, shape, dtype, tensors)
     use_our_attention(model)
     return model
 
 
-def _loaded(kind: Any, path: Path, shape: Any, dtype: torch.dtype, stored: StoredTensors) -> Any:
+def _loaded(kind: Any, path: Path, shape: Any, dtype: torch.dtype, tensors: StoredTensors) -> Any:
     how = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **LOCAL}
-    if isinstance(stored, DequantizedTensors):
+    if isinstance(tensors, DequantizedTensors):
         with torch.device("meta"):
-            own = type(kind.from_config(shape))  # `kind` itself takes no state_dict
-        weights = {name: stored.read(name).to("cpu", dtype) for name in stored.file_of}
-        model, info = own.from_pretrained(None, config=shape, state_dict=weights, **how)
-        logger.info("%s", stored.summary())
+            model_class = type(kind.from_config(shape))  # `kind` itself takes no state_dict
+        weights = {name: tensors.read(name).to("cpu", dtype) for name in tensors.file_of}
+        model, info = model_class.from_pretrained(None, config=shape, state_dict=weights, **how)
+        logger.info("%s", tensors.summary())
     else:
         model, info = kind.from_pretrained(path, **how)
     _check_loaded(info["missing_keys"], info["unexpected_keys"])
     return model
 
 
-def _check_loaded(missing: Collection[str], unexpected: Collection[str]) -> None:
+def _check_loaded(absent: Collection[str], unexpected: Collection[str]) -> None:
     """Transformers fills the missing at random and leaves the unexpected out."""
-    if missing:
-        raise Unfit(f"its checkpoint lacks {len(missing)} tensors ({some(missing)})")
+    if absent:
+        raise Unfit(f"its checkpoint lacks {len(absent)} tensors ({some(absent)})")
     scales = [name for name in unexpected if name.endswith(OF_QUANTISED)]
     if scales:
         raise Unfit(f"its quantization_config says nothing of quantised weights ({some(scales)})")
@@ -310,35 +315,37 @@ def follow_lengths(text: Any, switch: int | None, window: int) -> LengthRope | N
 
     Unfit if RoPE depends on the length in another way within a context of `window` tokens.
     """
-    made = None
+    followed = None
     for name, module in list(text.named_modules()):
         minimum = _min_switch(module)
         if minimum is None:
             continue
-        if module.rope_type == "longrope" and minimum == switch and made is None:
-            parent, _, own = name.rpartition(".")
-            made = LengthRope(module, minimum)
-            setattr(text.get_submodule(parent), own, made)
+        if module.rope_type == "longrope" and minimum == switch and followed is None:
+            parent, _, attribute = name.rpartition(".")
+            followed = LengthRope(module, minimum)
+            setattr(text.get_submodule(parent), attribute, followed)
         elif window > minimum:
             raise Unfit(
                 f"beyond {minimum} tokens its rope ({module.rope_type}) changes with a prompt's length in a "
                 f"way we do not follow; --max-model-len {minimum} avoids that"
             )
-    return made
+    return followed
 
 
 def _min_switch(module: Any) -> int | None:
     """The number of tokens beyond which a RoPE module depends on the length; None: it never does."""
     kind = getattr(module, "rope_type", None)
+    if kind is None:
+        return None
+    rules = module.config.rope_parameters
     kinds: dict[str | None, str] = kind if isinstance(kind, dict) else {None: str(kind)}
-    rules = module.config.rope_parameters if kind is not None else {}
-    found = []
+    lengths = []
     for layer, name in kinds.items():
         if "dynamic" in name:
-            found.append(module.original_max_seq_len)
+            lengths.append(module.original_max_seq_len)
         elif name == "longrope":
-            found.append((rules if layer is None else rules[layer])["original_max_position_embeddings"])
-    return min(found, default=None)
+            lengths.append((rules if layer is None else rules[layer])["original_max_position_embeddings"])
+    return min(lengths, default=None)
 
 
 class Probe(NamedTuple):
@@ -403,8 +410,10 @@ def _text_probe(model: Fallback) -> Probe:
     text = model.processor.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)
     ids = torch.tensor(text, device=model.device)
     switch = model.config.text.rope_switch
-    fits = switch is not None and switch + len(ids) <= model.window
-    positions = _positions(ids, max(0, switch - len(ids) // 2) if switch is not None and fits else 0)
+    start = 0
+    if switch is not None and switch + len(ids) <= model.window:
+        start = max(0, switch - len(ids) // 2)
+    positions = _positions(ids, start)
     inputs = {"input_ids": ids[None], "position_ids": positions[:1]}
     return Probe(model.embed(ids), positions, _own_logits(model, inputs))
 
@@ -415,10 +424,10 @@ def _positions(ids: Tensor, start: int) -> Tensor:
 
 
 def _own_logits(model: Fallback, inputs: Mapping[str, Any]) -> Tensor:
-    taken = inspect.signature(model.model.forward).parameters
-    known = {name: value for name, value in inputs.items() if name in taken}
+    parameters = inspect.signature(model.model.forward).parameters
+    arguments = {name: value for name, value in inputs.items() if name in parameters}
     with model.own_attention():
-        logits: Tensor = model.model(**known).logits
+        logits: Tensor = model.model(**arguments).logits
     return logits[0].float()
 
 
@@ -426,16 +435,18 @@ def _difference(model: Fallback, probes: Sequence[Probe], steps: Sequence[Sequen
     """The largest difference, relative to the largest logit."""
     blocks = -(-max(len(probe.embeds) for probe in probes) // _BLOCK_SIZE)
     kv = PagedKV.allocate(model.config.text, blocks * len(probes), _BLOCK_SIZE, model.dtype, model.device)
-    found = [0.0]
+    differences = [0.0]
     for chunks in steps:
         embeds = [probes[chunk.probe].embeds[chunk.start : chunk.end] for chunk in chunks]
         positions = [probes[chunk.probe].positions[:, chunk.start : chunk.end] for chunk in chunks]
         attention = PagedAttention(kv, _batch(chunks, blocks, model.device), model.decoder.scale)
         ours = model.logits(model.forward(torch.cat(embeds), torch.cat(positions, 1), attention))
-        for chunk, own in zip(chunks, torch.split(ours, [len(part) for part in embeds]), strict=True):
+        for chunk, logits in zip(chunks, torch.split(ours, [len(part) for part in embeds]), strict=True):
             expected = probes[chunk.probe].expected
-            found.append(float((own - expected[chunk.start : chunk.end]).abs().max() / expected.abs().max()))
-    return float(np.max(found))  # a NaN counts as the largest
+            differences.append(
+                float((logits - expected[chunk.start : chunk.end]).abs().max() / expected.abs().max())
+            )
+    return float(np.max(differences))  # a NaN counts as the largest
 
 
 def _batch(chunks: Sequence[Chunk], blocks: int, device: torch.device) -> AttentionBatch:
@@ -459,5 +470,5 @@ def _last(encoding: Encoding) -> list[Tensor]:
         try:
             next(encoding)
         except StopIteration as done:
-            found: list[Tensor] = done.value
-            return found
+            embeddings: list[Tensor] = done.value
+            return embeddings

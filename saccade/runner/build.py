@@ -12,12 +12,12 @@ from torch import Tensor
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig, TextConfig
-from saccade.models import load_kv_scales, load_model
+from saccade.models import load_kv_scales
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.options.engine import Options, SchedulerConfig
 from saccade.runner.build_embedding_tiers import build_tiers
-from saccade.runner.build_encoder import max_patches
+from saccade.runner.build_encoder import load, local_encoder, max_patches
 from saccade.runner.cuda.attention_selector import AttentionTarget, check
 from saccade.runner.cuda.compile_kernels import compile_kernels
 from saccade.runner.cuda.kv_host_blocks import HostBlocks
@@ -26,14 +26,12 @@ from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.embedding_tiers.entry import Namespace
 from saccade.runner.encoder.encoder_channel import Connect
 from saccade.runner.encoder.encoder_runner import LocalEncoder
-from saccade.runner.encoder.gpu_jpeg import build_gpu_jpegs
 from saccade.runner.encoder.graph_capture import capture_tower, run_tower
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.forward import Forward
 from saccade.runner.forward_selector import ForwardParts, run_forward, select_forward
 from saccade.runner.memory_report import MemoryReport
 from saccade.runner.recurrent_state import RecurrentStates
-from saccade.runner.replica_placement import decode_threads
 from saccade.runner.runner import Runner
 from saccade.runner.torch_threads import OneTorchThread
 from saccade.runner.weight_packing import pack_where_faster
@@ -70,7 +68,8 @@ def build_runner(
     if plan.device.type == "cuda":
         _claim(plan.device, options.gpu_memory_utilization)
     with memory.part("weights"):
-        model = _model(path, config, image_processor, options, plan, progress)
+        how = {"quantize": options.quantization, "max_model_len": sizes.max_model_len, "progress": progress}
+        model = load(path, config, image_processor, options, plan, **how)
     with memory.part("kv"):
         kv = _new_kv(path, config, options, plan)
     with memory.part("staging"):
@@ -89,8 +88,8 @@ def build_runner(
     # Beside a GPU, PyTorch only copies kilobytes on the host. Split over cores that decode they take 10 ms.
     on_close = OneTorchThread().end if plan.device.type == "cuda" else None
     grammars = Grammars(Path(options.tokenizer or path), config.text.vocab_size)
-    held = (model, kv, encoder, grammars, forward, embeddings)
-    return Runner(*held, memory.report(), on_close, eager_reason, host)
+    reports = (memory.report(), on_close, eager_reason)
+    return Runner(model, kv, encoder, grammars, forward, embeddings, *reports, host)
 
 
 def _new_kv(path: Path, config: ModelConfig, options: Options, plan: MemoryPlan) -> PagedKV:
@@ -100,30 +99,8 @@ def _new_kv(path: Path, config: ModelConfig, options: Options, plan: MemoryPlan)
     return PagedKV.allocate(*shape, plan.kv_dtype, plan.device, scales)
 
 
-def _model(
-    path: Path,
-    config: ModelConfig,
-    image_processor: Mapping[str, Any],
-    options: Options,
-    plan: MemoryPlan,
-    progress: bool,
-) -> VisionLanguageModel:
-    return load_model(
-        path,
-        config,
-        dtype=plan.dtype,
-        device=plan.device,
-        load_format=options.load_format,
-        quantize=options.quantization,
-        seed=options.seed,
-        progress=progress,
-        image_processor=image_processor,
-        max_model_len=plan.scheduler.max_model_len,
-    )
-
-
 def _captured(parts: ForwardParts, target: AttentionTarget, backend: str) -> tuple[Forward, str | None]:
-    """As `select_forward`, with the tower captured, too."""
+    """What `select_forward` gives, with the tower captured, too."""
     model = parts.model
     compile_kernels(target.device, partial(run_forward, parts, target, backend), partial(run_tower, model))
     forward, eager_reason = select_forward(parts, target, backend)
@@ -169,22 +146,15 @@ def _encoder(
         return None
     budget = plan.scheduler.encoder_budget
     patches = max_patches(options, model.config, budget, plan.device)
-    threads = options.image_decode_threads or decode_threads()
     tiers = build_tiers(model, options, plan, largest)
-    how = (model, patches, threads, plan.device, plan.parts.images, tiers)
-    jpegs = build_gpu_jpegs(plan.device) if options.gpu_jpeg else None
-    build = partial(
-        LocalEncoder,
-        jpegs=jpegs,
-        isolated=options.isolate_decoders == "on",
-        max_decode_seconds=options.max_decode_seconds,
-    )
+    build = partial(local_encoder, model, options, patches, plan.device, plan.parts.images, tiers)
     if links is None or largest is None:
-        return build(*how)
+        return build()
     # On a GPU embeddings that arrive take device memory, which is planned for two passes.
     ahead = 2 * costs.patches_of(budget, vision, model.config.text)
-    ahead *= 1 if plan.device.type == "cuda" else len(links.addresses)
-    return build(*how, _remote(model.config.text, plan, largest, links), ahead)
+    if plan.device.type != "cuda":
+        ahead *= len(links.addresses)
+    return build(_remote(model.config.text, plan, largest, links), ahead)
 
 
 def _remote(text: TextConfig, plan: MemoryPlan, largest: Geometry, links: EncoderLinks) -> RemoteEncoders:

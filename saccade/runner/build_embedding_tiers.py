@@ -18,7 +18,7 @@ from saccade.runner.device_memory import MemoryPlan
 from saccade.runner.embedding_tiers.entry import Namespace, checksum
 from saccade.runner.embedding_tiers.folder import FolderStore
 from saccade.runner.embedding_tiers.host import PAGE_BYTES, HostTier
-from saccade.runner.embedding_tiers.rates import NEVER, Rate, best_of, verdict
+from saccade.runner.embedding_tiers.rates import NEVER, EmbeddingTime, best_of, verdict
 from saccade.runner.embedding_tiers.store import Store, StoreError
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
 from saccade.runner.embedding_tiers.weights_digest import weights_digest
@@ -58,16 +58,22 @@ def build_tiers(
 
 
 def host_bytes(options: Options, plan: MemoryPlan, largest: Geometry | None) -> int:
-    """As asked, or some of the free memory beside a GPU. What goes to a store passes through it."""
+    """The size asked for, or a share of free memory beside a GPU. What goes to a store passes through it."""
     size = options.embedding_host_gb
-    if size is None and plan.device.type == "cuda" and plan.scheduler.keep_idle_embeddings:
-        size = min(_HOST_GIB, _HOST_SHARE * free_ram() / costs.GIB)
-        size = size if size >= _MIN_HOST_GIB else 0.0
-    num_bytes = int((size or 0) * costs.GIB)
+    if size is None:
+        size = _automatic_gib(plan)
+    num_bytes = int(size * costs.GIB)
     if not (options.embedding_dir or options.embedding_store) or largest is None:
         return num_bytes
     image = largest.slots * plan.scheduler.slot_bytes
     return max(num_bytes, _STAGED_IMAGES * (image + PAGE_BYTES))
+
+
+def _automatic_gib(plan: MemoryPlan) -> float:
+    if plan.device.type != "cuda" or not plan.scheduler.keep_idle_embeddings:
+        return 0.0
+    size = min(_HOST_GIB, _HOST_SHARE * free_ram() / costs.GIB)
+    return size if size >= _MIN_HOST_GIB else 0.0
 
 
 def _store(options: Options) -> Store | None:
@@ -99,8 +105,10 @@ def open_tiers(
     """Measure, then let the tiers be used where they pay. Returns lines for the log."""
     table = model.decoder.table
     probes = _probes(model, largest, min(max_patches, _LARGE_PATCHES[table.device.type]))
-    encode = Rate.through([(probe.slots, encode_seconds(model, probe.grid)) for probe in probes])
-    host = Rate.through([(probe.slots, _host_seconds(tiers, probe.slots, place, table)) for probe in probes])
+    encode = EmbeddingTime.through([(probe.slots, encode_seconds(model, probe.grid)) for probe in probes])
+    host = EmbeddingTime.through(
+        [(probe.slots, _host_seconds(tiers, probe.slots, place, table)) for probe in probes]
+    )
     slots = probes[-1].slots
     size = f"{tiers.host.total_bytes >> 20} MiB"
     reasons = [verdict(f"embeddings in {size} of host memory", host, encode, slots)]
@@ -108,7 +116,7 @@ def open_tiers(
     if tiers.store is not None:
         try:
             seconds = [(probe.slots, _store_seconds(tiers, probe.slots, place)) for probe in probes]
-            store = Rate.through(seconds)
+            store = EmbeddingTime.through(seconds)
             reasons.append(verdict(f"embeddings in {tiers.store.where}", store, encode, slots))
             reasons += filter(None, [tiers.store.advice()])
         except StoreError as error:
@@ -142,7 +150,7 @@ def _host_seconds(tiers: EmbeddingTiers, slots: int, place: Place, like: torch.T
 
 
 def _store_seconds(tiers: EmbeddingTiers, slots: int, place: Place) -> float:
-    """With the way from host memory to the device."""
+    """Seconds to the device, by way of host memory."""
     store = tiers.store
     assert store is not None
     item = _item(slots)

@@ -13,12 +13,15 @@ from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models import is_native, load_model
+from saccade.models.interface import VisionLanguageModel
 from saccade.options.engine import Options
 from saccade.runner.cuda.compile_kernels import compile_kernels
-from saccade.runner.device_memory import check_gpu_jpeg, device_of, dtype_of
+from saccade.runner.device_memory import MemoryPlan, check_gpu_jpeg, device_of, dtype_of
+from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.gpu_jpeg import build_gpu_jpegs
 from saccade.runner.encoder.graph_capture import capture_tower, run_tower
+from saccade.runner.encoder.remote_encoders import RemoteEncoders
 from saccade.runner.latency_profile import encode_seconds, largest_within
 from saccade.runner.memory import (
     SPARE_BYTES,
@@ -73,7 +76,54 @@ def max_patches(options: Options, model: ModelConfig, budget: int, device: torch
     """That go through the tower together. `budget`: embeddings encoded per step."""
     assert model.vision is not None
     patches = costs.patches_of(budget, model.vision, model.text)
-    return min(patches, MAX_CPU_PATCHES) if device.type == "cpu" else patches
+    if device.type == "cpu":
+        return min(patches, MAX_CPU_PATCHES)
+    return patches
+
+
+def load(
+    path: Path,
+    config: ModelConfig,
+    image_processor: Mapping[str, Any],
+    options: Options,
+    plan: EncoderPlan | MemoryPlan,
+    **how: Any,
+) -> VisionLanguageModel:
+    return load_model(
+        path,
+        config,
+        dtype=plan.dtype,
+        device=plan.device,
+        load_format=options.load_format,
+        seed=options.seed,
+        image_processor=image_processor,
+        **how,
+    )
+
+
+def local_encoder(
+    model: VisionLanguageModel,
+    options: Options,
+    max_patches: int,
+    device: torch.device,
+    upload_bytes: int,
+    tiers: EmbeddingTiers | None = None,
+    remote: RemoteEncoders | None = None,
+    max_ahead: int | None = None,
+) -> LocalEncoder:
+    return LocalEncoder(
+        model,
+        max_patches,
+        decode_threads(options),
+        device,
+        upload_bytes,
+        tiers,
+        remote,
+        max_ahead,
+        jpegs=build_gpu_jpegs(device) if options.gpu_jpeg else None,
+        isolated=options.isolate_decoders == "on",
+        max_decode_seconds=options.max_decode_seconds,
+    )
 
 
 def build_encoder(
@@ -91,31 +141,11 @@ def build_encoder(
         torch.set_num_threads(1)  # beside a GPU it only copies, and decoding threads need the cores
     if plan.device.index is not None:
         torch.cuda.set_device(plan.device)  # kernels launch on the current device, not the tensors'
-    model = load_model(
-        path,
-        config,
-        dtype=plan.dtype,
-        device=plan.device,
-        load_format=options.load_format,
-        seed=options.seed,
-        progress=progress,
-        image_processor=image_processor,
-        is_encoder=True,
-    )
+    model = load(path, config, image_processor, options, plan, progress=progress, is_encoder=True)
     compile_kernels(plan.device, partial(run_tower, model))
     capture_tower(model)
     pack_where_faster(model, plan.dtype, plan.device)
-    threads = options.image_decode_threads or decode_threads()
-    encoder = LocalEncoder(
-        model,
-        plan.max_patches,
-        threads,
-        plan.device,
-        plan.upload_bytes,
-        jpegs=build_gpu_jpegs(plan.device) if options.gpu_jpeg else None,
-        isolated=options.isolate_decoders == "on",
-        max_decode_seconds=options.max_decode_seconds,
-    )
+    encoder = local_encoder(model, options, plan.max_patches, plan.device, plan.upload_bytes)
     assert config.vision is not None
     encoder.warm_up(largest, config.vision.temporal_patch_size)
     grid = largest_within(config, largest.grid, min(plan.max_patches, _MEASURED_PATCHES))

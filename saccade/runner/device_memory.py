@@ -44,11 +44,11 @@ def plan_memory(
     free_bytes: int | None = None,
     memory_parts: int = 1,
     encoders: Encoders = Encoders(),  # noqa: B008 (immutable)
-    stored: Quantization | None = None,
+    quantization: Quantization | None = None,
 ) -> MemoryPlan:
     """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given.
 
-    `stored`: how the checkpoint is quantised.
+    `quantization`: how the checkpoint is quantised.
     """
     device = device_of(options.device)
     check_gpu_jpeg(options, device)
@@ -64,8 +64,8 @@ def plan_memory(
         host_free_bytes=free_ram() if device.type == "cuda" else None,
         is_native=is_native(model),
         packed_bytes=packing.copied_bytes,
-        fp8_params=_fp8_params(options, model, stored, device),
-        int4=_int4_bytes(model, stored, device, getattr(torch, dtype)),
+        fp8_params=_fp8_params(options, model, quantization, device),
+        int4=_int4_bytes(model, quantization, device, getattr(torch, dtype)),
     )
     sizes = size_memory(options, model, largest, machine, memory_parts, encoders)
     packed = () if sizes.parts.graphs else (packing.reason,)
@@ -74,11 +74,11 @@ def plan_memory(
     return MemoryPlan(device, *dtypes, sizes.scheduler, reasons, sizes.parts)
 
 
-def _check_fp8(asked: str, capability: tuple[int, int]) -> None:
+def _check_fp8(dtype: str, capability: tuple[int, int]) -> None:
     if capability < _FP8_FROM:
         major, minor = capability
         raise ConfigError(
-            f"kv_cache_dtype={asked} needs a GPU that converts FP8 (compute capability 8.9: Ada, Hopper or "
+            f"kv_cache_dtype={dtype} needs a GPU that converts FP8 (compute capability 8.9: Ada, Hopper or "
             f"newer), and this one has {major}.{minor}; leave out --kv-cache-dtype"
         )
 
@@ -94,21 +94,25 @@ def check_gpu_jpeg(options: Options, device: torch.device) -> None:
 
 
 def _fp8_params(
-    options: Options, model: ModelConfig, stored: Quantization | None, device: torch.device
+    options: Options, model: ModelConfig, quantization: Quantization | None, device: torch.device
 ) -> int:
-    is_asked = options.quantization == "fp8" or (stored is not None and stored.becomes_fp8)
-    if not (is_asked and is_native(model) and multiplies_fp8(device)):
+    is_stored = quantization is not None and quantization.becomes_fp8
+    if not is_stored and options.quantization != "fp8":
         return 0
-    return costs.fp8_params(model.text, in_blocks=stored is not None and stored.has_blocks)
+    if not is_native(model) or not multiplies_fp8(device):
+        return 0
+    return costs.fp8_params(model.text, in_blocks=quantization is not None and quantization.has_blocks)
 
 
 def _int4_bytes(
-    model: ModelConfig, stored: Quantization | None, device: torch.device, dtype: torch.dtype
+    model: ModelConfig, quantization: Quantization | None, device: torch.device, dtype: torch.dtype
 ) -> costs.Int4Bytes:
-    if stored is None or not stored.is_int4 or not (is_native(model) and keeps_int4(device)):
+    if quantization is None or not quantization.is_int4:
         return costs.NO_INT4
-    has_experts = not stored.has_order and reads_int4_experts(model, device, dtype)
-    return costs.Int4Bytes(stored.int4_bytes, has_experts)
+    if not is_native(model) or not keeps_int4(device):
+        return costs.NO_INT4
+    has_experts = not quantization.has_order and reads_int4_experts(model, device, dtype)
+    return costs.Int4Bytes(quantization.int4_bytes, has_experts)
 
 
 class GpuMemory:
@@ -129,22 +133,22 @@ class GpuMemory:
         return self._stats
 
 
-def device_of(wanted: str) -> torch.device:
-    if wanted == "auto":
+def device_of(name: str) -> torch.device:
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
+    if name.startswith("cuda") and not torch.cuda.is_available():
         problem = "PyTorch sees no CUDA device here"
-        raise ConfigError(f"device={wanted} was asked for, but {problem}; use --device cpu")
+        raise ConfigError(f"device={name} was asked for, but {problem}; use --device cpu")
     try:
-        return torch.device(wanted)
+        return torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {wanted!r}") from None
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {name!r}") from None
 
 
-def dtype_of(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
-    if wanted != "auto":
-        _check_dtype(wanted, "give another --dtype")
-        return wanted, f"dtype {wanted}: as asked"
+def dtype_of(name: str, saved: str, device: torch.device) -> tuple[str, str]:
+    if name != "auto":
+        _check_dtype(name, "give another --dtype")
+        return name, f"dtype {name}: as asked"
     if saved == "float32" or device.type != "cpu":
         _check_dtype(saved, "config.json says so (dtype or torch_dtype); choose with --dtype")
         return saved, f"dtype {saved}: as the checkpoint was saved"

@@ -23,7 +23,7 @@ from saccade.types.media import Key
 _WARM_UP_ROWS = 512  # PyTorch has other kernels for only a few
 
 
-class _Rows(NamedTuple):
+class _SlabRows(NamedTuple):
     host: npt.NDArray[np.int64]
     device: Tensor  # the same
 
@@ -39,16 +39,16 @@ class EmbeddingSlab(MutableMapping[Key, Tensor]):
         self.memory = torch.zeros(rows, slots_per_row * width, dtype=dtype, device=device)
         self._free = np.arange(rows)  # the first `_left` of them
         self._left = rows
-        self._rows: dict[Key, _Rows] = {}
+        self._rows: dict[Key, _SlabRows] = {}
         self._outside: dict[Key, Tensor] = {}  # what did not fit
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Write, read and splice as for an image, so that PyTorch loads its kernels now."""
-        some = self.memory.new_zeros(min(_WARM_UP_ROWS, self._left), self.memory.shape[1])
-        some = some.view(-1, self.width)
-        self[b""] = some
-        some[1:] = self[b""][1:]
+        rows = self.memory.new_zeros(min(_WARM_UP_ROWS, self._left), self.memory.shape[1])
+        rows = rows.view(-1, self.width)
+        self[b""] = rows
+        rows[1:] = self[b""][1:]
         del self[b""]
 
     def __setitem__(self, key: Key, embeddings: Tensor) -> None:
@@ -60,7 +60,7 @@ class EmbeddingSlab(MutableMapping[Key, Tensor]):
             return
         self._left -= len(packed)
         host = self._free[self._left : self._left + len(packed)].copy()
-        rows = _Rows(host, to_device(host, self.memory.device))
+        rows = _SlabRows(host, to_device(host, self.memory.device))
         self.memory.index_copy_(0, rows.device, packed)
         self._rows[key] = rows
 

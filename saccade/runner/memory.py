@@ -116,8 +116,8 @@ def size_memory(
     length, why_length = _model_len(options, model, blocks)
     biggest = _biggest(largest, length)
     budget, why_budget = _encoder_budget(options, biggest)
-    needed = biggest if keep_idle else max(budget, biggest * _pinned_images(options, model))
-    slots, why_cache = _hold_largest(options, slots, why_cache, needed)
+    min_slots = biggest if keep_idle else max(budget, biggest * _pinned_images(options, model))
+    slots, why_cache = _hold_largest(options, slots, why_cache, min_slots)
     scheduler = SchedulerConfig(
         **{name: getattr(options, name) for name in _AS_ASKED},
         max_model_len=length,
@@ -224,8 +224,8 @@ def image_bytes(
     prepared = costs.prepared_bytes_per_patch(model.vision, dtype)
     slot_bytes = costs.embedding_bytes_per_slot(model.text, dtype)
     restored = -(-largest.slots * slot_bytes // largest.grid.patches) if restores else 0
-    held = patches * (prepared + 2 * max(prepared, restored))
-    return held + costs.prepare_bytes(Size(source, source), Size(resized, resized))
+    patch_bytes = patches * (prepared + 2 * max(prepared, restored))
+    return patch_bytes + costs.prepare_bytes(Size(source, source), Size(resized, resized))
 
 
 def jpeg_bytes(options: Options, model: ModelConfig) -> int:
@@ -290,53 +290,39 @@ def _why_parts(parts: MemoryParts) -> tuple[str, ...]:
 
 
 def _check_kv_dtype(options: Options, model: ModelConfig, dtype: str) -> None:
-    asked = options.kv_cache_dtype
-    if asked in ("bfloat16", "float16") and asked != dtype:
+    name = options.kv_cache_dtype
+    if name in ("bfloat16", "float16") and name != dtype:
         raise ConfigError(
-            f"kv_cache_dtype={asked} cannot be used: the model computes in {dtype}, and keys and values are "
-            f"stored as that or as fp8; give --dtype {asked}, or leave out --kv-cache-dtype"
+            f"kv_cache_dtype={name} cannot be used: the model computes in {dtype}, and keys and values are "
+            f"stored as that or as fp8; give --dtype {name}, or leave out --kv-cache-dtype"
         )
-    if costs.kv_dtype(asked, dtype) == costs.FP8 and model.text.mla:
+    if costs.kv_dtype(name, dtype) == costs.FP8 and model.text.mla:
         raise ConfigError(
-            f"kv_cache_dtype={asked} cannot be used with {model.model_type}: it caches the latent vectors of "
+            f"kv_cache_dtype={name} cannot be used with {model.model_type}: it caches the latent vectors of "
             "MLA, which are stored in the model's dtype; leave out --kv-cache-dtype"
         )
 
 
 def _kv_blocks(
-    options: Options, model: ModelConfig, kv_dtype: str, left: int, device: str, memory_parts: int
+    options: Options, model: ModelConfig, kv_dtype: str, free: int, device: str, memory_parts: int
 ) -> tuple[int, str]:
     per_block = costs.kv_bytes_per_block(model.text, kv_dtype, options.block_size)
     if options.kv_cache_gb is not None:
         size = options.kv_cache_gb * costs.GIB
         why = "as asked"
-        if device == "cpu" and left < 0:
-            raise ConfigError(
-                f"the model that config.json describes needs {-left / costs.GIB:.2f} GiB more than are free, "
-                "without any KV cache; take a smaller one, or check config.json"
-            )
-        if device == "cpu" and size > left:
-            raise ConfigError(
-                f"kv_cache_gb={options.kv_cache_gb} does not fit: {left / costs.GIB:.2f} GiB of memory are "
-                "free beside the weights; lower --kv-cache-gb"
-            )
-        if device == "cuda" and size > left:
-            raise ConfigError(
-                f"kv_cache_gb={options.kv_cache_gb} does not fit: gpu_memory_utilization="
-                f"{options.gpu_memory_utilization} leaves {max(left, 0) / costs.GIB:.2f} GiB beside weights, "
-                "embeddings and work; lower --kv-cache-gb or raise --gpu-memory-utilization"
-            )
+        if size > free:
+            raise _kv_does_not_fit(options, free, device)
     elif device == "cpu":
         length = options.max_model_len or model.text.max_context
         useful = (options.max_num_seqs * length // options.block_size + 1) * per_block
         max_gib = _CPU_KV_GIB / memory_parts
-        size = min(max_gib * costs.GIB, left * _CPU_KV_SHARE, useful)
+        size = min(max_gib * costs.GIB, free * _CPU_KV_SHARE, useful)
         share = f"{_CPU_KV_SHARE:.0%} of the memory left beside the weights"
         why = f"{share}, at most {max_gib:.3g} GiB on a CPU"
         if size == useful:
             why = f"what {options.max_num_seqs} requests of full length need"
     else:
-        size = left
+        size = free
         why = "what gpu_memory_utilization leaves beside weights, embeddings and work"
     blocks = int(size // per_block)
     if blocks < 1:
@@ -350,26 +336,43 @@ def _kv_blocks(
     return blocks, f"KV cache {blocks} blocks = {blocks * options.block_size} tokens, {size_text}: {why}"
 
 
+def _kv_does_not_fit(options: Options, free: int, device: str) -> ConfigError:
+    gib = free / costs.GIB
+    problem = f"kv_cache_gb={options.kv_cache_gb} does not fit"
+    if device == "cuda":
+        share = f"gpu_memory_utilization={options.gpu_memory_utilization}"
+        return ConfigError(
+            f"{problem}: {share} leaves {max(gib, 0):.2f} GiB beside weights, embeddings and work; lower "
+            "--kv-cache-gb or raise --gpu-memory-utilization"
+        )
+    if free < 0:
+        return ConfigError(
+            f"the model that config.json describes needs {-gib:.2f} GiB more than are free, "
+            "without any KV cache; take a smaller one, or check config.json"
+        )
+    return ConfigError(f"{problem}: {gib:.2f} GiB of memory are free beside the weights; lower --kv-cache-gb")
+
+
 def _host_blocks(
     options: Options, model: ModelConfig, kv_dtype: str, free_ram: int
 ) -> tuple[int, tuple[str, ...]]:
     """KV blocks in host memory, and a line that says so."""
     if not options.kv_offload_gb:
         return 0, ()
-    asked = f"kv_offload_gb={options.kv_offload_gb}"
+    setting = f"kv_offload_gb={options.kv_offload_gb}"
     if model.text.linear:
         raise ConfigError(
-            f"{asked} cannot be used: recurrent layers need a state beside KV blocks, and only KV blocks go "
-            "to host memory; leave out --kv-offload-gb"
+            f"{setting} cannot be used: recurrent layers need a state beside KV blocks, and only KV blocks "
+            "go to host memory; leave out --kv-offload-gb"
         )
     per_block = costs.kv_bytes_per_block(model.text, kv_dtype, options.block_size)
     size = options.kv_offload_gb * costs.GIB
     if size > free_ram:
-        left = f"{max(free_ram, 0) / costs.GIB:.2f} GiB of host memory are free"
-        raise ConfigError(f"{asked} does not fit: {left}; lower --kv-offload-gb")
+        free = f"{max(free_ram, 0) / costs.GIB:.2f} GiB of host memory are free"
+        raise ConfigError(f"{setting} does not fit: {free}; lower --kv-offload-gb")
     blocks = int(size // per_block)
     if blocks < 1:
-        raise ConfigError(f"{asked} holds no KV block of {per_block} bytes; raise --kv-offload-gb")
+        raise ConfigError(f"{setting} holds no KV block of {per_block} bytes; raise --kv-offload-gb")
     tokens = blocks * options.block_size
     gib = blocks * per_block / costs.GIB
     return blocks, (f"KV offload {blocks} blocks = {tokens} tokens, {gib:.2f} GiB of host memory: as asked",)
@@ -388,9 +391,11 @@ def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, 
     trained = model.text.max_context
     if options.max_model_len is None:
         length = min(trained, capacity)
-        window = "what the model's attention window covers"
-        own = "the model's own" if trained == model.text.max_position else window
-        why = own if length == trained else f"all the KV cache holds (the model allows {trained})"
+        why = "what the model's attention window covers"
+        if length < trained:
+            why = f"all the KV cache holds (the model allows {trained})"
+        elif trained == model.text.max_position:
+            why = "the model's own"
         return length, f"context {length} tokens: {why}"
     if options.max_model_len > trained:
         raise ConfigError(
@@ -398,9 +403,9 @@ def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, 
             f"for{' in one attention window' if model.text.window else ''}; lower --max-model-len"
         )
     if options.max_model_len > capacity:
-        needed = costs.blocks_for(options.max_model_len, options.block_size)
+        length = costs.blocks_for(options.max_model_len, options.block_size)
         raise ConfigError(
-            f"max_model_len={options.max_model_len} needs {needed} KV blocks but only {blocks} fit; lower "
+            f"max_model_len={options.max_model_len} needs {length} KV blocks but only {blocks} fit; lower "
             f"--max-model-len to {capacity} or raise --kv-cache-gb"
         )
     return options.max_model_len, f"context {options.max_model_len} tokens: as asked"
@@ -423,12 +428,16 @@ def _biggest(largest: Geometry | None, length: int) -> int:
     """Embeddings of the largest image whose tokens the context holds."""
     if largest is None:
         return 0
-    return largest.slots if largest.tokens <= length else min(largest.slots, length)
+    if largest.tokens <= length:
+        return largest.slots
+    return min(largest.slots, length)
 
 
 def _pinned_images(options: Options, model: ModelConfig) -> int:
     """Images that one token needs at once: with cross-attention all of its prompt."""
-    return max(1, options.limit_mm_per_prompt.get("image", 0)) if model.text.num_cross_layers else 1
+    if not model.text.num_cross_layers:
+        return 1
+    return max(1, options.limit_mm_per_prompt.get("image", 0))
 
 
 def _encoder_slots(
@@ -446,21 +455,23 @@ def _encoder_slots(
         if machine.device == "cpu" and share < size:
             size = max(share, 0.0)
             why = f"{_CPU_CACHE_SHARE:.0%} of the free memory"
-        pinned = largest.slots * _CROSS_ATTENDED if largest and model.text.num_cross_layers else 0
-        wanted = pinned * costs.embedding_bytes_per_slot(model.text, machine.dtype) / costs.GIB
-        if wanted > size:
-            size = wanted
+        pinned = 0
+        if largest and model.text.num_cross_layers:
+            pinned = largest.slots * _CROSS_ATTENDED
+        min_size = pinned * costs.embedding_bytes_per_slot(model.text, machine.dtype) / costs.GIB
+        if min_size > size:
+            size = min_size
             why = f"{_CROSS_ATTENDED} of the largest pictures, each pinned until its request ends"
     slots = costs.embedding_slots_in(size * costs.GIB, model.text, machine.dtype)
     return slots, f"encoder cache {slots} embeddings, {size:.2f} GiB: {why}", size > 0
 
 
-def _hold_largest(options: Options, slots: int, why: str, needed: int) -> tuple[int, str]:
-    if slots >= needed:
+def _hold_largest(options: Options, slots: int, why: str, min_slots: int) -> tuple[int, str]:
+    if slots >= min_slots:
         return slots, why
     if options.encoder_cache_gb:
         raise ConfigError(
             f"encoder_cache_gb={options.encoder_cache_gb} holds {slots} embeddings but the largest picture "
-            f"the limits allow needs {needed}; raise --encoder-cache-gb or lower --max-pixels"
+            f"the limits allow needs {min_slots}; raise --encoder-cache-gb or lower --max-pixels"
         )
-    return needed, f"encoder cache {needed} embeddings: what one step works on"
+    return min_slots, f"encoder cache {min_slots} embeddings: what one step works on"

@@ -23,16 +23,18 @@ from saccade.types.step import Sample
 def sample_or_pool(
     logits: Tensor, hidden: Tensor | None, states: Sequence[RequestState]
 ) -> dict[str, Sample]:
-    """By request id. `logits` [rows, vocabulary] in float32 may be changed in place; `hidden` is [rows, H].
+    """Samples by request id. `logits` [rows, vocabulary] in float32 may be changed; `hidden` is [rows, H].
 
     Without `hidden`, in decode steps, no request pools.
     """
-    wanted = [(row, state.request.params.pooling) for row, state in enumerate(states)]
+    poolings = [(row, state.request.params.pooling) for row, state in enumerate(states)]
     pooled = {}
-    for row, pooling in wanted:
-        if pooling is not None and pooling.every_token:
+    for row, pooling in poolings:
+        if pooling is None:
+            continue
+        if pooling.every_token:
             pooled[row] = _bytes(torch.cat(states[row].rows))
-        elif pooling is not None:
+        else:
             pooled[row] = _pooled(pooling, row, logits, hidden)
     samples = sample(logits, [state.row() for state in states])
     for row, state in enumerate(states):

@@ -17,23 +17,23 @@ from saccade.models.layers.forward_types import States, WindowGroup
 from saccade.types.step import ScheduledWindow, StateCheckpoint
 
 
-class _State(NamedTuple):
+class _StateRow(NamedTuple):
     row: int
     num_computed: int  # tokens it has seen
 
 
 class RecurrentStates:
     def __init__(
-        self, linear: LinearConfig, requests: int, kept: int, dtype: torch.dtype, device: torch.device
+        self, linear: LinearConfig, requests: int, checkpoints: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        rows = (len(linear.layers), requests + 1 + kept)
+        rows = (len(linear.layers), requests + 1 + checkpoints)
         conv = torch.zeros(*rows, linear.kernel - 1, linear.channels, dtype=dtype, device=device)
         self.conv = conv.transpose(2, 3)  # channels are dense in memory: kernels read them together
         shape = (*rows, linear.value_heads, linear.key_dim, linear.value_dim)
         self.recurrent = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, _StateRow] = {}
         self._requests = requests
-        self._first_kept = requests + 1
+        self._first_checkpoint = requests + 1
         self._free = list(range(requests - 1, -1, -1))
 
     def open(self, request_id: str, state: StateCheckpoint | None = None, row: int | None = None) -> None:
@@ -44,8 +44,8 @@ class RecurrentStates:
         else:
             self._free.remove(row)
         for states in (self.conv, self.recurrent):
-            states[:, row] = states[:, self._first_kept + state.row] if state else 0
-        self._states[request_id] = _State(row, state.num_tokens if state else 0)
+            states[:, row] = states[:, self._first_checkpoint + state.row] if state else 0
+        self._states[request_id] = _StateRow(row, state.num_tokens if state else 0)
 
     def close(self, request_id: str) -> None:
         state = self._states.pop(request_id, None)
@@ -57,7 +57,7 @@ class RecurrentStates:
             self.close(request_id)
 
     def of(self, windows: Sequence[ScheduledWindow]) -> States:
-        """For the packed tokens of these windows, in order. Each starts where its request's state ends."""
+        """The states for packed tokens of these windows. Each starts where its request's state ends."""
         ones: list[tuple[int, int]] = []  # (packed token, row) of one-token windows, computed together
         groups: list[WindowGroup] = []
         first = 0
@@ -74,26 +74,27 @@ class RecurrentStates:
         return States(self.conv, self.recurrent, groups)
 
     def _cut(self, window: ScheduledWindow, first: int, row: int) -> Iterator[WindowGroup]:
-        for length, kept in self.pieces(window):
-            rows = [[row]] if kept < 0 else [[row], [kept]]
+        for length, checkpoint in self.pieces(window):
+            rows = [[row]] if checkpoint < 0 else [[row], [checkpoint]]
             yield self._group([list(range(first, first + length))], *rows)
             first += length
 
     def pieces(self, window: ScheduledWindow) -> Iterator[tuple[int, int]]:
         """The pieces of a window, in order: tokens, and the row that gets the state after them, or -1."""
-        done = window.start
-        for end, kept in window.checkpoints:
+        start = window.start
+        for end, checkpoint in window.checkpoints:
             if end <= window.end:  # the window may have been cut before an image that failed
-                yield end - done, self._first_kept + kept
-                done = end
-        if done < window.end:
-            yield window.end - done, -1
+                yield end - start, self._first_checkpoint + checkpoint
+                start = end
+        if start < window.end:
+            yield window.end - start, -1
 
     def advance(self, window: ScheduledWindow) -> int:
         """Count a window's tokens; returns the row of the state."""
-        row, done = self._states[window.request_id]
-        assert done == window.start, f"a state after {done} tokens cannot go on at {window.start}"
-        self._states[window.request_id] = _State(row, window.end)
+        row, num_computed = self._states[window.request_id]
+        place = f"a state after {num_computed} tokens cannot go on at {window.start}"
+        assert num_computed == window.start, place
+        self._states[window.request_id] = _StateRow(row, window.end)
         return row
 
     def _group(self, tokens: list[list[int]], *rows: list[int]) -> WindowGroup:

@@ -20,18 +20,18 @@ from saccade.types.replica import Replica
 _MAX_DECODE_THREADS = 8
 
 
-class Placement(NamedTuple):
+class WorkerPlacement(NamedTuple):
     options: Options
     memory_parts: int = 1  # workers between which the automatic cache memory is divided
     reasons: tuple[str, ...] = ()
     encoders_beside: int = 0  # encoder workers on the same GPU
 
 
-def place(options: Options, replica: Replica) -> Placement:
+def place(options: Options, replica: Replica) -> WorkerPlacement:
     """Sets the number of PyTorch threads of this process where several workers share a CPU."""
     if replica.num_workers == 1:
-        return Placement(options)
-    options = replace(options, image_decode_threads=options.image_decode_threads or decode_threads(replica))
+        return WorkerPlacement(options)
+    options = replace(options, image_decode_threads=decode_threads(options, replica))
     if replica.has_own_device:
         return _place_on_own(options, _num_local(replica))
     if device_of(options.device).type == "cuda":
@@ -43,26 +43,26 @@ def place(options: Options, replica: Replica) -> Placement:
         f"{_some(replica.count, 'engine')}{encoders} share this CPU: each has {threads} of its threads and "
         f"1/{replica.num_workers} of the automatic memory for KV blocks and embeddings"
     )
-    return Placement(options, replica.num_workers, (reason,))
+    return WorkerPlacement(options, replica.num_workers, (reason,))
 
 
-def _place_on_own(options: Options, num_local: int) -> Placement:
+def _place_on_own(options: Options, num_local: int) -> WorkerPlacement:
     """A GPU, or threads of a CPU, that are reserved for this worker alone."""
     if device_of(options.device).type == "cuda" or num_local == 1:
-        return Placement(options)
+        return WorkerPlacement(options)
     threads = _some(torch.get_num_threads(), "thread")
     reason = (
         f"{num_local} workers may share this machine: each has {threads} and "
         f"1/{num_local} of the automatic memory for KV blocks and embeddings"
     )
-    return Placement(options, num_local, (reason,))
+    return WorkerPlacement(options, num_local, (reason,))
 
 
 def device_label(device: torch.device) -> str:
-    """For people: "cpu", or the GPU as the machine counts it, whatever this process was left of them."""
+    """A name for people: "cpu", or the GPU as the machine counts it, whatever this process sees of them."""
     if device.type != "cuda":
         return device.type
-    index = device.index or 0
+    index = _gpu_index(device)
     visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
     number = visible[index] if index < len(visible) else str(index)
     return f"GPU {number}, {torch.cuda.get_device_name(device)}"
@@ -77,36 +77,42 @@ def _some(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def decode_threads(replica: Replica = Replica()) -> int:  # noqa: B008 (immutable)
-    """Threads that decode images, where no option says how many."""
+def decode_threads(options: Options, replica: Replica = Replica()) -> int:  # noqa: B008 (immutable)
+    """Threads that decode images: as many as the option says, or one for each core."""
+    if options.image_decode_threads:
+        return options.image_decode_threads
     return max(1, min((os.cpu_count() or 1) // _num_local(replica), _MAX_DECODE_THREADS))
 
 
-def _place_on_gpu(options: Options, replica: Replica) -> Placement:
+def _place_on_gpu(options: Options, replica: Replica) -> WorkerPlacement:
     devices = [_encoder_gpu(options.device, replica, index) for index in range(len(replica.encoders))]
     if replica.encoder is not None:
-        return Placement(replace(options, device=devices[replica.encoder]))
-    own = options.device if replica.is_alone else _gpu(options.device, replica)
-    beside = sum((device_of(device).index or 0) == (device_of(own).index or 0) for device in devices)
-    named = ", ".join(devices)
-    reasons = (f"encoder workers on {named}",) if replica.encoders else ()
-    return Placement(replace(options, device=own), reasons=reasons, encoders_beside=beside)
+        return WorkerPlacement(replace(options, device=devices[replica.encoder]))
+    name = options.device if replica.is_alone else _gpu(options.device, replica)
+    index = _gpu_index(device_of(name))
+    beside = sum(_gpu_index(device_of(encoder)) == index for encoder in devices)
+    reasons = (f"encoder workers on {', '.join(devices)}",) if replica.encoders else ()
+    return WorkerPlacement(replace(options, device=name), reasons=reasons, encoders_beside=beside)
 
 
-def _encoder_gpu(wanted: str, replica: Replica, index: int) -> str:
-    if ":" in wanted:
-        return wanted
+def _gpu_index(device: torch.device) -> int:
+    return device.index or 0
+
+
+def _encoder_gpu(name: str, replica: Replica, index: int) -> str:
+    if ":" in name:
+        return name
     spare = torch.cuda.device_count() - replica.count
     gpu = replica.count + index % spare if spare > 0 else index % replica.count
     return f"cuda:{gpu}"
 
 
-def _gpu(wanted: str, replica: Replica) -> str:
-    if ":" in wanted:
-        problem = f"device={wanted} names one GPU, but replicas={replica.count} need one each"
+def _gpu(name: str, replica: Replica) -> str:
+    if ":" in name:
+        problem = f"device={name} names one GPU, but replicas={replica.count} need one each"
         raise ConfigError(f"{problem}; use --device cuda, and CUDA_VISIBLE_DEVICES to choose which")
-    found = torch.cuda.device_count()
-    if replica.count > found:
-        problem = f"replicas={replica.count} need a GPU each, but PyTorch sees {found} here"
-        raise ConfigError(f"{problem}; use --replicas {found}, or --device cpu")
+    count = torch.cuda.device_count()
+    if replica.count > count:
+        problem = f"replicas={replica.count} need a GPU each, but PyTorch sees {count} here"
+        raise ConfigError(f"{problem}; use --replicas {count}, or --device cpu")
     return f"cuda:{replica.index}"

@@ -23,14 +23,8 @@ class WeightPacking(NamedTuple):
 
 
 def plan_packing(model: ModelConfig, dtype: str, device: torch.device) -> WeightPacking:
-    problem = plain_reason(getattr(torch, dtype), device.type)
-    if problem is None and not is_native(model):
-        problem = "the model runs through Transformers' code"
-    if problem is None and model.text.hidden_size * model.text.intermediate_size < _MIN_WEIGHT:
-        problem = "they are so small that building code for them takes longer than it saves"
     text = model.text
-    if problem is None and is_aarch64() and not text.tie_word_embeddings:
-        problem = "on AArch64 only a head that is also the embedding table is"
+    problem = _problem(model, dtype, device)
     if problem is not None:
         return WeightPacking(False, True, 0, f"weights are not packed for oneDNN: {problem}")
     if not text.tie_word_embeddings:
@@ -42,6 +36,20 @@ def plan_packing(model: ModelConfig, dtype: str, device: torch.device) -> Weight
     copy = f"the head is also the embedding table, so its packed copy takes {copied / costs.GIB:.2f} GiB more"
     packed = "the head (for two rows and more) is" if is_aarch64() else "weights are"
     return WeightPacking(True, is_aarch64(), copied, f"{packed} packed for oneDNN; {copy}")
+
+
+def _problem(model: ModelConfig, dtype: str, device: torch.device) -> str | None:
+    """Why nothing is packed."""
+    text = model.text
+    if problem := plain_reason(getattr(torch, dtype), device.type):
+        return problem
+    if not is_native(model):
+        return "the model runs through Transformers' code"
+    if text.hidden_size * text.intermediate_size < _MIN_WEIGHT:
+        return "they are so small that building code for them takes longer than it saves"
+    if is_aarch64() and not text.tie_word_embeddings:
+        return "on AArch64 only a head that is also the embedding table is"
+    return None
 
 
 def pack_where_faster(model: VisionLanguageModel, dtype: torch.dtype, device: torch.device) -> None:

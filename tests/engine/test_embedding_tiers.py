@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from saccade import LLM, SamplingParams
 from saccade.runner import build_embedding_tiers as embedding_tiers
-from saccade.runner.embedding_tiers.rates import Rate
+from saccade.runner.embedding_tiers.rates import EmbeddingTime
 from tests.helpers.engine.tiers import be_patient
 from tests.helpers.families.families import FAMILIES
 from tests.helpers.media.images import make_photo
@@ -167,5 +167,5 @@ def test_probes_of_the_measurement_are_gone(qwen2_vl_folder: Path, tmp_path: Pat
     with LLM(model=str(qwen2_vl_folder), embedding_dir=str(tmp_path), **LIMITS) as llm:
         tiers = llm.engine.core.runner.encoder.tiers
         assert not len(tiers.host) and tiers.store.used_bytes == 0
-        assert tiers._store_rate.seconds(1) < Rate(1e5, 0).seconds(1)
+        assert tiers._store_rate.seconds(1) < EmbeddingTime(1e5, 0).seconds(1)
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -60,7 +60,8 @@ ALLOWED: dict[str, set[str]] = {
     "models.cuda": {"types", "models.layers", "models.vision", "util.torch_utils", "vision_graph_sizes"} | KERNELS,
     "models.families": {"errors", "types", "checkpoint", "models", "models.layers", "models.vision"}
     | {"util.torch_utils"},
-    "models": {"errors", "types", "checkpoint", "models.layers", "models.quantized", "models.vision"},
+    "models": {"errors", "types", "checkpoint", "models.layers", "models.quantized", "models.vision"}
+    | {"models.families"},
     "models.quantized": {"errors", "checkpoint", "models"},
     "runner.embedding_tiers": NOUNS | {"media"},
     "runner.encoder": NOUNS

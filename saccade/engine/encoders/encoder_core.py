@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import RequestError
-from saccade.runner.encoder.encoder_runner import Encoded, LocalEncoder
+from saccade.runner.encoder.encoder_runner import EncoderResults, LocalEncoder
 from saccade.types.media import Key, MediaItem
 from saccade.types.step import MediaTimes
 
@@ -88,7 +88,7 @@ class EncoderCore:
         else:
             self._delivery.swap(done, self._deliver)
 
-    def _deliver(self, done: Encoded) -> None:
+    def _deliver(self, done: EncoderResults) -> None:
         for key, embedding in done.embeddings.items():
             self._finish(key, Outcome(embedding, done.times[key], None))
         for key, error in done.errors.items():
@@ -142,10 +142,10 @@ class _Delivery:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
-        self._done = Encoded.nothing()
+        self._done = EncoderResults.nothing()
         self._is_complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def swap(self, done: Encoded, deliver: Callable[[Encoded], None]) -> None:
+    def swap(self, done: EncoderResults, deliver: Callable[[EncoderResults], None]) -> None:
         """Deliver what came before, keep this."""
         before = self._done
         was_complete = self._is_complete

@@ -24,12 +24,12 @@ class DeepseekV2(Text):
         return language_rules(self.config.text, "")
 
 
-def make_decoder(params: Parameters, text: TextConfig, given: Mapping[str, Any]) -> Any:
-    """`given` is the decoder's part of config.json."""
-    act = given.get("hidden_act", "silu")
+def make_decoder(params: Parameters, text: TextConfig, nested: Mapping[str, Any]) -> Any:
+    """`nested` is the decoder's part of config.json."""
+    act = nested.get("hidden_act", "silu")
     if act != "silu":
         raise ConfigError(f"config.json asks for the activation {act!r}; decoders of this line use silu")
-    if given.get("attention_bias") or given.get("mlp_bias"):
+    if nested.get("attention_bias") or nested.get("mlp_bias"):
         biases = "biases (attention_bias or mlp_bias)"
         raise ConfigError(f"config.json asks for {biases}, which decoders of this line lack")
     return LatentDecoder(params, text, text.mla) if text.mla else Decoder(params, text, Biases())

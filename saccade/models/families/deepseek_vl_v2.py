@@ -57,8 +57,8 @@ class DeepseekVL2(DecoderModel):
         whole = self._padded(image, source.inside(self.square), self.square)
         padded = self._padded(image, geometry.resized, canvas)
         tiles = torch.cat((whole[None], cut_tiles(padded, geometry.tiling, side)))
-        used = geometry.grid.w * self.layout.patch  # pixels of whole patches
-        column = tiles[:, :used, :used].reshape(-1, used, 3).to(self.params.device)
+        span = geometry.grid.w * self.layout.patch  # pixels of whole patches
+        column = tiles[:, :span, :span].reshape(-1, span, 3).to(self.params.device)
         grid = Grid(1, geometry.grid.t * geometry.grid.h, geometry.grid.w)
         return self.ops.cut(column, grid, self.layout, self.pixels, self.params.dtype)
 
@@ -108,13 +108,13 @@ class DeepseekVL2(DecoderModel):
 class Projector:
     """Concatenates squares of patches, padded with zeros, then an MLP to the decoder's width."""
 
-    def __init__(self, params: Parameters, given: Mapping[str, Any], config: ModelConfig) -> None:
+    def __init__(self, params: Parameters, projector: Mapping[str, Any], config: ModelConfig) -> None:
         self.merge = vision_config(config).spatial_merge_size
         tower = vision_config(config).hidden_size
-        width = given.get("n_embed", 2048)
-        depth = given.get("depth", 2)
-        _check(given, tower, config.text.hidden_size)
-        wide = width * given.get("mlp_ratio", 1)
+        width = projector.get("n_embed", 2048)
+        depth = projector.get("depth", 2)
+        _check(projector, tower, config.text.hidden_size)
+        wide = width * projector.get("mlp_ratio", 1)
         sizes = [tower * self.merge**2, *[wide] * (depth - 1), width]
         # Activations count as layers in checkpoints, so linear layers have even numbers.
         pairs = enumerate(pairwise(sizes))
@@ -122,9 +122,9 @@ class Projector:
 
     def __call__(self, features: Tensor) -> Tensor:
         """[squares, patches, width] -> [squares, tokens, hidden]"""
-        first, *others = self.layers
+        first, *later = self.layers
         x = first(self._merged(features))
-        for layer in others:
+        for layer in later:
             x = layer(F.gelu(x))
         return x
 
@@ -133,22 +133,22 @@ class Projector:
         squares, patches, width = features.shape
         side = int(patches**0.5)
         merge = self.merge
-        missing = -side % merge
-        cells = F.pad(features.view(squares, side, side, width), (0, 0, 0, missing, 0, missing))
-        tokens = (side + missing) // merge
+        padding = -side % merge
+        cells = F.pad(features.view(squares, side, side, width), (0, 0, 0, padding, 0, padding))
+        tokens = (side + padding) // merge
         blocks = cells.view(squares, tokens, merge, tokens, merge, width).permute(0, 1, 3, 5, 2, 4)
         return blocks.reshape(squares, tokens**2, -1)
 
 
-def _check(given: Mapping[str, Any], tower: int, hidden: int) -> None:
-    kind = given.get("projector_type", "downsample_mlp_gelu")
-    if kind != "downsample_mlp_gelu" or given.get("token_pooling"):
-        pooling = " with token_pooling" if given.get("token_pooling") else ""
-        known = "known is downsample_mlp_gelu"
-        raise ConfigError(f"a projector of type {kind!r}{pooling} is not supported; {known}")
-    inputs = given.get("input_dim", 1152)
-    outputs = given.get("n_embed", 2048)
-    depth = given.get("depth", 2)
+def _check(projector: Mapping[str, Any], tower: int, hidden: int) -> None:
+    kind = projector.get("projector_type", "downsample_mlp_gelu")
+    if kind != "downsample_mlp_gelu" or projector.get("token_pooling"):
+        pooling = " with token_pooling" if projector.get("token_pooling") else ""
+        names = "known is downsample_mlp_gelu"
+        raise ConfigError(f"a projector of type {kind!r}{pooling} is not supported; {names}")
+    inputs = projector.get("input_dim", 1152)
+    outputs = projector.get("n_embed", 2048)
+    depth = projector.get("depth", 2)
     if (inputs, outputs) != (tower, hidden) or depth < 2:
         raise ConfigError(
             f"projector_config goes from {inputs} to {outputs} values in {depth} steps, but the tower gives "

@@ -46,13 +46,13 @@ class Text(DecoderModel):
         return (*decoder, *under([head_rule(self.config.text)], ("",), "decoder."))
 
 
-def variant_of(model_type: str, given: Mapping[str, Any]) -> Variant:
-    """Biases and norms of a decoder; `given` is its part of config.json."""
+def variant_of(model_type: str, config: Mapping[str, Any]) -> Variant:
+    """Biases and norms of a decoder; `config` is its part of config.json."""
     if model_type == "qwen2":
         return Variant(Biases(qkv=True), False)
     if model_type in ("mistral", "ministral3"):
         return Variant(Biases(), False)
-    attention = bool(given.get("attention_bias"))
+    attention = bool(config.get("attention_bias"))
     if model_type in ("qwen3", "qwen3_moe"):
         return Variant(Biases(qkv=attention, out=attention), True)
-    return Variant(Biases(qkv=attention, out=attention, mlp=bool(given.get("mlp_bias"))), False)
+    return Variant(Biases(qkv=attention, out=attention, mlp=bool(config.get("mlp_bias"))), False)

@@ -57,7 +57,7 @@ class Llava(DecoderModel):
 
 
 class Projector:
-    """From the tower's width to the decoder's."""
+    """Two layers from the tower's width to the decoder's."""
 
     def __init__(self, params: Parameters, inputs: int, outputs: int, raw: Mapping[str, Any]) -> None:
         bias = raw.get("multimodal_projector_bias", True)
@@ -70,14 +70,14 @@ class Projector:
 
 
 def decoder_biases(text: TextConfig, raw: Mapping[str, Any]) -> Biases:
-    given = raw.get("text_config") or {}
+    nested = raw.get("text_config") or {}
     if text.model_type == "qwen2":
         return Biases(qkv=True)
     if text.model_type == "mistral":
         return Biases()
     if text.model_type == "llama":
-        attention = given.get("attention_bias", False)
-        return Biases(qkv=attention, out=attention, mlp=given.get("mlp_bias", False))
+        attention = nested.get("attention_bias", False)
+        return Biases(qkv=attention, out=attention, mlp=nested.get("mlp_bias", False))
     raise ConfigError(
         f"a {raw['model_type']} model with a {text.model_type!r} decoder is not supported "
         "(text_config.model_type); known are llama, mistral and qwen2"

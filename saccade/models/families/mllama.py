@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
 from saccade.models.families.llava import PROJECTOR_LEVELS
-from saccade.models.families.mllama_tower import TileTower
+from saccade.models.families.mllama_tower import TileTower, are_rising
 from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.cross_attention import CROSS_RULES, CrossDecoder, pack
 from saccade.models.layers.decoder import decoder_rules, head_rule
@@ -51,23 +51,24 @@ class Mllama(DecoderModel):
         small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
         right = geometry.grid.w * self.layout.patch - small.shape[1]
         below = geometry.grid.h * self.layout.patch - small.shape[0]
-        canvas = F.pad(small, (0, 0, 0, right, 0, below)) if right or below else small
-        return self.ops.cut(canvas, geometry.grid, self.layout, self.pixels, self.params.dtype)
+        if right or below:
+            small = F.pad(small, (0, 0, 0, right, 0, below))
+        return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         """One image at a time: its tile slots are enough rows to keep a device busy."""
         parts = list(torch.split(patches, [grid.patches for grid in grids]))
         del patches
-        kept = []
+        images = []
         for grid in grids:
             features = yield from self.tower.encode(parts.pop(0), grid)
-            kept.append(pack(self.decoder.cross_layers, self.projector(features)))
-        return kept
+            images.append(pack(self.decoder.cross_layers, self.projector(features)))
+        return images
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
-        """With the decoder's part of `pack`: embeddings are keys and values of its cross-attention layers."""
+        """The tower's, and the decoder's part of `pack`: keys and values of its cross-attention layers."""
         targets = self.params.targets.items()
-        packing = {name: own for name, own in targets if ".kv." in name or ".k_norm." in name}
+        packing = {name: tensor for name, tensor in targets if ".kv." in name or ".k_norm." in name}
         return {**super().encoder_weights(), **packing}
 
     def forward(
@@ -88,8 +89,8 @@ class Mllama(DecoderModel):
 
 
 def _cross_layers(raw: Mapping[str, Any], text: TextConfig) -> tuple[int, ...]:
-    given = (raw.get("text_config") or {}).get("cross_attention_layers") or ()
-    if not given or sorted(set(given)) != list(given) or not 0 <= given[0] <= given[-1] < text.num_layers:
-        wanted = f"some of the decoder's {text.num_layers} layers, rising"
-        raise ConfigError(f"cross_attention_layers {list(given)} must name {wanted}")
-    return tuple(given)
+    layers = (raw.get("text_config") or {}).get("cross_attention_layers") or ()
+    if not are_rising(layers, text.num_layers):
+        rule = f"some of the decoder's {text.num_layers} layers, rising"
+        raise ConfigError(f"cross_attention_layers {list(layers)} must name {rule}")
+    return tuple(layers)

@@ -10,7 +10,7 @@ alone. So the image's own rows come first:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,30 +57,30 @@ class TileTower:
         self.norm_after = LayerNorm(params.within("norm_after"), hidden, _EPS)
         num_global = raw.get("num_global_layers", 8)
         blocks = params.each("blocks", vision.num_layers - num_global)
-        self.blocks = [TileBlock(own, vision, eps, False) for own in blocks]
+        self.blocks = [TileBlock(block, vision, eps, False) for block in blocks]
         global_blocks = params.each("global_blocks", num_global)
-        self.global_blocks = [TileBlock(own, vision, eps, True) for own in global_blocks]
+        self.global_blocks = [TileBlock(block, vision, eps, True) for block in global_blocks]
 
     def encode(self, patches: Tensor, grid: Grid) -> Generator[int, None, Tensor]:
         """Patches of one image, row by row over its canvas -> [own rows, width]; yields after each layer."""
         rows = grid.h // self.side
         columns = grid.w // self.side
         kind = self.arrangements.index((rows, columns)) + 1
-        own = rows * columns * self.rows
+        image_rows = rows * columns * self.rows
         x = self._embed(patches, rows, columns, kind)
         del patches
-        kept = []
+        outputs = []
         for index, block in enumerate(self.blocks):
-            x = block(x, own)
+            x = block(x, image_rows)
             if index in self.features:
-                kept.append(x[:own].clone())
+                outputs.append(x[:image_rows].clone())
             yield 1
         x = self.norm_after(x) + self._sort(self.after(kind).expand(-1, self.padded, -1), rows * columns)
         for block in self.global_blocks:
-            x = block(x, own)
+            x = block(x, image_rows)
             yield 1
-        features = torch.stack(kept, dim=-1).flatten(1)  # channel by channel
-        return torch.cat((x[:own], features), dim=1)
+        features = torch.stack(outputs, dim=-1).flatten(1)  # channel by channel
+        return torch.cat((x[:image_rows], features), dim=1)
 
     def _embed(self, patches: Tensor, rows: int, columns: int, kind: int) -> Tensor:
         """[tile slots * padded rows, hidden], the image's own rows first."""
@@ -97,9 +97,9 @@ class TileTower:
 
     def _sort(self, x: Tensor, tiles: int) -> Tensor:
         """[tile slots, padded rows, hidden] -> [all rows, hidden], own rows first."""
-        own = x[:tiles, : self.rows]
+        image_rows = x[:tiles, : self.rows]
         padding = x[:tiles, self.rows :]
-        return torch.cat([part.flatten(0, 1) for part in (own, padding, x[tiles:])])
+        return torch.cat([part.flatten(0, 1) for part in (image_rows, padding, x[tiles:])])
 
     def rules(self) -> tuple[Rule, ...]:
         return (
@@ -135,19 +135,27 @@ class TileBlock:
         self.up = Linear(params.within("up"), hidden, wide, bias=True)
         self.act = activation(vision.hidden_act)
         self.down = Linear(params.within("down"), wide, hidden, bias=True)
-        self.gates = Gates(params.new("attention_gate", 1), params.new("mlp_gate", 1)) if is_gated else None
+        self.gates: Gates | None = None
+        if is_gated:
+            self.gates = Gates(params.new("attention_gate", 1), params.new("mlp_gate", 1))
 
-    def __call__(self, x: Tensor, own: int) -> Tensor:
-        mixed = self.attend(self.attention_norm(x), own)
-        x = x + (mixed if self.gates is None else mixed.mul_(self.gates.attention.tanh()))
-        made = self.down(self.act(self.up(self.mlp_norm(x))))
-        return x.add_(made if self.gates is None else made.mul_(self.gates.mlp.tanh()))
+    def __call__(self, x: Tensor, image_rows: int) -> Tensor:
+        mixed = self.attend(self.attention_norm(x), image_rows)
+        if self.gates is not None:
+            mixed.mul_(self.gates.attention.tanh())
+        x = x + mixed
+        out = self.down(self.act(self.up(self.mlp_norm(x))))
+        if self.gates is not None:
+            out.mul_(self.gates.mlp.tanh())
+        return x.add_(out)
 
-    def attend(self, x: Tensor, own: int) -> Tensor:
+    def attend(self, x: Tensor, image_rows: int) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)  # [heads, T, d] each
-        image = F.scaled_dot_product_attention(q[None, :, :own], k[None], v[None])
-        others = F.scaled_dot_product_attention(q[None, :, own:], k[None, :, :own], v[None, :, :own])
-        return self.out(torch.cat((image, others), dim=2)[0].transpose(0, 1).flatten(1))
+        image = F.scaled_dot_product_attention(q[None, :, :image_rows], k[None], v[None])
+        padding = F.scaled_dot_product_attention(
+            q[None, :, image_rows:], k[None, :, :image_rows], v[None, :, :image_rows]
+        )
+        return self.out(torch.cat((image, padding), dim=2)[0].transpose(0, 1).flatten(1))
 
 
 class Gates(NamedTuple):
@@ -166,11 +174,16 @@ def _image_size(vision: VisionConfig) -> int:
 
 def _features(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers whose output the projector gets beside the last one's, ascending."""
-    given = raw.get("intermediate_layers_indices") or _DEFAULT_FEATURES
-    if sorted(set(given)) != list(given) or not 0 <= given[0] <= given[-1] < raw["num_hidden_layers"]:
-        layers = f"{raw['num_hidden_layers']} layers"
-        raise ConfigError(f"intermediate_layers_indices {list(given)} must rise and lie within {layers}")
-    return tuple(given)
+    layers = raw.get("intermediate_layers_indices") or _DEFAULT_FEATURES
+    if not are_rising(layers, raw["num_hidden_layers"]):
+        limit = f"{raw['num_hidden_layers']} layers"
+        raise ConfigError(f"intermediate_layers_indices {list(layers)} must rise and lie within {limit}")
+    return tuple(layers)
+
+
+def are_rising(layers: Sequence[int], count: int) -> bool:
+    """Whether these are some of so many layers, in order."""
+    return bool(layers) and sorted(set(layers) & set(range(count))) == list(layers)
 
 
 _TOWER_RULES = (

@@ -19,9 +19,9 @@ from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks_keeping
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
 from saccade.models.vision.clip import drops_first, feature_layers, no_class_token
-from saccade.models.vision.preprocess import ImagePixels, PatchLayout
+from saccade.models.vision.preprocess import PatchLayout
 from saccade.models.weights import Rule, under
-from saccade.types.media import Geometry, Grid
+from saccade.types.media import Grid
 
 _EPS = 1e-5  # of the tower's norms; not in the config
 
@@ -43,10 +43,6 @@ class LlavaPixtral(DecoderModel):
         if drops_first(self.config.raw):
             raise no_class_token("Pixtral")
         return Projector(params, self.tower.width, self.config.text.hidden_size, self.config.raw)
-
-    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
-        return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         features = yield from self.tower.encode(patches, grids, self.ops)
@@ -81,8 +77,8 @@ class PixtralTower:
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
         self.norm = RMSNorm(params.within("norm"), vision.hidden_size, _EPS)
         self.blocks = [
-            VisionBlock(own, vision, eps=_EPS, is_qkv_fused=False, norm=RMSNorm, has_bias=False)
-            for own in params.each("blocks", max(self.features))
+            VisionBlock(block, vision, eps=_EPS, is_qkv_fused=False, norm=RMSNorm, has_bias=False)
+            for block in params.each("blocks", max(self.features))
         ]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
@@ -92,15 +88,15 @@ class PixtralTower:
         run = ops.begin([grid.patches for grid in grids], positions, device)
         x = self.norm(self.patch(patches))
         del patches  # or they would stay alive until the last layer
-        kept = yield from run_blocks_keeping(run, self.blocks, x, self.features)
-        return torch.cat(kept, dim=-1)
+        outputs = yield from run_blocks_keeping(run, self.blocks, x, self.features)
+        return torch.cat(outputs, dim=-1)
 
     def rules(self) -> tuple[Rule, ...]:
         unused = (f"transformer.layers.{i}." for i in range(len(self.blocks), self.num_layers))
         ignored = [Rule(level + rule.source, None) for level in unused for rule in _BLOCK_RULES]
-        used = under(_BLOCK_RULES, ("transformer.layers.{}.",), "blocks.{}.")
+        blocks = under(_BLOCK_RULES, ("transformer.layers.{}.",), "blocks.{}.")
         inputs = (Rule("patch_conv.weight", "patch.weight"), Rule("ln_pre.weight", "norm.weight"))
-        return (*ignored, *used, *inputs)
+        return (*ignored, *blocks, *inputs)
 
 
 _BLOCK_RULES = (

@@ -15,13 +15,12 @@ from torch import Tensor
 from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
 from saccade.models.families import qwen2_vl
-from saccade.models.families.qwen2_vl import EPS, Merger, Qwen2VL, vision_theta
+from saccade.models.families.qwen2_vl import Qwen2VL, vision_theta
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.layernorm import RMSNorm
-from saccade.models.layers.linear import PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
-from saccade.models.vision.blocks import VisionBlock, all_cells, grid_positions, reorder, rotary_dim
+from saccade.models.vision.blocks import all_cells, grid_positions, reorder
 from saccade.models.weights import Rule
 from saccade.types.media import Grid
 from saccade.util.torch_utils import to_device
@@ -37,20 +36,15 @@ class Qwen2_5VL(Qwen2VL):
         return (*qwen2_vl.COMMON_TOWER_RULES, *mlp, *qwen2_vl.MERGER_RULES)
 
 
-class Tower:
+class Tower(qwen2_vl.Tower):
     """Inside the tower tokens are ordered window by window, so that a window is a run of rows."""
+
+    norm = RMSNorm
 
     def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float) -> None:
         self.window = _window_side(vision)
         self.full_layers = frozenset(vision.full_layers)
-        self.head_dim = rotary_dim(vision)
-        self.theta = theta
-        self.merge = vision.spatial_merge_size
-        kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-        self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
-        blocks = params.each("blocks", vision.num_layers)
-        self.blocks = [VisionBlock(own, vision, eps=EPS, is_qkv_fused=True, norm=RMSNorm) for own in blocks]
-        self.merger = Merger(params.within("merger"), vision, outputs, RMSNorm)
+        super().__init__(params, vision, outputs, theta)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
         device = patches.device
@@ -64,8 +58,7 @@ class Tower:
         for is_full, layers in groupby(range(len(self.blocks)), self.full_layers.__contains__):
             run = inside_frames if is_full else inside_windows
             x = yield from run_blocks(run, [self.blocks[layer] for layer in layers], x)
-        merged = self.merger(x).index_select(0, back)
-        return list(torch.split(merged, [grid.patches // self.merge**2 for grid in grids]))
+        return self.split(self.merger(x).index_select(0, back), grids)
 
 
 def _window_side(vision: VisionConfig) -> int:
@@ -106,8 +99,8 @@ def pack(grids: tuple[Grid, ...], merge: int, side: int) -> Packing:
     order = torch.from_numpy(windows.order)
     orders = torch.stack((order, order.argsort().int()))
     inside = tuple((windows.tokens * merge**2).tolist())
-    frames = tuple(grid.h * grid.w for grid in grids for _ in range(grid.t))
-    return Packing(orders, reorder(all_cells(grids, merge), order, merge), inside, frames)
+    cells = reorder(all_cells(grids, merge), order, merge)
+    return Packing(orders, cells, inside, tuple(qwen2_vl.frame_lengths(grids)))
 
 
 def all_windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:

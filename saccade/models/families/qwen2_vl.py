@@ -17,7 +17,7 @@ from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.layernorm import LayerNorm, RMSNorm
 from saccade.models.layers.linear import Linear, PatchLinear
 from saccade.models.state_dict import Parameters
-from saccade.models.vision.backend import VisionOps, run_blocks
+from saccade.models.vision.backend import RunBlocks, VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, Pixels
 from saccade.models.weights import Rule, under
@@ -43,8 +43,7 @@ class Qwen2VL(DecoderModel):
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         if isinstance(image, np.ndarray | Tensor) and image.ndim == 4:
             return self._prepare_group(image, geometry)
-        small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
-        return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
+        return super().prepare(image, geometry)
 
     def _prepare_group(self, frames: Pixels | Tensor, geometry: Geometry) -> Tensor:
         """Patches over all frames of a group; missing frames repeat the last one."""
@@ -75,24 +74,40 @@ class VisionTower(Protocol):
 
 
 class Tower:
+    norm: type[LayerNorm] | type[RMSNorm] = LayerNorm
+    has_patch_bias = False
+
     def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float) -> None:
         self.head_dim = rotary_dim(vision)
         self.theta = theta
         self.merge = vision.spatial_merge_size
         kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-        self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
+        self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size, bias=self.has_patch_bias)
         blocks = params.each("blocks", vision.num_layers)
-        self.blocks = [VisionBlock(own, vision, eps=EPS, is_qkv_fused=True) for own in blocks]
-        self.merger = Merger(params.within("merger"), vision, outputs)
+        self.blocks = [
+            VisionBlock(block, vision, eps=EPS, is_qkv_fused=True, norm=self.norm) for block in blocks
+        ]
+        self.merger = Merger(params.within("merger"), vision, outputs, self.norm)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
-        positions = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device)
-        lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
-        run = ops.begin(lengths, positions, patches.device)
+        run = self.begin(grids, ops, patches.device)
         x = self.patch(patches)
         del patches  # or they would stay alive until the last layer
         x = yield from run_blocks(run, self.blocks, x)
-        return list(torch.split(self.merger(x), [grid.patches // self.merge**2 for grid in grids]))
+        return self.split(self.merger(x), grids)
+
+    def begin(self, grids: Sequence[Grid], ops: VisionOps, device: torch.device) -> RunBlocks:
+        """A pass whose attention stays inside a frame."""
+        positions = grid_positions(grids, self.head_dim, self.theta, self.merge, device)
+        return ops.begin(frame_lengths(grids), positions, device)
+
+    def split(self, embeddings: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
+        return list(torch.split(embeddings, [grid.patches // self.merge**2 for grid in grids]))
+
+
+def frame_lengths(grids: Sequence[Grid]) -> list[int]:
+    """Patches of each frame."""
+    return [grid.h * grid.w for grid in grids for _ in range(grid.t)]
 
 
 class Merger:

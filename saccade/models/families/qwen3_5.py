@@ -129,8 +129,8 @@ class GatedAttention:
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
         inner = params.within("qkv")
-        stored = {"q": self.head_dim, "k": kv, "v": kv}
-        self.qkv = Linear(inner, hidden, {"q": q, "k": kv, "v": kv, "gate": q}, stored=stored)
+        parts = {"q": self.head_dim, "k": kv, "v": kv}
+        self.qkv = Linear(inner, hidden, {"q": q, "k": kv, "v": kv, "gate": q}, tensors=parts)
         inner.remove("gate.weight")
         scales = None if self.qkv.scales is None else self._by_head(self.qkv.scales)
         inner.add("q.weight", self._by_head(self.qkv.weight), scales)
@@ -138,7 +138,7 @@ class GatedAttention:
         self.out = Linear(params.within("out"), q, hidden)
 
     def _by_head(self, rows: Tensor) -> Tensor:
-        """Of a weight, or of its scales: [heads, query and gate, rows of a head, columns]."""
+        """A weight, or its scales, as [heads, query and gate, rows of a head, columns]."""
         total = 2 * (self.heads + self.kv_heads) * self.head_dim
         of_head = self.head_dim * len(rows) // total
         columns = rows.shape[1]

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
-from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, EPS, Merger, Qwen2VL, vision_theta
+from saccade.models.families import qwen2_vl
+from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, Merger, Qwen2VL, vision_theta
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.layers.forward_types import Encoding
-from saccade.models.layers.linear import PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
-from saccade.models.vision.blocks import VisionBlock, by_token, grid_positions, rotary_dim
+from saccade.models.vision.blocks import by_token
 from saccade.models.weights import Rule, under
 from saccade.types.media import Grid
 
@@ -34,8 +34,8 @@ class Qwen3VL(Qwen2VL):
     def make_decoder(self, params: Parameters) -> Decoder:
         text = self.config.text
         if text.num_deepstack > text.num_layers:
-            named = f"deepstack_visual_indexes names {text.num_deepstack} layers"
-            raise ConfigError(f"{named}, the decoder has {text.num_layers}")
+            layers = f"deepstack_visual_indexes names {text.num_deepstack} layers"
+            raise ConfigError(f"{layers}, the decoder has {text.num_layers}")
         has_bias = bool((self.config.raw.get("text_config") or {}).get("attention_bias", False))
         return Decoder(params, text, Biases(qkv=has_bias, out=has_bias), has_qk_norms=True)
 
@@ -52,45 +52,38 @@ class Qwen3VL(Qwen2VL):
         )
 
 
-class Tower:
+class Tower(qwen2_vl.Tower):
+    has_patch_bias = True
+
     def __init__(
         self, params: Parameters, vision: VisionConfig, outputs: int, theta: float, positions: int
     ) -> None:
-        self.head_dim = rotary_dim(vision)
-        self.theta = theta
-        self.merge = vision.spatial_merge_size
+        super().__init__(params, vision, outputs, theta)
         self.outputs = outputs
         self.deepstack_layers = sorted(vision.deepstack_layers)
-        kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-        self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size, bias=True)
         self.positions = Positions(params.within("positions"), positions, vision.hidden_size)
-        blocks = params.each("blocks", vision.num_layers)
-        self.blocks = [VisionBlock(own, vision, eps=EPS, is_qkv_fused=True) for own in blocks]
-        self.merger = Merger(params.within("merger"), vision, outputs)
         deep = params.each("deep", len(self.deepstack_layers))
-        self.deepstack_mergers = [Merger(own, vision, outputs, is_norm_merged=True) for own in deep]
+        self.deepstack_mergers = [Merger(inner, vision, outputs, is_norm_merged=True) for inner in deep]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
-        patch_positions = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device)
-        lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
-        run = ops.begin(lengths, patch_positions, patches.device)
+        run = self.begin(grids, ops, patches.device)
         x = self.patch(patches)
         del patches  # or they would stay alive until the last layer
         self.positions.add_to(x, grids, self.merge)
-        slots = [grid.patches // self.merge**2 for grid in grids]
         embeddings = x.new_empty(0)
-        done = 0
+        first = 0
         for index, layer in enumerate(self.deepstack_layers):
-            x = yield from run_blocks(run, self.blocks[done : layer + 1], x)
+            x = yield from run_blocks(run, self.blocks[first : layer + 1], x)
             if not len(embeddings):  # allocated when needed
-                embeddings = x.new_empty(sum(slots), self.outputs * (1 + len(self.deepstack_layers)))
+                tokens = len(x) // self.merge**2
+                embeddings = x.new_empty(tokens, self.outputs * (1 + len(self.deepstack_layers)))
             self._part(embeddings, 1 + index).copy_(self.deepstack_mergers[index](x))
-            done = layer + 1
-        x = yield from run_blocks(run, self.blocks[done:], x)
+            first = layer + 1
+        x = yield from run_blocks(run, self.blocks[first:], x)
         if not self.deepstack_layers:
-            return list(torch.split(self.merger(x), slots))
+            return self.split(self.merger(x), grids)
         self._part(embeddings, 0).copy_(self.merger(x))
-        return list(torch.split(embeddings, slots))
+        return self.split(embeddings, grids)
 
     def _part(self, embeddings: Tensor, index: int) -> Tensor:
         return embeddings[:, index * self.outputs : (index + 1) * self.outputs]
@@ -107,8 +100,8 @@ class Positions:
 
     def add_to(self, x: Tensor, grids: Sequence[Grid], merge: int) -> None:
         """x [patches of all images, hidden], in place; all frames have the same positions."""
-        for own, grid in zip(torch.split(x, [grid.patches for grid in grids]), grids, strict=True):
-            own.view(grid.t, grid.h * grid.w, -1).add_(by_token(self.interpolated(grid), merge))
+        for rows, grid in zip(torch.split(x, [grid.patches for grid in grids]), grids, strict=True):
+            rows.view(grid.t, grid.h * grid.w, -1).add_(by_token(self.interpolated(grid), merge))
 
     def interpolated(self, grid: Grid) -> Tensor:
         """[h, w, hidden]: bilinear, with aligned corners."""

@@ -21,9 +21,9 @@ from saccade.models.layers.linear import Linear, PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, vision_config
-from saccade.models.vision.preprocess import ImagePixels, PatchLayout
+from saccade.models.vision.preprocess import PatchLayout
 from saccade.models.weights import Rule, under
-from saccade.types.media import Geometry, Grid
+from saccade.types.media import Grid
 
 _EPS = 1e-6  # of all norms in the tower
 _NUM_POSITIONS = 256  # learned position embeddings of patches for any size: 16 x 16
@@ -55,10 +55,6 @@ class QwenVL(DecoderModel):
         self.resampler = Resampler(params.within("resampler"), vision.hidden_size, width, visual["n_queries"])
         self.decoder = _decoder(params.within("decoder"), config)
 
-    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        square = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
-        return self.ops.cut(square, geometry.grid, self.layout, self.pixels, self.params.dtype)
-
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         features = yield from self.tower.encode(patches, grids, self.ops)
         return list(self.resampler(features, grids))
@@ -73,7 +69,7 @@ class QwenVL(DecoderModel):
 
 
 class Tower:
-    """Without a class token and without a norm after the last layer."""
+    """A tower without a class token and without a norm after the last layer."""
 
     def __init__(self, params: Parameters, vision: VisionConfig) -> None:
         hidden = vision.hidden_size
@@ -81,7 +77,7 @@ class Tower:
         self.patch = PatchLinear(params.within("patch"), kernel, hidden)
         self.positions = params.new("positions", _NUM_POSITIONS, hidden)
         self.norm = LayerNorm(params.within("norm"), hidden, _EPS)
-        self.blocks = [_block(own, vision) for own in params.each("blocks", vision.num_layers)]
+        self.blocks = [_block(block, vision) for block in params.each("blocks", vision.num_layers)]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
         """Packed patches -> [patches, hidden]; yields after each layer."""

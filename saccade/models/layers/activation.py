@@ -54,7 +54,9 @@ def activation(name: str) -> Activation:
 
 def gated_activation(name: str) -> Activation:
     """The same for a gated MLP: [T, gate | up] -> [T, half]."""
-    known = {"silu": silu_and_mul, "gelu": gelu_and_mul}
-    if name not in known:
-        raise ConfigError(f"config.json asks for the gated hidden_act {name!r}; known are {', '.join(known)}")
-    return known[name]
+    activations = {"silu": silu_and_mul, "gelu": gelu_and_mul}
+    if name not in activations:
+        raise ConfigError(
+            f"config.json asks for the gated hidden_act {name!r}; known are {', '.join(activations)}"
+        )
+    return activations[name]

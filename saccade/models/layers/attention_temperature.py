@@ -38,6 +38,6 @@ def attention_temperature_of(scaling: Mapping[str, Any]) -> AttentionTemperature
     if not beta:
         return None
     if not length:
-        missing = "original_max_position_embeddings to count in"
-        raise ConfigError(f"config.json has llama_4_scaling_beta, but no {missing}")
+        name = "original_max_position_embeddings to count in"
+        raise ConfigError(f"config.json has llama_4_scaling_beta, but no {name}")
     return AttentionTemperature(float(beta), int(length))

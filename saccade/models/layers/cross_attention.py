@@ -123,16 +123,16 @@ class CrossAttention:
 def pack(layers: Sequence[CrossLayer], states: Tensor) -> Tensor:
     """States of one image [states, hidden] -> its keys and values as [slots, hidden]."""
     slots = len(states) * rows_per_state(layers, states.shape[1])
-    kept = states.new_zeros(slots, states.shape[1])
-    for layer, kv in zip(layers, unpack(layers, kept), strict=True):
+    packed = states.new_zeros(slots, states.shape[1])
+    for layer, kv in zip(layers, unpack(layers, packed), strict=True):
         kv.copy_(layer.attention.project(states))
-    return kept
+    return packed
 
 
-def unpack(layers: Sequence[CrossLayer], kept: Tensor) -> Tensor:
+def unpack(layers: Sequence[CrossLayer], packed: Tensor) -> Tensor:
     """[slots, hidden] -> [layers, 2, states, kv_heads, d], without a copy."""
     first = layers[0].attention
-    states = kept.view(-1, rows_per_state(layers, kept.shape[1]) * kept.shape[1])
+    states = packed.view(-1, rows_per_state(layers, packed.shape[1]) * packed.shape[1])
     shape = (len(layers), 2, first.kv_heads, first.head_dim)
     return states[:, : math.prod(shape)].view(-1, *shape).permute(1, 2, 0, 3, 4)
 
@@ -145,7 +145,7 @@ def rows_per_state(layers: Sequence[CrossLayer], width: int) -> int:
 def by_layer(
     layers: Sequence[CrossLayer], cross_rows: Sequence[CrossAttentionRows]
 ) -> list[list[tuple[CrossAttentionRows, Tensor]]]:
-    """For each layer, its rows with their keys and values; several images are concatenated."""
+    """Rows of each layer with their keys and values; several images are concatenated."""
     pairs = []
     for rows in cross_rows:
         images = [unpack(layers, embedding) for embedding in rows.embeddings]

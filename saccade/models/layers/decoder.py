@@ -61,7 +61,7 @@ class Decoder:
         self.temperature = attention_temperature_of(text.rope_scaling)
         self.has_qk_norms = has_qk_norms
         layers = enumerate(params.each("layers", text.num_layers))
-        self.layers = [self.make_layer(own, text, biases, index) for index, own in layers]
+        self.layers = [self.make_layer(inner, text, biases, index) for index, inner in layers]
         self.norm = self.make_norm(params.within("norm"), text)
         self.head = self.table
         self.head_gemm: Gemm = F.linear
@@ -85,13 +85,14 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, embedding size]: zeros for the deepstack vectors of images."""
         rows = self.lookup(token_ids, self.table)
-        missing = self.embedding_size - rows.shape[1]
-        return F.pad(rows, (0, missing)) if missing else rows
+        columns = self.embedding_size - rows.shape[1]
+        return F.pad(rows, (0, columns)) if columns else rows
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, d]
         if self.rotary_gain != 1:
-            cos, sin = cos * self.rotary_gain, sin * self.rotary_gain
+            cos = cos * self.rotary_gain
+            sin = sin * self.rotary_gain
         if self.temperature is not None:
             attention = self.temperature.around(attention, positions)
         x, *deepstack = self.parts(embeds)
@@ -111,10 +112,13 @@ class Decoder:
     def pack_head(self) -> None:
         """Embeddings are looked up in a packed head that is tied, or in the original where that cannot be."""
         packed = pack(self.head)
-        rows = packed_rows(packed, self.table) if self.head is self.table else None
-        if rows is not None:
-            self.table, self.lookup = rows, packed_lookup
-        self.head, self.head_gemm = packed, packed_linear
+        if self.head is self.table:
+            rows = packed_rows(packed, self.table)
+            if rows is not None:
+                self.table = rows
+                self.lookup = packed_lookup
+        self.head = packed
+        self.head_gemm = packed_linear
 
     def copy_head(self) -> None:
         """A packed copy for steps of several rows; one row is computed with the original."""
@@ -158,7 +162,9 @@ class SelfAttention:
         v = qkv[:, self.heads + self.kv_heads :]
         qk = qkv[:, : self.heads + self.kv_heads]
         # Queries and keys are adjacent, so one call rotates both.
-        rotated = rotate(self.qk_norms(qk) if self.qk_norms else qk, cos, sin)
+        if self.qk_norms:
+            qk = self.qk_norms(qk)
+        rotated = rotate(qk, cos, sin)
         mixed = attention(index, rotated[:, : self.heads], rotated[:, self.heads :], v)
         return self.out(mixed.reshape(len(x), -1))
 

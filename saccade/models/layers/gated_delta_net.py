@@ -43,13 +43,13 @@ def delta_rule(
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     total = g.cumsum(-1)  # [N, heads, T]: log decay of the state at each token
     between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()  # decay from j to i >= j
-    known = (k * total.exp()[..., None]) @ state  # the old state's value for each key
+    recalled = (k * total.exp()[..., None]) @ state  # the old state's value for each key
     system = ((k @ k.transpose(-1, -2)) * between * beta[..., None]).tril(-1)  # with a diagonal of ones
-    wanted = (v - known) * beta[..., None]
-    d = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    corrections = (v - recalled) * beta[..., None]
+    d = torch.linalg.solve_triangular(system, corrections, upper=False, unitriangular=True)
     out = (q * total.exp()[..., None]) @ state + ((q @ k.transpose(-1, -2)) * between) @ d
-    left = (total[..., -1:] - total).exp()  # decay of each correction until the end of the chunk
-    new = state * total[..., -1].exp()[..., None, None] + (k * left[..., None]).transpose(-1, -2) @ d
+    remaining = (total[..., -1:] - total).exp()  # decay of each correction until the end of the chunk
+    new = state * total[..., -1].exp()[..., None, None] + (k * remaining[..., None]).transpose(-1, -2) @ d
     return out, new
 
 

@@ -23,8 +23,8 @@ class Linear:
     INT4, `groups` are, and the weight is packed (`int4_weights`).
 
     `pad_outputs` pads each of them with zero rows to a multiple, `pad_inputs` the weight with zero columns,
-    so that the tensor between two GEMMs can be wider than in the checkpoint. `stored`: tensors of the
-    checkpoint and sizes of their parts, where they are others.
+    so that the tensor between two GEMMs can be wider than in the checkpoint. `tensors`: names and rows
+    of the checkpoint's tensors, where they are others than the parts.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class Linear:
         bias: bool = False,
         pad_inputs: int = 1,
         pad_outputs: int = 1,
-        stored: Mapping[str, int] | None = None,
+        tensors: Mapping[str, int] | None = None,
     ) -> None:
         parts = {"": outputs} if isinstance(outputs, int) else outputs
         sizes = [_up_to(size, pad_outputs) for size in parts.values()]
         shape = (sum(sizes), _up_to(inputs, pad_inputs))
         names = [_join(name, "weight") for name in parts]
         self.inputs = shape[1]
-        self.weight, scales = params.empty_weight(_weights(stored or parts), *shape)  # [outputs, inputs]
+        self.weight, scales = params.empty_weight(_weights(tensors or parts), *shape)  # [outputs, inputs]
         self.groups = scales if isinstance(scales, GroupScales) else None
         self.scales = None if isinstance(scales, GroupScales) else scales
         self.gemm: Gemm = F.linear if scales is None else self._dequantized_linear
@@ -61,7 +61,7 @@ class Linear:
         return self.gemm(x, self.weight, self.bias)
 
     def _scales_of(self, sizes: list[int]) -> Sequence[Scales | None]:
-        """Of each part."""
+        """The scales of each part."""
         if self.groups is not None:
             ends = list(accumulate(sizes))
             return [self.groups.at(slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
@@ -98,8 +98,8 @@ class PatchLinear(Linear):
         self.gemm = F.linear
         self.scales = None
         self.groups = None
-        stored = params.new("weight", outputs, *kernel)
-        self.weight = stored.view(outputs, -1)  # [outputs, patch_dim]
+        convolution = params.new("weight", outputs, *kernel)
+        self.weight = convolution.view(outputs, -1)  # [outputs, patch_dim]
         self.bias = params.new("bias", outputs) if bias else None
         params.linears.append(self)
 

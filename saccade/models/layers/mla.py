@@ -78,8 +78,9 @@ class LatentAttention:
         """Queries [T, heads, rank + rope] and the cached vectors [T, 1, rank + rope]."""
         mla = self.mla
         first, kv = self.inputs(x).tensor_split([self.inputs.weight.shape[0] - self.cached], dim=-1)
-        q = self.q_up(self.q_norm(first)) if self.q_up and self.q_norm else first
-        q_nope, q_rope = q.view(len(x), self.heads, -1).tensor_split([mla.qk_nope_head_dim], dim=-1)
+        if self.q_norm and self.q_up:
+            first = self.q_up(self.q_norm(first))
+        q_nope, q_rope = first.view(len(x), self.heads, -1).tensor_split([mla.qk_nope_head_dim], dim=-1)
         latent, k_rope = kv[:, None].tensor_split([mla.kv_lora_rank], dim=-1)  # [T, 1, ...]
         absorbed = torch.bmm(q_nope.transpose(0, 1), self.to_keys).transpose(0, 1)  # [T, heads, rank]
         queries = torch.cat((absorbed, rotate_pairs(q_rope, cos, sin)), dim=-1)

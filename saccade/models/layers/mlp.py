@@ -10,14 +10,7 @@ from saccade.models.state_dict import Parameters
 
 
 class GatedMLP:
-    def __init__(
-        self,
-        params: Parameters,
-        hidden: int,
-        wide: int,
-        *,
-        bias: bool = False,
-    ) -> None:
+    def __init__(self, params: Parameters, hidden: int, wide: int, *, bias: bool = False) -> None:
         both = {"gate": wide, "up": wide}
         self.gate_up = Linear(params.within("gate_up"), hidden, both, bias=bias)
         self.down = Linear(params.within("down"), wide, hidden, bias=bias)

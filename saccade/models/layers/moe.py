@@ -33,9 +33,9 @@ _TINY = 1e-20  # against division by zero
 def _are_alike(params: Parameters) -> bool:
     """Whether the shared expert can be one tensor with others that stay quantised, or these do not."""
     for names in (("gate", "up"), ("down",)):
-        own = [f"0.{name}.weight" for name in names]
+        routed = [f"0.{name}.weight" for name in names]
         shared = [f"shared.{_SHARED_NAMES[name]}.0.weight" for name in names]
-        if any(params.is_kept(name) for name in own) and not params.are_kept_alike(*own, *shared):
+        if any(params.is_kept(name) for name in routed) and not params.are_kept_alike(*routed, *shared):
             return False
     return True
 
@@ -88,11 +88,11 @@ class MoE:
         return {"gate": (gates, of_gates), "up": (ups, of_ups), "down": (self.down, self.down_scales)}
 
     def _names(self, *kinds: str) -> list[str]:
-        """Of the parts of all experts, also of a shared one that is stacked with them."""
+        """Names of the parts of all experts, also of a shared one that is stacked with them."""
         rules = self.rules
-        own = [f"{expert}.{kind}.weight" for kind in kinds for expert in range(rules.count)]
+        routed = [f"{expert}.{kind}.weight" for kind in kinds for expert in range(rules.count)]
         shared = [_SHARED_NAMES[kind] for kind in kinds]
-        return own + [
+        return routed + [
             f"shared.{name}.{part}.weight" for name in shared for part in range(rules.stacked_shared)
         ]
 
@@ -125,7 +125,9 @@ class MoE:
         rules = self.rules
         logits = F.linear(x.float(), self.routers[: rules.count])  # [T, E]
         scores = logits.softmax(-1) if rules.scoring == "softmax" else logits.sigmoid()
-        selection = scores if self.router_bias is None else scores + self.router_bias
+        selection = scores
+        if self.router_bias is not None:
+            selection = scores + self.router_bias
         if rules.groups > 1:
             selection = _mask_groups(selection, rules)
         indices = _largest(selection, rules.per_token)
@@ -168,12 +170,14 @@ def _at(scales: Scales | None, where: Any) -> Any:
 
 
 def scales_and_zeros(scales: Scales | None) -> tuple[Tensor | None, Tensor | None]:
-    """As kernels take them. Zero points are of INT4."""
-    return (scales.scales, scales.zeros) if isinstance(scales, GroupScales) else (scales, None)
+    """What kernels take. Zero points are of INT4."""
+    if isinstance(scales, GroupScales):
+        return scales.scales, scales.zeros
+    return scales, None
 
 
 def _halves(scales: Scales | None) -> tuple[Scales | None, Scales | None]:
-    """Of gates and ups."""
+    """Scales of gates and of ups."""
     if scales is None:
         return None, None
     rows = (scales.scales if isinstance(scales, GroupScales) else scales).shape[1]
@@ -184,7 +188,9 @@ def _halves(scales: Scales | None) -> tuple[Scales | None, Scales | None]:
 def _expert(weights: Tensor, scales: Scales | None, expert: int, dtype: torch.dtype) -> Tensor:
     if isinstance(scales, GroupScales):
         return int4_weights.dequantized(weights[expert], scales.at(expert), dtype)
-    return weights[expert] if scales is None else dequantized(weights[expert], scales[expert], dtype)
+    if scales is None:
+        return weights[expert]
+    return dequantized(weights[expert], scales[expert], dtype)
 
 
 def layer_mlp(params: Parameters, text: TextConfig, index: int, *, bias: bool = False) -> GatedMLP | MoE:
@@ -197,10 +203,10 @@ def layer_mlp(params: Parameters, text: TextConfig, index: int, *, bias: bool = 
 def _mask_groups(selection: Tensor, rules: MoEConfig) -> Tensor:
     """Mask experts outside the best groups. A group's score is its best expert, with a bias its best two."""
     grouped = selection.view(len(selection), rules.groups, -1)  # [T, groups, experts of a group]
-    best = grouped.topk(2 if rules.has_bias else 1, dim=-1).values.sum(-1)
+    best = grouped.topk(1 + rules.has_bias, dim=-1).values.sum(-1)
     indices = _largest(best, rules.groups_kept)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, indices, True)
-    return grouped.masked_fill(~kept[..., None], float("-inf")).view_as(selection)
+    mask = torch.zeros_like(best, dtype=torch.bool).scatter_(1, indices, True)
+    return grouped.masked_fill(~mask[..., None], float("-inf")).view_as(selection)
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
@@ -216,8 +222,8 @@ def _check(rules: MoEConfig) -> None:
     if rules.scoring not in ("softmax", "sigmoid"):
         raise ConfigError(f"config.json scores experts by {rules.scoring!r}; known are softmax, sigmoid")
     if rules.choice not in _CHOICES:
-        known = ", ".join(_CHOICES)
-        raise ConfigError(f"config.json chooses experts by topk_method={rules.choice!r}; known are {known}")
+        names = ", ".join(_CHOICES)
+        raise ConfigError(f"config.json chooses experts by topk_method={rules.choice!r}; known are {names}")
     if rules.width < 1 or rules.shared < 0:
         raise ConfigError(f"config.json has experts of width {rules.width} and {rules.shared} beside them")
     if rules.count % rules.groups or not 0 < rules.groups_kept <= rules.groups:

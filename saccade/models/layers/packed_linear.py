@@ -86,7 +86,8 @@ def packed_rows(packed: Tensor, weight: Tensor) -> Tensor | None:
 
         rows 0 to 63:  w[0, 0] w[1, 0] ... w[63, 0]  w[0, 1] w[1, 1] ... w[63, 1]  ...
     """
-    blocks, inputs = -(-len(weight) // _BLOCK), weight.shape[1]
+    blocks = -(-len(weight) // _BLOCK)
+    inputs = weight.shape[1]
     if not hasattr(torch.ops.mkldnn, "data_ptr"):
         return None
     size: int = torch.ops.mkldnn._nbytes(packed)
@@ -95,9 +96,9 @@ def packed_rows(packed: Tensor, weight: Tensor) -> Tensor | None:
     memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(packed))
     memory.owner = packed  # type: ignore[attr-defined]  # lives as long as the view
     rows = torch.frombuffer(memory, dtype=weight.dtype).view(blocks, inputs, _BLOCK)
-    some = torch.arange(len(weight))
-    some = torch.cat((some[: 2 * _BLOCK], some[-2 * _BLOCK :]))
-    return rows if torch.equal(packed_lookup(some, rows), weight[some]) else None
+    ids = torch.arange(len(weight))
+    ids = torch.cat((ids[: 2 * _BLOCK], ids[-2 * _BLOCK :]))
+    return rows if torch.equal(packed_lookup(ids, rows), weight[ids]) else None
 
 
 def packed_lookup(token_ids: Tensor, rows: Tensor) -> Tensor:
@@ -115,9 +116,9 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     count = len(rows)
     padded = padded_rows(count, weight.dtype)
     if padded != count:
-        own = rows
-        rows = own.new_empty(padded, own.shape[1])
-        rows[:count] = own
+        plain = rows
+        rows = plain.new_empty(padded, plain.shape[1])
+        rows[:count] = plain
         rows[count:] = 0
     out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return out[:count].view(*x.shape[:-1], out.shape[1])
@@ -125,8 +126,9 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def linear_with_copy(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, packed: Tensor) -> Tensor:
     """One row over the plain weight, several over its packed copy."""
-    is_one = x.numel() == x.shape[-1]
-    return F.linear(x, weight, bias) if is_one else packed_linear(x, packed, bias)
+    if x.numel() == x.shape[-1]:
+        return F.linear(x, weight, bias)
+    return packed_linear(x, packed, bias)
 
 
 def padded_rows(rows: int, dtype: torch.dtype) -> int:
@@ -139,7 +141,7 @@ def padded_rows(rows: int, dtype: torch.dtype) -> int:
 
 @lru_cache
 def _min_rows(dtype: torch.dtype) -> int:
-    """With AMX one row of bfloat16 takes longer than two, since oneDNN has no AMX kernel for one."""
+    """One row of bfloat16 takes longer than two with AMX, since oneDNN has no AMX kernel for one."""
     return 2 if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else 1
 
 
@@ -148,8 +150,10 @@ def _failure(dtype: torch.dtype) -> str | None:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(64, 64, generator=generator).to(dtype) for _ in range(2))
     try:
-        found = packed_linear(x[:3], pack(weight))
+        out = packed_linear(x[:3], pack(weight))
     except (AttributeError, RuntimeError, TypeError) as error:
         return f"packing failed ({(str(error).splitlines() or [''])[0]})"
-    difference = (found - F.linear(x[:3], weight)).float().abs().max().item()
-    return None if difference < 8 * _TOLERANCE[dtype] else f"packed GEMMs differ by {difference:.1g}"
+    difference = (out - F.linear(x[:3], weight)).float().abs().max().item()
+    if difference >= 8 * _TOLERANCE[dtype]:
+        return f"packed GEMMs differ by {difference:.1g}"
+    return None

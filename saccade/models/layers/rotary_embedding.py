@@ -45,8 +45,8 @@ class Rotary:
         self.gain = _yarn_gain(text.rope_scaling) if _kind(text.rope_scaling) == "yarn" else 1.0
         sections = text.mrope_section or (text.head_dim // 2,)
         if sum(sections) != text.head_dim // 2:
-            wanted = f"half the head size {text.head_dim}"
-            raise ConfigError(f"mrope_section {list(sections)} must add up to {wanted}")
+            rule = f"half the head size {text.head_dim}"
+            raise ConfigError(f"mrope_section {list(sections)} must add up to {rule}")
         axes = [axis for axis, size in enumerate(sections) for _ in range(size)]  # 2, 3 -> 0 0 1 1 1
         if text.rope_scaling.get("mrope_interleaved"):
             axes = _interleaved(sections)
@@ -81,8 +81,8 @@ def _scale(base: Tensor, text: TextConfig) -> Tensor:
         return base / factor
     shares = {"llama3": _llama3_share, "yarn": _yarn_share}
     if kind not in shares:
-        known = f"known are {', '.join(('default', 'mrope', 'linear', *shares))}"
-        raise ConfigError(f"config.json asks for rope scaling of type (rope_type) {kind!r}; {known}")
+        names = f"known are {', '.join(('default', 'mrope', 'linear', *shares))}"
+        raise ConfigError(f"config.json asks for rope scaling of type (rope_type) {kind!r}; {names}")
     trained = int(text.rope_scaling.get("original_max_position_embeddings") or text.max_position)
     share = shares[kind](base, text, trained)
     return share * base + (1 - share) * base / factor
@@ -93,8 +93,8 @@ def _llama3_share(base: Tensor, text: TextConfig, trained: int) -> Tensor:
     low = float(text.rope_scaling.get("low_freq_factor") or 0)
     high = float(text.rope_scaling.get("high_freq_factor") or 0)
     if not low or not high or low >= high:
-        needed = f"low_freq_factor={low} below high_freq_factor={high}"
-        raise ConfigError(f"rope scaling of type llama3 needs {needed}")
+        rule = f"low_freq_factor={low} below high_freq_factor={high}"
+        raise ConfigError(f"rope scaling of type llama3 needs {rule}")
     rotations = base * trained / (2 * math.pi)  # over the length the model was trained on
     return ((rotations - low) / (high - low)).clamp(0, 1)
 
@@ -122,7 +122,9 @@ def _yarn_gain(scaling: Mapping[str, Any]) -> float:
         return float(scaling["attention_factor"])
     above = scaling.get("mscale")
     below = scaling.get("mscale_all_dim")
-    return yarn_gain(scaling, above) / yarn_gain(scaling, below) if above and below else yarn_gain(scaling, 1)
+    if not above or not below:
+        return yarn_gain(scaling, 1)
+    return yarn_gain(scaling, above) / yarn_gain(scaling, below)
 
 
 def yarn_gain(scaling: Mapping[str, Any], weight: float) -> float:

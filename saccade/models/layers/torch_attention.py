@@ -106,8 +106,8 @@ def reference_attention(
         k = k_cache[slots].float().repeat_interleave(group, dim=1)  # [context, heads, d]
         v = v_cache[slots].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("nhd,mhd->hnm", queries.float(), k) * scale
-        own = torch.arange(context - len(queries), context, device=q.device)  # positions of the queries
-        scores = scores.masked_fill(offsets[None, :] > own[:, None], float("-inf"))
+        positions = torch.arange(context - len(queries), context, device=q.device)  # positions of the queries
+        scores = scores.masked_fill(offsets[None, :] > positions[:, None], float("-inf"))
         outputs.append(torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v).to(q.dtype))
     return torch.cat(outputs)
 
@@ -147,12 +147,12 @@ class PagedAttention:
         return mixed if v_scale == 1 else mixed * v_scale
 
     def _store(self, new: Tensor, scale: float, cache: Tensor) -> None:
-        stored = as_stored(new, scale, cache.dtype)
-        indexable(cache).index_copy_(0, self.batch.slots, indexable(stored))
+        converted = as_stored(new, scale, cache.dtype)
+        indexable(cache).index_copy_(0, self.batch.slots, indexable(converted))
 
 
 def as_stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """In the dtype of the cache. FP8 is divided by its scale, and saturates."""
+    """Keys or values in the dtype of the cache. FP8 is divided by its scale, and saturates."""
     if dtype != torch.float8_e4m3fn:
         return x
     return (x.float() * (1 / scale)).clamp_(-_FP8_MAX, _FP8_MAX).to(dtype)
@@ -164,14 +164,14 @@ def indexable(cache: Tensor) -> Tensor:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a device written at once, so that missing memory fails at start-up; a CPU takes pages as used."""
+    """Memory that a device writes at once, so too little fails at start-up; a CPU takes pages as used."""
     if device.type != "cpu":
         return torch.empty(*shape, dtype=dtype, device=device).zero_()
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)  # zero until written
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
-class _Keys(NamedTuple):
+class _KeyBlocks(NamedTuple):
     """Where the keys of some requests are: blocks to gather, or a slice of the cache that needs no copy."""
 
     blocks: Tensor  # int64 [requests, blocks]
@@ -183,25 +183,25 @@ class _Keys(NamedTuple):
             return cache[self.contiguous].transpose(0, 1)[None]
         # Whole blocks are contiguous, so the gather is a few large copies.
         rows = indexable(cache).view(-1, block_size * cache[0].numel())
-        found = rows.index_select(0, self.blocks.flatten()).view(cache.dtype)
-        return found.view(len(self.blocks), -1, *cache.shape[1:]).transpose(1, 2)
+        gathered = rows.index_select(0, self.blocks.flatten()).view(cache.dtype)
+        return gathered.view(len(self.blocks), -1, *cache.shape[1:]).transpose(1, 2)
 
 
 class _Group(NamedTuple):
     """Requests that decode: one query each."""
 
     rows: Tensor  # int64 [requests]: packed position of each query
-    keys: _Keys
+    keys: _KeyBlocks
     block_size: int
     mask: Tensor | None  # float32 [requests, 1, 1, tokens]: -inf on padding
 
 
-class _Window(NamedTuple):
+class _NewTokens(NamedTuple):
     """Several new tokens of one request."""
 
     rows: slice
     context: int
-    keys: _Keys
+    keys: _KeyBlocks
     block_size: int
     mask: Tensor | None  # float32 [new tokens, context]; None when the window is the whole context
     is_split: bool  # attends to its own keys and to those before it in two calls
@@ -209,7 +209,7 @@ class _Window(NamedTuple):
 
 class _Plan(NamedTuple):
     groups: list[_Group]
-    windows: list[_Window]
+    windows: list[_NewTokens]
 
 
 def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float) -> None:
@@ -222,7 +222,7 @@ def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: T
     out.index_copy_(0, g.rows, mixed.reshape(len(g.rows), *q.shape[1:]))
 
 
-def _attend_window(w: _Window, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
+def _attend_window(w: _NewTokens, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
     queries = q[w.rows].transpose(0, 1)[None]  # [1, heads, n, d]
     k, v = (w.keys.read(cache, w.block_size)[:, :, : w.context].to(q.dtype) for cache in (keys, values))
     if w.is_split:
@@ -240,9 +240,9 @@ def _attend_in_parts(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     past = k.shape[2] - q.shape[2]
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     before, before_lse = attend(q, k[:, :, :past], v[:, :, :past], 0.0, False, scale=scale)
-    own, own_lse = attend(q, k[:, :, past:], v[:, :, past:], 0.0, True, scale=scale)
-    share = torch.sigmoid(before_lse - own_lse)[..., None]  # of the softmax's sum that lies in the past
-    return torch.lerp(own, before, share.to(own.dtype))
+    window, window_lse = attend(q, k[:, :, past:], v[:, :, past:], 0.0, True, scale=scale)
+    share = torch.sigmoid(before_lse - window_lse)[..., None]  # of the softmax's sum that lies in the past
+    return torch.lerp(window, before, share.to(window.dtype))
 
 
 def _similar_contexts(requests: list[int], seq_lens: Sequence[int]) -> Iterator[list[int]]:
@@ -251,8 +251,8 @@ def _similar_contexts(requests: list[int], seq_lens: Sequence[int]) -> Iterator[
     for i in sorted(requests, key=lambda i: seq_lens[i], reverse=True):
         longest = seq_lens[group[0]] if group else seq_lens[i]
         padded = longest * (len(group) + 1)
-        used = sum(seq_lens[j] for j in group) + seq_lens[i]
-        if group and (padded > _MAX_GROUP_TOKENS or padded - used > _MAX_PADDING * padded):
+        padding = padded - sum(seq_lens[j] for j in group) - seq_lens[i]
+        if group and (padded > _MAX_GROUP_TOKENS or padding > _MAX_PADDING * padded):
             yield group
             group = []
         group.append(i)
@@ -271,28 +271,28 @@ def _group(batch: AttentionBatch, members: list[int], starts: list[int]) -> _Gro
     return _Group(torch.tensor([starts[i] for i in members], device=device), keys, batch.block_size, mask)
 
 
-def _window(batch: AttentionBatch, i: int, start: int) -> _Window:
+def _window(batch: AttentionBatch, i: int, start: int) -> _NewTokens:
     n = batch.query_lens[i]
     context = batch.seq_lens[i]
     mask = None
     is_split = n < context and n >= _MIN_SPLIT and batch.block_tables.device.type == "cpu"
     if n < context and not is_split:
-        own = torch.arange(context - n, context, device=batch.block_tables.device)
-        mask = _additive(torch.arange(context, device=own.device) <= own[:, None])
-    return _Window(slice(start, start + n), context, _keys(batch, [i]), batch.block_size, mask, is_split)
+        positions = torch.arange(context - n, context, device=batch.block_tables.device)
+        mask = _additive(torch.arange(context, device=positions.device) <= positions[:, None])
+    return _NewTokens(slice(start, start + n), context, _keys(batch, [i]), batch.block_size, mask, is_split)
 
 
-def _keys(batch: AttentionBatch, members: list[int]) -> _Keys:
+def _keys(batch: AttentionBatch, members: list[int]) -> _KeyBlocks:
     longest = max(batch.seq_lens[i] for i in members)
     blocks = batch.block_tables[members, : -(-longest // batch.block_size)]
     first = int(blocks[0, 0])
     is_contiguous = len(members) == 1 and blocks[0].tolist() == list(range(first, first + blocks.shape[1]))
     start = first * batch.block_size
-    return _Keys(blocks, slice(start, start + longest) if is_contiguous else None)
+    return _KeyBlocks(blocks, slice(start, start + longest) if is_contiguous else None)
 
 
-def _additive(allowed: Tensor) -> Tensor:
-    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+def _additive(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def reference_packed_attention(

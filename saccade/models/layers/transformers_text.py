@@ -51,7 +51,7 @@ class TextModel:
             return "its RoPE changes with a prompt's length"
         if self._has_bias:
             return "its head has a bias"
-        some = torch.arange(min(8, len(self.table)), device=self.table.device)
-        if not torch.equal(self._embeddings(some), self.table[some]):
+        ids = torch.arange(min(8, len(self.table)), device=self.table.device)
+        if not torch.equal(self._embeddings(ids), self.table[ids]):
             return "its embeddings are more than a table"
         return None

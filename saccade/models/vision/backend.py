@@ -53,26 +53,28 @@ class TorchVision:
         angles = angles_of(positions) if positions else None
 
         def run(blocks: Blocks, x: Tensor) -> tuple[Tensor, int]:
-            missing = blocks[0].qkv.padding(len(x))
-            if not missing:
+            rows = blocks[0].qkv.padding(len(x))
+            if not rows:
                 return blocks[0](x, lengths, angles), 1
             # Once a block, not once a GEMM: the padding is one more image.
-            padded = RotaryCosSin(*(_pad(part, missing) for part in angles)) if angles else None
-            return blocks[0](_pad(x, missing), [*lengths, missing], padded)[: len(x)], 1
+            padded = None
+            if angles is not None:
+                padded = RotaryCosSin(*(_pad(part, rows) for part in angles))
+            return blocks[0](_pad(x, rows), [*lengths, rows], padded)[: len(x)], 1
 
         return run
 
 
-def _pad(rows: Tensor, missing: int) -> Tensor:
-    return F.pad(rows, (0, 0, 0, missing))
+def _pad(rows: Tensor, count: int) -> Tensor:
+    return F.pad(rows, (0, 0, 0, count))
 
 
 def run_blocks(run: RunBlocks, blocks: Blocks, x: Tensor) -> Generator[int, None, Tensor]:
     """Run all blocks; yields the number of layers that were run after each call."""
-    done = 0
-    while done < len(blocks):
-        x, count = run(blocks[done:], x)
-        done += count
+    first = 0
+    while first < len(blocks):
+        x, count = run(blocks[first:], x)
+        first += count
         yield count
     return x
 
@@ -81,10 +83,10 @@ def run_blocks_keeping(
     run: RunBlocks, blocks: Blocks, x: Tensor, depths: Sequence[int]
 ) -> Generator[int, None, list[Tensor]]:
     """The same up to the deepest of `depths`; returns x after so many blocks, for each depth."""
-    kept: dict[int, Tensor] = {}
-    done = 0
+    outputs: dict[int, Tensor] = {}
+    first = 0
     for depth in sorted(set(depths)):
-        x = yield from run_blocks(run, blocks[done:depth], x)
-        kept[depth] = x.clone() if depth < max(depths) else x  # the next block may overwrite it
-        done = depth
-    return [kept[depth] for depth in depths]
+        x = yield from run_blocks(run, blocks[first:depth], x)
+        outputs[depth] = x.clone() if depth < max(depths) else x  # the next block may overwrite it
+        first = depth
+    return [outputs[depth] for depth in depths]

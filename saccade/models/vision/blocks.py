@@ -36,9 +36,9 @@ class PatchPositions:
     per_axis: Tensor  # float32, on the device: frequencies of both axes [d / 4], or of each [2, d / 4]
     rotary: Tensor | None = None  # cos and sin as `cuda.vision` computed them, reused by the next pass
 
-    def are(self, others: PatchPositions | None) -> bool:
+    def are(self, other: PatchPositions | None) -> bool:
         """Whether the positions are known to be equal; may miss some that are."""
-        return others is not None and self.cells is others.cells and self.per_axis is others.per_axis
+        return other is not None and self.cells is other.cells and self.per_axis is other.per_axis
 
 
 _ALIGNED = 8  # two-byte values in a 16-byte load: rows of fast GEMMs are a multiple of it

@@ -28,7 +28,7 @@ class SquareTower(ABC):
         self.num_layers = vision.num_layers
         self.width = vision.hidden_size * len(self.features)
         blocks = params.each("blocks", max(self.features))
-        self.blocks = [VisionBlock(own, vision, eps=eps, is_qkv_fused=False) for own in blocks]
+        self.blocks = [VisionBlock(block, vision, eps=eps, is_qkv_fused=False) for block in blocks]
 
     @property
     def length(self) -> int:
@@ -48,8 +48,8 @@ class SquareTower(ABC):
         run = ops.begin([self.length] * squares, None, patches.device)
         x = self.embed(patches, squares)
         del patches
-        kept = yield from run_blocks_keeping(run, self.blocks, x, self.features)
-        features = torch.cat(kept, dim=-1).view(squares, -1, self.width)
+        outputs = yield from run_blocks_keeping(run, self.blocks, x, self.features)
+        features = torch.cat(outputs, dim=-1).view(squares, -1, self.width)
         return self.select(features)
 
     def rules(self) -> tuple[Rule, ...]:
@@ -59,7 +59,7 @@ class SquareTower(ABC):
 
 
 class ClipTower(SquareTower):
-    """With a class token before the patches and a norm before the first layer."""
+    """A tower with a class token before the patches and a norm before the first layer."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> None:
         eps = raw["vision_config"].get("layer_norm_eps", 1e-5)
@@ -87,7 +87,7 @@ class ClipTower(SquareTower):
 
 
 class SiglipTower(SquareTower):
-    """Without a class token. Features are taken before the last norm and the pooling head."""
+    """A tower without a class token. Features are taken before the last norm and the pooling head."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> None:
         super().__init__(params, vision, raw, raw["vision_config"].get("layer_norm_eps", 1e-6))
@@ -109,8 +109,8 @@ def square_tower(params: Parameters, vision: VisionConfig, raw: Mapping[str, Any
     """The tower that vision_config names, by default CLIP's."""
     kind = raw["vision_config"].get("model_type", "clip_vision_model")
     if kind not in _TOWERS:
-        known = ", ".join(_TOWERS)
-        raise ConfigError(f"a tower of model_type {kind!r} is not supported here; known are {known}")
+        names = ", ".join(_TOWERS)
+        raise ConfigError(f"a tower of model_type {kind!r} is not supported here; known are {names}")
     return _TOWERS[kind](params, vision, raw)
 
 
@@ -122,12 +122,12 @@ _TOWERS: Mapping[str, type[ClipTower | SiglipTower]] = {
 
 def feature_layers(raw: Mapping[str, Any], num_layers: int) -> list[int]:
     """Indices of the hidden states for the projector, from the embeddings (0) to the last layer's output."""
-    given = raw.get("vision_feature_layer", -2)
-    layers = given if isinstance(given, list) else [given]
+    setting = raw.get("vision_feature_layer", -2)
+    layers = setting if isinstance(setting, list) else [setting]
     resolved = [i if i >= 0 else num_layers + 1 + i for i in layers]
-    if not resolved or not all(0 <= i <= num_layers for i in resolved):
+    if not resolved or min(resolved) < 0 or max(resolved) > num_layers:
         tower = f"the {num_layers} layers of the vision tower"
-        raise ConfigError(f"vision_feature_layer {given} must lie within {tower}")
+        raise ConfigError(f"vision_feature_layer {setting} must lie within {tower}")
     return resolved
 
 

@@ -107,8 +107,8 @@ def weights_of(source: int, target: int, resampling: int) -> tuple[Ints, Ints]:
     total = np.cumsum(raw, axis=1)[:, -1:]  # in order, as Pillow does
     exact = raw / np.where(total == 0, 1.0, total) * (1 << BITS)
     rounded = np.trunc(exact + np.where(raw < 0, -0.5, 0.5)).astype(np.int32)
-    used = int((ends - starts).max())
-    return starts, np.ascontiguousarray(rounded[:, :used].T)
+    taps = int((ends - starts).max())
+    return starts, np.ascontiguousarray(rounded[:, :taps].T)
 
 
 def _box(x: Doubles) -> Doubles:

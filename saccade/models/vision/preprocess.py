@@ -46,19 +46,18 @@ class PixelPolicy:
     std: tuple[float, ...] = _CLIP_STD
 
 
-def pixel_policy(given: Mapping[str, Any]) -> PixelPolicy:
-    normalises = given.get("do_normalize", True)
-    rescales = given.get("do_rescale", True)
-    resampling = given.get("resample", Image.Resampling.BICUBIC)
+def pixel_policy(settings: Mapping[str, Any]) -> PixelPolicy:
+    resampling = settings.get("resample", Image.Resampling.BICUBIC)
     if resampling not in FILTERS:
-        known = ", ".join(f"{number} ({name})" for number, name in sorted(FILTERS.items()))
-        raise ConfigError(f"preprocessor_config.json asks for resample={resampling}; known are {known}")
-    return PixelPolicy(
-        resample=resampling,
-        scale=given.get("rescale_factor") or 1 / 255 if rescales else 1.0,
-        mean=tuple(given.get("image_mean") or _CLIP_MEAN) if normalises else (0.0,) * 3,
-        std=tuple(given.get("image_std") or _CLIP_STD) if normalises else (1.0,) * 3,
-    )
+        names = ", ".join(f"{number} ({name})" for number, name in sorted(FILTERS.items()))
+        raise ConfigError(f"preprocessor_config.json asks for resample={resampling}; known are {names}")
+    mean = tuple(settings.get("image_mean") or _CLIP_MEAN)
+    std = tuple(settings.get("image_std") or _CLIP_STD)
+    if not settings.get("do_normalize", True):
+        mean = (0.0,) * 3
+        std = (1.0,) * 3
+    scale = settings.get("rescale_factor") or 1 / 255
+    return PixelPolicy(resampling, scale if settings.get("do_rescale", True) else 1.0, mean, std)
 
 
 class PatchLayout(NamedTuple):

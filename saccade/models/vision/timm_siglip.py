@@ -28,7 +28,7 @@ class TimmSiglip:
         self.patch = PatchLinear(params.within("patch"), kernel, self.width, bias=True)
         self.positions = params.new("positions", 1, self.side**2, self.width)
         blocks = params.each("blocks", vision.num_layers)
-        self.blocks = [VisionBlock(own, vision, eps=_EPS, is_qkv_fused=True) for own in blocks]
+        self.blocks = [VisionBlock(block, vision, eps=_EPS, is_qkv_fused=True) for block in blocks]
         self.norm = LayerNorm(params.within("norm"), self.width, _EPS)
 
     def encode(self, patches: Tensor, squares: int, ops: VisionOps) -> Generator[int, None, Tensor]:

@@ -58,20 +58,20 @@ def video_rules_for(files: Files) -> VideoRules | None:
 
 def family_for(config: ModelConfig) -> type[Family]:
     """The family's rules, or the fallback through Transformers' own processor."""
-    return FAMILIES.get(_name_of(config), Fallback)
+    return FAMILIES.get(name_of(config), Fallback)
 
 
 def is_known(config: ModelConfig) -> bool:
-    return _name_of(config) in FAMILIES
+    return name_of(config) in FAMILIES
 
 
 def built_in_template(config: ModelConfig) -> str | None:
     """The chat template of a checkpoint that ships none; None if there is none here either."""
-    make = TEMPLATES.get(_name_of(config))
+    make = TEMPLATES.get(name_of(config))
     return make(config) if make else None
 
 
-def _name_of(config: ModelConfig) -> str:
+def name_of(config: ModelConfig) -> str:
     """The model type, with the tower's type where the table has such an entry."""
     with_tower = f"{config.model_type}/{(config.raw.get('vision_config') or {}).get('model_type')}"
     return with_tower if with_tower in FAMILIES else config.model_type

@@ -17,7 +17,7 @@ from saccade.types.media import Geometry, Grid, Size
 from saccade.types.prompt import TO_THE_END, Span
 
 MAX_ASPECT_RATIO = 200
-"""For every family: resizing a thin strip costs far more than its tokens say."""
+"""The limit of every family: resizing a thin strip costs far more than its tokens say."""
 
 TokenIds = Sequence[int] | npt.NDArray[np.int64]
 Positions = tuple[npt.NDArray[np.int32], int]
@@ -74,7 +74,7 @@ class Family(Protocol):
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry: ...
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
-        """At least as many tokens as any image can have under these limits."""
+        """A geometry with at least as many tokens as any image can have under these limits."""
 
     def expand(self, geometry: Geometry) -> Expansion: ...
 
@@ -122,32 +122,60 @@ def cross_attended(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(reversed(read))
 
 
-def sequential_positions(token_ids: TokenIds) -> Positions:
-    """One axis [1, tokens], on which image tokens count as text does."""
+class _HasImageToken(Protocol):
+    @property
+    def image_token_id(self) -> int: ...
+
+
+def expand_to_embeddings(family: _HasImageToken, geometry: Geometry) -> Expansion:
+    """`expand` of families whose images are nothing but embeddings."""
+    return Expansion(np.full(geometry.tokens, family.image_token_id, np.int64), None)
+
+
+def sequential_positions(
+    family: object, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]
+) -> Positions:
+    """`positions` of families with one axis [1, tokens], on which image tokens count as text does."""
     return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)
 
 
-def in_order(min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def limits(min_pixels: int | None, max_pixels: int | None, lowest: int, highest: int) -> tuple[int, int]:
+    """Those given, else the lowest and the highest; a maximum below the lowest wins."""
+    if max_pixels is None:
+        max_pixels = highest
+    if min_pixels is None:
+        min_pixels = min(lowest, max_pixels)
     if min_pixels > max_pixels:
-        limits = f"min_pixels={min_pixels} is above max_pixels={max_pixels}"
-        raise ConfigError(f"{limits}; raise max_pixels or lower min_pixels")
+        problem = f"min_pixels={min_pixels} is above max_pixels={max_pixels}"
+        raise ConfigError(f"{problem}; raise max_pixels or lower min_pixels")
     return min_pixels, max_pixels
+
+
+def setting(name: str, *files: Mapping[str, Any], default: Any = None) -> Any:
+    """The value in the first file that has one."""
+    return next((file[name] for file in files if file.get(name)), default)
+
+
+def check_does(image_processor: Mapping[str, Any], name: str, reason: str) -> None:
+    """Refuse a checkpoint whose image processor does not do what is always done here."""
+    if not image_processor.get(name, True):
+        raise ConfigError(f"the image processor says {name}=false; {reason}")
 
 
 def vision_and_token(files: Files) -> tuple[VisionConfig, int]:
     """The two parts of config.json that every family with images needs."""
     config = files.config
     if config.vision is None or config.image_token_id is None:
-        missing = "vision_config" if config.vision is None else "image_token_id (or image_token_index)"
-        raise ConfigError(f"config.json has no {missing}, so this model takes no pictures")
+        name = "vision_config" if config.vision is None else "image_token_id (or image_token_index)"
+        raise ConfigError(f"config.json has no {name}, so this model takes no pictures")
     return config.vision, config.image_token_id
 
 
-def check_agreement(file: str, given: Mapping[str, Any], ours: Mapping[str, int]) -> None:
+def check_agreement(file: str, settings: Mapping[str, Any], ours: Mapping[str, int]) -> None:
     """Two files of a checkpoint must agree: images are cut into the patches that the tower takes."""
     for name, here in ours.items():
-        if given.get(name) not in (None, here):
-            reason = f"{file} says {name}={given[name]}, but config.json says {here}"
+        if settings.get(name) not in (None, here):
+            reason = f"{file} says {name}={settings[name]}, but config.json says {here}"
             raise ConfigError(f"{reason}; the two files do not belong together")
 
 
@@ -163,8 +191,8 @@ def tower_sides(vision: VisionConfig) -> dict[str, int]:
 def check_aspect_ratio(size: Size) -> None:
     ratio = max(size) / min(size)
     if ratio > MAX_ASPECT_RATIO:
-        given = f"the picture is {size.width}x{size.height}, an aspect ratio of {ratio:.1f}"
-        raise RequestError(f"{given}; at most {MAX_ASPECT_RATIO} is allowed", code="image_too_large")
+        size_text = f"the picture is {size.width}x{size.height}, an aspect ratio of {ratio:.1f}"
+        raise RequestError(f"{size_text}; at most {MAX_ASPECT_RATIO} is allowed", code="image_too_large")
 
 
 def tag(settings: Mapping[str, Any]) -> bytes:

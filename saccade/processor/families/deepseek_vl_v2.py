@@ -11,16 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import numpy as np
-
 from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.checkpoint.tokenizer_json import added_tokens
 from saccade.errors import ConfigError
 from saccade.processor.families import base
-from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
+from saccade.processor.families.base import Files
 from saccade.processor.families.llava_next import area, best_canvas
 from saccade.types.media import Geometry, Grid, Size, Tiling
-from saccade.types.prompt import Span
 
 _MAX_IN_TILES = 2  # images of one prompt; if there are more, each has one tile
 _UNKNOWN = -1  # image token of a folder without a tokenizer: counting needs none
@@ -70,20 +67,20 @@ class DeepseekVL2:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        vision = _vision(files)
+        vision, tile = _vision_and_tile(files)
         processor = files.processor
         raw = files.config.raw
         if raw.get("tile_tag", "2D") != "2D":
             reason = f"config.json says tile_tag={raw['tile_tag']!r}"
             raise ConfigError(f"{reason}; rows of tiles are marked here, as by '2D'")
-        sizes = processor.get("candidate_resolutions") or raw.get("candidate_resolutions") or ()
+        sizes = base.setting("candidate_resolutions", processor, raw, default=())
         ours = {"patch_size": vision.patch_size, "downsample_ratio": vision.spatial_merge_size}
         base.check_agreement("processor_config.json", processor, ours)
         return cls(
-            tile=vision.image_size or 0,
+            tile=tile,
             patch_size=vision.patch_size,
             merge=vision.spatial_merge_size,
-            canvases=_canvases(sizes, vision.image_size or 0),
+            canvases=_canvases(sizes, tile),
             image_token_id=_image_token(files),
             settings={**files.image_processor},
         )
@@ -104,17 +101,17 @@ class DeepseekVL2:
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         """Limits on all tiles together. Images always fill their tiles, so there is no minimum."""
-        highest = max(map(area, self.canvases)) if max_pixels is None else max_pixels
-        lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
-        return base.in_order(lowest, highest)
+        return base.limits(min_pixels, max_pixels, self.tile**2, max(map(area, self.canvases)))
 
     def max_pixels_for(self, images: int, max_pixels: int) -> int:
-        return max_pixels if images <= _MAX_IN_TILES else min(max_pixels, self.tile**2)
+        if images <= _MAX_IN_TILES:
+            return max_pixels
+        return min(max_pixels, self.tile**2)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
-        allowed = self._allowed(max_pixels)
+        canvases = self._allowed(max_pixels)
         shape = {"tile": self.tile, "patch": self.patch_size, "merge": self.merge}
-        return base.tag({**self.settings, **shape, "canvases": allowed})
+        return base.tag({**self.settings, **shape, "canvases": canvases})
 
     def _allowed(self, max_pixels: int) -> list[Size]:
         """Canvases within the limit, or a single tile."""
@@ -136,34 +133,31 @@ class DeepseekVL2:
     def _of(self, canvas: Size, resized: Size) -> Geometry:
         columns = canvas.width // self.tile
         rows = canvas.height // self.tile
-        shown = Size(columns * self.side, rows * self.side)
-        slots = self.side * (self.side + 1) + 1 + shown.height * (shown.width + 1)
+        cells = Size(columns * self.side, rows * self.side)
+        slots = self.side * (self.side + 1) + 1 + cells.height * (cells.width + 1)
         grid = Grid(1 + rows * columns, self.patches, self.patches)
-        return Geometry(resized, grid, slots, slots, Tiling(columns, rows, shown, shown))
+        return Geometry(resized, grid, slots, slots, Tiling(columns, rows, cells, cells))
 
-    def expand(self, geometry: Geometry) -> Expansion:
-        return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
-
-    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return base.sequential_positions(token_ids)
+    expand = base.expand_to_embeddings
+    positions = base.sequential_positions
 
 
-def _vision(files: Files) -> VisionConfig:
+def _vision_and_tile(files: Files) -> tuple[VisionConfig, int]:
     vision = files.config.vision
     if vision is None or vision.image_size is None:
         reason = "config.json has no vision_config, or one without image_size"
         raise ConfigError(f"{reason}, so this model takes no pictures")
-    return vision
+    return vision, vision.image_size
 
 
-def _canvases(given: Sequence[Sequence[int]], tile: int) -> tuple[Size, ...]:
+def _canvases(resolutions: Sequence[Sequence[int]], tile: int) -> tuple[Size, ...]:
     """[width, height] each. The first one is also the canvas of the whole image."""
-    sizes = tuple(Size(int(width), int(height)) for width, height in given)
-    wrong = [size for size in sizes if min(size) < tile or size.width % tile or size.height % tile]
-    if wrong or not sizes or sizes[0].width != tile:
-        named = f"candidate_resolutions {[list(size) for size in sizes]}"
+    sizes = tuple(Size(int(width), int(height)) for width, height in resolutions)
+    are_tiles = all(side >= tile and side % tile == 0 for size in sizes for side in size)
+    if not are_tiles or not sizes or sizes[0].width != tile:
+        setting = f"candidate_resolutions {[list(size) for size in sizes]}"
         rule = f"be made of tiles of {tile}x{tile} pixels, which the vision tower takes"
-        raise ConfigError(f"{named} must {rule}, and begin with one that is as wide")
+        raise ConfigError(f"{setting} must {rule}, and begin with one that is as wide")
     return sizes
 
 
@@ -175,7 +169,7 @@ def _image_token(files: Files) -> int:
     file = files.path / "tokenizer.json"
     if not file.is_file():
         return _UNKNOWN
-    found = added_tokens(file).get(name)
-    if found is None:
+    token_id = added_tokens(file).get(name)
+    if token_id is None:
         raise ConfigError(f"tokenizer.json has no token {name!r}, which stands for a picture; add it there")
-    return found
+    return token_id

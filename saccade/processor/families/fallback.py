@@ -56,7 +56,7 @@ class Fallback:
         token = hf_processor.placeholder(processor, kind, embedded)
         hf_processor.check_inputs(processor, files.path, kind, token)
         count = lru_cache(4096)(lambda size: _count(processor, token, size))
-        written = processor.tokenizer.convert_tokens_to_ids(token)
+        token_id = processor.tokenizer.convert_tokens_to_ids(token)
         settings = repr(processor.image_processor)
         try:
             count(_ORDINARY)
@@ -64,7 +64,7 @@ class Fallback:
             size = f"{_ORDINARY.width}x{_ORDINARY.height}"
             reason = f"its processor fails on a picture of {size} pixels: {hf_processor.raised(error)}"
             raise hf_processor.refusal(kind, reason) from error
-        return cls(written, embedded, config.vision.patch_size, count, settings, config.text.rope_switch)
+        return cls(token_id, embedded, config.vision.patch_size, count, settings, config.text.rope_switch)
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -79,8 +79,8 @@ class Fallback:
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
         base.check_aspect_ratio(size)
         if size.width * size.height > MAX_PIXELS:
-            given = f"the picture is {size.width}x{size.height} pixels, and at most {MAX_PIXELS} are allowed"
-            message = f"{given} for a model that is served through Transformers"
+            pixels = f"the picture is {size.width}x{size.height} pixels, and at most {MAX_PIXELS} are allowed"
+            message = f"{pixels} for a model that is served through Transformers"
             raise RequestError(message, code="image_too_large")
         counted = self._counted(size)
         rows = counted.tile.height // self.patch_size
@@ -97,11 +97,11 @@ class Fallback:
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
         """The largest of many sizes tried. An image that costs still more is refused when it comes."""
-        tried = []
+        geometries = []
         for size in (_ORDINARY, *_TRIED):
             with suppress(RequestError):  # a size that the processor does not take
-                tried.append(self.geometry(size, min_pixels, max_pixels))
-        return max(tried, key=lambda geometry: geometry.slots)
+                geometries.append(self.geometry(size, min_pixels, max_pixels))
+        return max(geometries, key=lambda geometry: geometry.slots)
 
     def expand(self, geometry: Geometry) -> Expansion:
         ids = self.count(geometry.resized).token_ids  # here `resized` is the image's own size
@@ -109,18 +109,19 @@ class Fallback:
 
     def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
         """LongRoPE needs a second row: the last position of the token's prompt, which selects the factors."""
-        positions, next_position = base.sequential_positions(token_ids)
+        positions, next_position = base.sequential_positions(self, token_ids, spans, grids)
         if self.rope_switch is None:
             return positions, next_position
         return np.concatenate([positions, np.full_like(positions, next_position - 1)]), next_position
 
     def root(self, salt: bytes, tokens: int) -> bytes:
         """Prompts below and above the LongRoPE switch share no prefix."""
-        is_long = self.rope_switch is not None and tokens > self.rope_switch
-        return hashlib.sha256(b"long" + salt).digest() if is_long else salt
+        if self.rope_switch is None or tokens <= self.rope_switch:
+            return salt
+        return hashlib.sha256(b"long" + salt).digest()
 
 
 def _count(processor: Any, token: str, size: Size) -> Counted:
-    made = hf_processor.processed(processor, token, Image.new("RGB", size))
-    *tiles, _, height, width = made["pixel_values"].shape
-    return Counted(tuple(made["input_ids"][0].tolist()), math.prod(tiles), Size(width, height))
+    inputs = hf_processor.processed(processor, token, Image.new("RGB", size))
+    *tiles, _, height, width = inputs["pixel_values"].shape
+    return Counted(tuple(inputs["input_ids"][0].tolist()), math.prod(tiles), Size(width, height))

@@ -19,7 +19,7 @@ from saccade.costs import kept_tokens
 from saccade.errors import ConfigError
 from saccade.processor.families import base
 from saccade.processor.families.base import Files, Positions
-from saccade.processor.families.qwen2_vl import edges_of, fit, largest_fit
+from saccade.processor.families.qwen2_vl import fit, largest_fit, pixel_limits
 from saccade.types.media import Geometry, Grid, Size
 from saccade.types.prompt import Span
 
@@ -66,25 +66,27 @@ class VideoRules:
 
     def limits(self, max_pixels: int | None) -> PixelLimits:
         """The limit of a deployment or request, else the checkpoint's."""
-        highest = self.max_pixels if max_pixels is None else max_pixels
-        return PixelLimits(min(self.min_pixels, highest), highest)
+        return PixelLimits(*base.limits(None, max_pixels, self.min_pixels, self.max_pixels))
 
-    def choose(self, total: int, rate: float, wanted: Sampling) -> Indices:
+    def choose(self, total: int, rate: float, sampling: Sampling) -> Indices:
         """Sampled indices of `total` frames at `rate` frames a second."""
         choose = _first_to_last if self.fence else _even_steps
-        return choose(self, total, rate, wanted)
+        return choose(self, total, rate, sampling)
 
     def geometry(self, size: Size, num_frames: int, limits: PixelLimits) -> Geometry:
         """Geometry of one group in a video of so many frames."""
         highest = self._highest(num_frames, limits)
+        frames = group = 1  # that the limits are for
         if self.is_total:
+            size = _enlarged(size, self.token_side)
             frames = max(num_frames, self.group)
-            return self._of(_fit_all(size, frames, self.group, self.token_side, limits, highest))
+            group = self.group
         base.check_aspect_ratio(size)
-        return self._of(fit(size, self.token_side, limits.min_pixels, highest))
+        side = self.token_side
+        return self._of(fit(size, side, limits.min_pixels, highest, frames=frames, group=group))
 
     def largest(self, limits: PixelLimits) -> Geometry:
-        """At least as many tokens as any group can have."""
+        """A geometry with at least as many tokens as any group can have."""
         shared = self.group if self.is_total else 1
         lowest = -(-limits.min_pixels // shared)
         highest = max(limits.max_pixels, int(limits.min_pixels * 1.05))
@@ -92,17 +94,17 @@ class VideoRules:
 
     def pruned(self, geometry: Geometry, pruning: float) -> Geometry:
         """Geometry of a later group, which keeps only the tokens that changed most since the previous one."""
-        kept = kept_tokens(geometry.tokens, pruning)
-        if kept == geometry.tokens:
+        tokens = kept_tokens(geometry.tokens, pruning)
+        if tokens == geometry.tokens:
             return geometry
         cells = Size(geometry.grid.w // self.merge_size, geometry.grid.h // self.merge_size)
-        return replace(geometry, tokens=kept, slots=kept, cells=cells)
+        return replace(geometry, tokens=tokens, slots=tokens, cells=cells)
 
     def policy_tag(self, geometry: Geometry) -> bytes:
         """Every setting that decides the tower's pixels and how many embeddings stay, for the key."""
         sides = {"patch": self.patch_size, "merge": self.merge_size, "group": self.group}
-        kept = {} if geometry.cells is None else {"kept": geometry.slots}
-        return base.tag({**self.settings, **sides, "resized": geometry.resized, **kept})
+        pruning = {} if geometry.cells is None else {"kept": geometry.slots}
+        return base.tag({**self.settings, **sides, "resized": geometry.resized, **pruning})
 
     def step(self, group_seconds: float) -> float:
         """RoPE positions from one group to the next along the time axis."""
@@ -166,30 +168,30 @@ def _rules(
 ) -> VideoRules | None:
     """None for a checkpoint without a video token. `frame_tokens` is the Hugging Face processor's default."""
     config = files.config
-    given = files.video_processor or files.image_processor
+    processor = files.video_processor or files.image_processor
     if config.video_token_id is None or config.vision is None:
         return None
-    base.check_agreement("the video processor", given, base.tower_sides(config.vision))
+    base.check_agreement("the video processor", processor, base.tower_sides(config.vision))
     patch = config.vision.patch_size
     merge = config.vision.spatial_merge_size
-    size = edges_of(given)
     area = (patch * merge) ** 2
-    capped = given.get("max_video_tokens", frame_tokens)
+    min_pixels, max_pixels = pixel_limits(processor, _MIN_TOKENS * area, _MAX_TOKENS * area)
+    capped = processor.get("max_video_tokens", frame_tokens)
     _check_same_pixels(files)
     return VideoRules(
         token_id=config.video_token_id,
         patch_size=patch,
         merge_size=merge,
         group=config.vision.temporal_patch_size,
-        min_pixels=given.get("min_pixels") or size.get("shortest_edge") or _MIN_TOKENS * area,
-        max_pixels=given.get("max_pixels") or size.get("longest_edge") or _MAX_TOKENS * area,
-        min_frames=given.get("min_frames") or 4,
-        max_frames=given.get("max_frames") or 768,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        min_frames=base.setting("min_frames", processor, default=4),
+        max_frames=base.setting("max_frames", processor, default=768),
         is_total=fence is not None,
-        frame_tokens=capped if given.get("cap_pixels_per_frame") else None,
+        frame_tokens=capped if processor.get("cap_pixels_per_frame") else None,
         tokens_per_second=per_second,
         fence=fence,
-        settings=base.pixel_settings(given),
+        settings=base.pixel_settings(processor),
     )
 
 
@@ -203,14 +205,14 @@ def _check_same_pixels(files: Files) -> None:
         raise ConfigError(f"{reason}, which is not supported")
 
 
-def _even_steps(rules: VideoRules, total: int, rate: float, wanted: Sampling) -> Indices:
+def _even_steps(rules: VideoRules, total: int, rate: float, sampling: Sampling) -> Indices:
     """Qwen2-VL's sampling: whole groups, from the first frame on in equal steps."""
     group = rules.group
-    if wanted.num_frames is not None:
-        count = min(round(wanted.num_frames / group) * group, wanted.max_frames, total)
+    if sampling.num_frames is not None:
+        count = min(round(sampling.num_frames / group) * group, sampling.max_frames, total)
     else:
-        highest = min(wanted.max_frames, total) // group * group
-        count = math.floor(min(max(total / rate * wanted.fps, rules.min_frames), highest))
+        highest = min(sampling.max_frames, total) // group * group
+        count = math.floor(min(max(total / rate * sampling.fps, rules.min_frames), highest))
     count = count // group * group
     if count < 1:
         return np.arange(min(total, 1))  # too short for a group: one frame is repeated
@@ -233,31 +235,21 @@ def _counted(total: int, count: int) -> Indices:
     return counted[:count]
 
 
-def _first_to_last(rules: VideoRules, total: int, rate: float, wanted: Sampling) -> Indices:
+def _first_to_last(rules: VideoRules, total: int, rate: float, sampling: Sampling) -> Indices:
     """Qwen3-VL's sampling: evenly from the first frame to the last, both included."""
-    count = wanted.num_frames
+    count = sampling.num_frames
     if count is None:
-        count = max(int(total / rate * wanted.fps), rules.min_frames)
-    count = max(1, min(count, wanted.max_frames, total))
+        count = max(int(total / rate * sampling.fps), rules.min_frames)
+    count = max(1, min(count, sampling.max_frames, total))
     return np.linspace(0, total - 1, count).round().astype(np.int64)
 
 
-def _fit_all(size: Size, frames: int, group: int, side: int, limits: PixelLimits, highest: int) -> Size:
-    """As `fit`, with limits for all frames together; a frame smaller than a token is enlarged first."""
-    if min(size) < side:
-        scale = max(side / size.height, side / size.width)
-        size = Size(int(size.width * scale), int(size.height * scale))
-    width, height = size
-    base.check_aspect_ratio(size)
-    rounded = Size(round(width / side) * side, round(height / side) * side)
-    volume = round(frames / group) * group * rounded.width * rounded.height
-    if volume > highest:
-        scale = math.sqrt(frames * height * width / highest)
-        return Size(*(max(side, math.floor(length / scale / side) * side) for length in size))
-    if volume < limits.min_pixels:
-        scale = math.sqrt(limits.min_pixels / (frames * height * width))
-        return Size(*(math.ceil(length * scale / side) * side for length in size))
-    return rounded
+def _enlarged(size: Size, side: int) -> Size:
+    """A frame smaller than a token is enlarged before its size is rounded."""
+    if min(size) >= side:
+        return size
+    scale = max(side / size.height, side / size.width)
+    return Size(int(size.width * scale), int(size.height * scale))
 
 
 class MropeSegment(NamedTuple):
@@ -280,20 +272,20 @@ def positions(length: int, segments: Sequence[MropeSegment], merge: int) -> Posi
     w   0 1   2 3 2 3 2 3                                  4        5
     """
     result = np.empty((3, length), np.int32)
-    done = 0  # tokens written
+    end = 0  # tokens written
     shift = 0  # RoPE position minus index, for the text that comes next
     for segment in segments:
         span = segment.span
-        result[:, done : span.start] = np.arange(done + shift, span.start + shift)
+        result[:, end : span.start] = np.arange(end + shift, span.start + shift)
         first = span.start + shift
         h = segment.grid.h // merge
         w = segment.grid.w // merge
         inside = _corners(np.indices((segment.grid.t, h, w), dtype=np.int32), segment.lengths)
         inside[0] = inside[0].astype(np.float32) * np.float32(segment.step)
         result[:, span.start : span.end] = inside + first
-        done = span.end
+        end = span.end
         shift = first + max(h, w) - span.end
-    result[:, done:] = np.arange(done + shift, length + shift)
+    result[:, end:] = np.arange(end + shift, length + shift)
     return result, length + shift
 
 
@@ -307,7 +299,7 @@ def _corners(inside: npt.NDArray[np.int32], lengths: Sequence[int] | None) -> np
         return groups.reshape(3, -1)
     whole = groups.shape[2]
     parts = [
-        own if length == whole else own[:, :1].repeat(length, 1)
-        for own, length in zip(groups.swapaxes(0, 1), lengths, strict=True)
+        group if length == whole else group[:, :1].repeat(length, 1)
+        for group, length in zip(groups.swapaxes(0, 1), lengths, strict=True)
     ]
     return np.concatenate(parts, axis=1)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
-
 from saccade.errors import ConfigError
 from saccade.processor.families import base
-from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
+from saccade.processor.families.base import Files
 from saccade.types.media import Geometry, Grid, Size
-from saccade.types.prompt import Span
 
 _DEFAULT_SIDE = 224  # what CLIP's image processor assumes when a checkpoint is silent
 
@@ -30,24 +27,24 @@ class Llava:
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
         vision, token = base.vision_and_token(files)
-        given = files.image_processor
+        image_processor = files.image_processor
         processor = files.processor
-        if given.get("do_pad"):
+        if image_processor.get("do_pad"):
             message = "the image processor says do_pad=true, but pictures are cropped here, not padded"
             raise ConfigError(message)
-        short_side, crop = _resize_and_crop(given)
+        short_side, crop = _resize_and_crop(image_processor)
         base.check_agreement("processor_config.json", processor, {"patch_size": vision.patch_size})
         if vision.image_size is not None and set(crop) != {vision.image_size}:
             size = f"{crop.width}x{crop.height}"
-            made = f"the image processor's crop_size (or size) makes {size} pixels of a picture"
-            raise ConfigError(f"{made}, but the vision tower takes image_size={vision.image_size}")
+            crop_text = f"the image processor's crop_size (or size) makes {size} pixels of a picture"
+            raise ConfigError(f"{crop_text}, but the vision tower takes image_size={vision.image_size}")
         return cls(
             short_side=short_side,
             crop=crop,
             patch_size=vision.patch_size,
             extra_tokens=_extra_tokens(processor, files.config.raw),
             image_token_id=token,
-            settings=base.pixel_settings(given),
+            settings=base.pixel_settings(image_processor),
         )
 
     @property
@@ -81,33 +78,26 @@ class Llava:
         tokens = grid.patches + self.extra_tokens
         return Geometry(resized, grid, tokens, tokens)
 
-    def expand(self, geometry: Geometry) -> Expansion:
-        return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
-
-    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return base.sequential_positions(token_ids)
+    expand = base.expand_to_embeddings
+    positions = base.sequential_positions
 
 
-def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:
+def _resize_and_crop(processor: Mapping[str, Any]) -> tuple[int | None, Size]:
     """`size` and `crop_size` are integers in old checkpoints, mappings in newer ones."""
-    size = {"shortest_edge": _DEFAULT_SIDE} if given.get("size") is None else given["size"]
+    sides = {name: processor[name] for name in ("size", "crop_size") if processor.get(name) is not None}
+    size = sides.get("size", {"shortest_edge": _DEFAULT_SIDE})
     short_side = size if isinstance(size, int) else size.get("shortest_edge")
-    own = _DEFAULT_SIDE if given.get("crop_size") is None else given["crop_size"]
-    crop = own if given.get("do_center_crop", _crops(given, size)) else size
-    if not given.get("do_resize", True):
-        message = "the image processor says do_resize=false; the vision tower takes pictures of one size only"
-        raise ConfigError(message)
+    crop_size = sides.get("crop_size", _DEFAULT_SIDE)
+    # Without do_center_crop SigLIP's processor does not crop: it resizes to height and width.
+    crops = "crop_size" in sides or isinstance(size, int) or not size.get("height")
+    crop = crop_size if processor.get("do_center_crop", crops) else size
+    base.check_does(processor, "do_resize", "the vision tower takes pictures of one size only")
     if isinstance(crop, int):
         crop = {"height": crop, "width": crop}
     if not crop.get("height") or not crop.get("width"):
-        found = f"size={size}, crop_size={own}"
-        raise ConfigError(f"the image processor neither crops nor resizes to one height and width ({found})")
+        sizes = f"size={size}, crop_size={crop_size}"
+        raise ConfigError(f"the image processor neither crops nor resizes to one height and width ({sizes})")
     return short_side, Size(crop["width"], crop["height"])
-
-
-def _crops(given: Mapping[str, Any], size: Mapping[str, Any] | int) -> bool:
-    """Whether a processor without do_center_crop crops. SigLIP's does not: it resizes to height and width."""
-    return given.get("crop_size") is not None or isinstance(size, int) or not size.get("height")
 
 
 def _extra_tokens(processor: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
@@ -117,15 +107,17 @@ def _extra_tokens(processor: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
     """
     name = "vision_feature_select_strategy"
     in_config = raw.get(name)
-    strategy = processor.get(name) or in_config or "default"
+    strategy = base.setting(name, processor, raw, default="default")
     if strategy not in ("default", "full") or in_config not in (None, strategy):
-        found = f"{strategy!r} in processor_config.json and {in_config!r} in config.json"
-        raise ConfigError(f"{name} must be default or full in both files, not {found}")
-    own = 0 if (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model" else 1
-    added = processor.get("num_additional_image_tokens") if processor.get("patch_size") else own
+        strategies = f"{strategy!r} in processor_config.json and {in_config!r} in config.json"
+        raise ConfigError(f"{name} must be default or full in both files, not {strategies}")
+    is_siglip = (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model"
+    tokens = 0 if is_siglip else 1
+    setting = processor.get("num_additional_image_tokens")
+    if setting is not None and processor.get("patch_size"):
+        tokens = int(setting)
     dropped = 1 if strategy == "default" else 0
-    extra = (own if added is None else int(added)) - dropped
-    if extra < 0:
-        reason = f"processor_config.json counts {added} extra image tokens but drops {dropped}"
+    if tokens < dropped:
+        reason = f"processor_config.json counts {tokens} extra image tokens but drops {dropped}"
         raise ConfigError(f"{reason}; set num_additional_image_tokens to 1, the tower's class token")
-    return extra
+    return tokens - dropped

@@ -12,14 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import numpy as np
-
 from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
 from saccade.processor.families import base
-from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
+from saccade.processor.families.base import Files
 from saccade.types.media import Geometry, Grid, Size, Tiling
-from saccade.types.prompt import Span
 
 _PINPOINTS = (Size(672, 336), Size(336, 672), Size(672, 672), Size(336, 1008), Size(1008, 336))  # published
 
@@ -37,18 +34,18 @@ class LlavaNext:
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
         vision, token = base.vision_and_token(files)
-        given = files.image_processor
+        image_processor = files.image_processor
         if files.config.raw.get("vision_feature_select_strategy", "default") != "default":
             message = "vision_feature_select_strategy must be default: tiles have no place for class tokens"
             raise ConfigError(message)
-        tile = tile_side(given, vision)
+        tile = tile_side(image_processor, vision)
         return cls(
             tile=tile,
             patch_size=vision.patch_size,
             pinpoints=read_pinpoints(files, tile) or _PINPOINTS,
             image_token_id=token,
             placeholder_ids=(token,),
-            settings=base.pixel_settings(given),
+            settings=base.pixel_settings(image_processor),
         )
 
     @property
@@ -59,13 +56,13 @@ class LlavaNext:
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         """Limits on all tiles together. Images always fill their tiles, so there is no minimum."""
         areas = [area(pinpoint) for pinpoint in self.pinpoints]
-        highest = max(areas) if max_pixels is None else max_pixels
-        lowest = min(*areas, highest) if min_pixels is None else min_pixels
-        return base.in_order(lowest, highest)
+        return base.limits(min_pixels, max_pixels, min(areas), max(areas))
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
-        allowed = self._allowed(max_pixels)
-        return base.tag({**self.settings, "tile": self.tile, "patch": self.patch_size, "pinpoints": allowed})
+        pinpoints = self._allowed(max_pixels)
+        return base.tag(
+            {**self.settings, "tile": self.tile, "patch": self.patch_size, "pinpoints": pinpoints}
+        )
 
     def _allowed(self, max_pixels: int) -> list[Size]:
         """Pinpoints within the limit, or the smallest one."""
@@ -79,19 +76,21 @@ class LlavaNext:
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
         """The maximum of tiles and the maximum of tokens, though perhaps not of the same image."""
-        allowed = self._allowed(max_pixels)
-        all_sizes = [self._of(target, target, kept) for target in allowed for kept in self._possible(target)]
+        pinpoints = self._allowed(max_pixels)
+        all_sizes = [
+            self._of(target, target, cells) for target in pinpoints for cells in self._possible(target)
+        ]
         maximum = max(all_sizes, key=lambda geometry: geometry.tokens)
         tiled = max(all_sizes, key=lambda geometry: geometry.grid.patches)
         return replace(tiled, tokens=maximum.tokens, slots=maximum.slots)
 
-    def _of(self, target: Size, resized: Size, kept: Size) -> Geometry:
+    def _of(self, target: Size, resized: Size, cells: Size) -> Geometry:
         columns = target.width // self.tile
         rows = target.height // self.tile
-        joined = self.joined(kept)
+        joined = self.joined(cells)
         slots = self.side**2 + joined.height * (joined.width + 1)
         grid = Grid(1 + rows * columns, self.side, self.side)
-        return Geometry(resized, grid, slots, slots, Tiling(columns, rows, kept, joined))
+        return Geometry(resized, grid, slots, slots, Tiling(columns, rows, cells, joined))
 
     def _kept(self, size: Size, target: Size) -> Size:
         """Patches across all tiles without padding, counted as the model does."""
@@ -105,33 +104,28 @@ class LlavaNext:
     def _possible(self, target: Size) -> Iterator[Size]:
         """Every size that `_kept` can return: padding is removed symmetrically along one side."""
         width, height = self._patches(target)
-        yield from (Size(width, kept) for kept in range(height, 0, -2))
-        yield from (Size(kept, height) for kept in range(width, 0, -2))
+        yield from (Size(width, side) for side in range(height, 0, -2))
+        yield from (Size(side, height) for side in range(width, 0, -2))
 
     def _patches(self, target: Size) -> Size:
         return Size(target.width // self.tile * self.side, target.height // self.tile * self.side)
 
-    def joined(self, kept: Size) -> Size:
+    def joined(self, cells: Size) -> Size:
         """Embeddings that the kept patches become."""
-        return kept
+        return cells
 
-    def expand(self, geometry: Geometry) -> Expansion:
-        return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
-
-    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return base.sequential_positions(token_ids)
+    expand = base.expand_to_embeddings
+    positions = base.sequential_positions
 
 
-def tile_side(given: Mapping[str, Any], vision: VisionConfig) -> int:
+def tile_side(image_processor: Mapping[str, Any], vision: VisionConfig) -> int:
     """The tower's input size, which the image processor must agree with."""
-    if not given.get("do_resize", True):
-        message = "the image processor says do_resize=false; the vision tower takes tiles of one size only"
-        raise ConfigError(message)
-    sides = {side for name in ("size", "crop_size") for side in _sides(given.get(name))}
+    base.check_does(image_processor, "do_resize", "the vision tower takes tiles of one size only")
+    sides = {side for name in ("size", "crop_size") for side in _sides(image_processor.get(name))}
     if vision.image_size is None or sides - {vision.image_size}:
-        made = f"the image processor makes tiles of {sorted(sides)} pixels"
+        tiles = f"the image processor makes tiles of {sorted(sides)} pixels"
         tower = f"the vision tower takes {vision.image_size} (vision_config.image_size)"
-        raise ConfigError(f"{made}, but {tower}")
+        raise ConfigError(f"{tiles}, but {tower}")
     return vision.image_size
 
 
@@ -144,8 +138,8 @@ def _sides(size: Any) -> Iterable[int]:
 def read_pinpoints(files: Files, tile: int) -> tuple[Size, ...]:
     """[height, width] each; empty if the checkpoint names none."""
     name = "image_grid_pinpoints"
-    given = files.image_processor.get(name) or files.config.raw.get(name)
-    sizes = tuple(Size(int(width), int(height)) for height, width in given or ())
+    pinpoints = base.setting(name, files.image_processor, files.config.raw, default=())
+    sizes = tuple(Size(int(width), int(height)) for height, width in pinpoints)
     wrong = [size for size in sizes if size.width % tile or size.height % tile or not min(size)]
     if wrong:
         first = list(reversed(wrong[0]))
@@ -162,8 +156,8 @@ def best_canvas(size: Size, pinpoints: Sequence[Size]) -> Size:
 
     def worth(pinpoint: Size) -> tuple[int, int]:
         scale = min(pinpoint.width / size.width, pinpoint.height / size.height)
-        shown = min(int(size.width * scale) * int(size.height * scale), area(size))
-        return shown, shown - area(pinpoint)
+        pixels = min(int(size.width * scale) * int(size.height * scale), area(size))
+        return pixels, pixels - area(pinpoint)
 
     return max(pinpoints, key=worth)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from saccade.errors import ConfigError
-from saccade.processor.families.base import Files, pixel_settings, vision_and_token
+from saccade.processor.families.base import Files, pixel_settings, setting, vision_and_token
 from saccade.processor.families.llava_next import LlavaNext, read_pinpoints, tile_side
 from saccade.types.media import Size
 
@@ -23,7 +23,7 @@ class LlavaOnevision(LlavaNext):
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
         vision, token = vision_and_token(files)
-        given = files.image_processor
+        image_processor = files.image_processor
         raw = files.config.raw
         if raw.get("vision_feature_select_strategy", "full") != "full":
             message = "vision_feature_select_strategy must be full: the tower has no class token to drop"
@@ -31,9 +31,9 @@ class LlavaOnevision(LlavaNext):
         if raw["vision_config"].get("model_type") != _TOWER:
             message = f"config.json: vision_config.model_type must be {_TOWER}: tiles have no class tokens"
             raise ConfigError(message)
-        tile = tile_side(given, vision)
+        tile = tile_side(image_processor, vision)
         counts = range(1, _MAX_TILES + 1)
-        max_tiles = _max_tiles(files.processor.get("vision_aspect_ratio") or raw.get("vision_aspect_ratio"))
+        max_tiles = _max_tiles(setting("vision_aspect_ratio", files.processor, raw, default="anyres_max_9"))
         return cls(
             tile=tile,
             patch_size=vision.patch_size,
@@ -41,20 +41,20 @@ class LlavaOnevision(LlavaNext):
             or tuple(Size(columns * tile, rows * tile) for rows in counts for columns in counts),
             image_token_id=token,
             placeholder_ids=tuple(i for i in (token, files.config.video_token_id) if i is not None),
-            settings={**pixel_settings(given), "max_tiles": max_tiles},
+            settings={**pixel_settings(image_processor), "max_tiles": max_tiles},
             max_tiles=max_tiles,
         )
 
-    def joined(self, kept: Size) -> Size:
-        ratio = math.sqrt(kept.height * kept.width / (self.max_tiles * self.side**2))
+    def joined(self, cells: Size) -> Size:
+        ratio = math.sqrt(cells.height * cells.width / (self.max_tiles * self.side**2))
         if ratio <= _SLACK:
-            return kept
-        return Size(int(kept.width // ratio), int(kept.height // ratio))
+            return cells
+        return Size(int(cells.width // ratio), int(cells.height // ratio))
 
 
 def _max_tiles(aspect_ratio: Any) -> int:
-    """9 for "anyres_max_9", the default."""
-    number = str(aspect_ratio or "anyres_max_9").removeprefix("anyres_max_")
+    """9 for "anyres_max_9"."""
+    number = str(aspect_ratio).removeprefix("anyres_max_")
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"vision_aspect_ratio must be anyres_max_ and a number, not {aspect_ratio!r}")
     return int(number)

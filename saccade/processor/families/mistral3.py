@@ -17,9 +17,8 @@ import numpy as np
 from saccade.checkpoint.tokenizer_json import added_tokens
 from saccade.errors import ConfigError
 from saccade.processor.families import base
-from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
+from saccade.processor.families.base import Expansion, Files
 from saccade.types.media import Geometry, Grid, Size
-from saccade.types.prompt import Span
 
 _LONGEST_EDGE = 1024  # what the image processor assumes when a checkpoint is silent
 
@@ -38,21 +37,19 @@ class Mistral3:
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
         vision, token = base.vision_and_token(files)
-        given = files.image_processor
-        if not given.get("do_resize", True):
-            message = "the image processor says do_resize=false; pictures must be resized to whole patches"
-            raise ConfigError(message)
-        break_token = files.processor.get("image_break_token") or "[IMG_BREAK]"
-        end_token = files.processor.get("image_end_token") or "[IMG_END]"
+        image_processor = files.image_processor
+        base.check_does(image_processor, "do_resize", "pictures must be resized to whole patches")
+        break_token = base.setting("image_break_token", files.processor, default="[IMG_BREAK]")
+        end_token = base.setting("image_end_token", files.processor, default="[IMG_END]")
         break_id, end_id = _token_ids(files.path, [break_token, end_token], token)
         return cls(
             patch_size=vision.patch_size,
             merge_size=vision.spatial_merge_size,
-            edges=_edges(given.get("size")),
+            edges=_edges(image_processor.get("size")),
             image_token_id=token,
             break_token_id=break_id,
             end_token_id=end_id,
-            settings=base.pixel_settings(given),
+            settings=base.pixel_settings(image_processor),
         )
 
     @property
@@ -65,9 +62,7 @@ class Mistral3:
         return self.patch_size * self.merge_size
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        highest = self._max_pixels if max_pixels is None else max_pixels
-        lowest = 1 if min_pixels is None else min_pixels  # small images stay small
-        return base.in_order(lowest, highest)
+        return base.limits(min_pixels, max_pixels, 1, self._max_pixels)  # small images stay small
 
     @property
     def _max_pixels(self) -> int:
@@ -114,12 +109,12 @@ class Mistral3:
         side = self.token_side
         max_columns = _up(self.edges.width, side)
         max_rows = _up(self.edges.height, side)
-        allowed = max(1, max_pixels // side**2)
+        max_tokens = max(1, max_pixels // side**2)
         thin = max(1, math.isqrt(base.MAX_ASPECT_RATIO * max_pixels) // side)  # less than a token wide
-        yield min(max_columns, max(allowed, thin)), 1
-        yield 1, min(max_rows, max(allowed, thin))
-        for rows in range(1, min(max_rows, allowed) + 1):
-            yield min(max_columns, allowed // rows), rows
+        yield min(max_columns, max(max_tokens, thin)), 1
+        yield 1, min(max_rows, max(max_tokens, thin))
+        for rows in range(1, min(max_rows, max_tokens) + 1):
+            yield min(max_columns, max_tokens // rows), rows
 
     def _of(self, columns: int, rows: int) -> Geometry:
         resized = Size(columns * self.token_side, rows * self.token_side)
@@ -134,8 +129,7 @@ class Mistral3:
         row = [True] * (ids.shape[1] - 1) + [False]
         return Expansion(ids.ravel(), tuple(row * rows))
 
-    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return base.sequential_positions(token_ids)
+    positions = base.sequential_positions
 
 
 def _up(length: int, side: int) -> int:
@@ -161,8 +155,8 @@ def _token_ids(folder: Path, names: Sequence[str], without: int) -> list[int]:
     if not file.is_file():
         return [without] * len(names)
     ids = added_tokens(file)
-    missing = [name for name in names if name not in ids]
-    if missing:
-        reason = f"tokenizer.json has no token {' and '.join(missing)}, which ends a picture's rows"
+    absent = [name for name in names if name not in ids]
+    if absent:
+        reason = f"tokenizer.json has no token {' and '.join(absent)}, which ends a picture's rows"
         raise ConfigError(f"{reason} (image_break_token and image_end_token in processor_config.json)")
     return [ids[name] for name in names]

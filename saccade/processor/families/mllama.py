@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,9 +12,8 @@ import numpy as np
 from saccade import costs
 from saccade.errors import ConfigError
 from saccade.processor.families import base
-from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
+from saccade.processor.families.base import Expansion, Files
 from saccade.types.media import Geometry, Grid, Size
-from saccade.types.prompt import Span
 
 _DEFAULT_SIDE = 224  # what the image processor assumes when a checkpoint is silent
 _DEFAULT_TILES = 4
@@ -37,8 +36,8 @@ class Mllama:
     def from_checkpoint(cls, files: Files) -> Self:
         vision, token = base.vision_and_token(files)
         config = files.config
-        given = files.image_processor
-        tile, max_tiles = _tiling(given)
+        image_processor = files.image_processor
+        tile, max_tiles = _tiling(image_processor)
         _check_tower(config.raw["vision_config"], tile, max_tiles)
         states = (tile // vision.patch_size) ** 2 + 1  # the tower adds a class token to each tile
         return cls(
@@ -47,7 +46,7 @@ class Mllama:
             patch_size=vision.patch_size,
             slots_per_tile=states * costs.cross_slots_per_state(config.text),
             image_token_id=token,
-            settings=base.pixel_settings(given),
+            settings=base.pixel_settings(image_processor),
         )
 
     @property
@@ -56,9 +55,7 @@ class Mllama:
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         """The maximum limits the canvas, to at least one tile. A minimum has no effect."""
-        highest = self.max_tiles * self.tile**2 if max_pixels is None else max_pixels
-        lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
-        return base.in_order(lowest, highest)
+        return base.limits(min_pixels, max_pixels, self.tile**2, self.max_tiles * self.tile**2)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         return base.tag({**self.settings, "tile": self.tile, "tiles": self._tiles_within(max_pixels)})
@@ -76,8 +73,7 @@ class Mllama:
         """The token keeps its own embedding; cross-attention layers read the tower's output."""
         return Expansion(np.array([self.image_token_id], np.int64), (False,), is_cross_attended=True)
 
-    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return base.sequential_positions(token_ids)
+    positions = base.sequential_positions
 
     def _tiles_within(self, max_pixels: int) -> int:
         return max(1, min(self.max_tiles, max_pixels // self.tile**2))
@@ -90,7 +86,7 @@ class Mllama:
 
 
 def arrangements(max_tiles: int) -> list[Arrangement]:
-    """In the order of the tower's aspect ratio ids."""
+    """All arrangements, in the order of the tower's aspect ratio ids."""
     sides = range(1, max_tiles + 1)
     return [(rows, columns) for rows in sides for columns in sides if rows * columns <= max_tiles]
 
@@ -113,20 +109,18 @@ def fit(size: Size, tile: int, arrangement: Arrangement) -> Size:
     by_height = height / size.height
     by_width = width / size.width
     if by_width < by_height:
-        return Size(width, min(math.floor(size.height * by_width) or 1, height))
-    return Size(min(math.floor(size.width * by_height) or 1, width), height)
+        return Size(width, min(max(1, math.floor(size.height * by_width)), height))
+    return Size(min(max(1, math.floor(size.width * by_height)), width), height)
 
 
-def _tiling(given: Mapping[str, Any]) -> tuple[int, int]:
+def _tiling(image_processor: Mapping[str, Any]) -> tuple[int, int]:
     for name in ("do_resize", "do_pad"):
-        if not given.get(name, True):
-            message = f"the image processor says {name}=false; pictures must be resized and padded to tiles"
-            raise ConfigError(message)
-    size = given.get("size", {"height": _DEFAULT_SIDE, "width": _DEFAULT_SIDE})
+        base.check_does(image_processor, name, "pictures must be resized and padded to tiles")
+    size = image_processor.get("size", {"height": _DEFAULT_SIDE, "width": _DEFAULT_SIDE})
     if not isinstance(size, Mapping) or not size.get("height") or size.get("height") != size.get("width"):
         message = f"the image processor's size must have one height and width, the side of a tile, not {size}"
         raise ConfigError(message)
-    return int(size["height"]), int(given.get("max_image_tiles") or _DEFAULT_TILES)
+    return int(size["height"]), int(base.setting("max_image_tiles", image_processor, default=_DEFAULT_TILES))
 
 
 def _check_tower(vision: Mapping[str, Any], tile: int, max_tiles: int) -> None:
@@ -135,7 +129,7 @@ def _check_tower(vision: Mapping[str, Any], tile: int, max_tiles: int) -> None:
         cut = f"the image processor cuts {max_tiles} tiles of {tile} pixels"
         tower = f"the vision tower takes {trained} of {vision.get('image_size')} (size, image_size)"
         raise ConfigError(f"{cut}, but {tower}; the two files do not belong together")
-    known = vision.get("supported_aspect_ratios")
-    if known is not None and [tuple(ratio) for ratio in known] != arrangements(max_tiles):
-        message = f"supported_aspect_ratios {known} are not all arrangements of {max_tiles} tiles, in order"
+    ratios = vision.get("supported_aspect_ratios")
+    if ratios is not None and [tuple(ratio) for ratio in ratios] != arrangements(max_tiles):
+        message = f"supported_aspect_ratios {ratios} are not all arrangements of {max_tiles} tiles, in order"
         raise ConfigError(message)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from saccade.errors import ConfigError
 from saccade.processor.families import base
-from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
+from saccade.processor.families.base import Files, Positions, TokenIds
 from saccade.types.media import Geometry, Grid, Size
 from saccade.types.prompt import Span
 
@@ -36,12 +36,10 @@ class Qwen2VL:
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
         vision, token = base.vision_and_token(files)
-        given = files.image_processor
-        if not given.get("do_resize", True):
-            message = "the image processor says do_resize=false; pictures must be resized to whole patches"
-            raise ConfigError(message)
-        base.check_agreement("the image processor", given, base.tower_sides(vision))
-        lowest, highest = _checkpoint_limits(given)
+        image_processor = files.image_processor
+        base.check_does(image_processor, "do_resize", "pictures must be resized to whole patches")
+        base.check_agreement("the image processor", image_processor, base.tower_sides(vision))
+        lowest, highest = pixel_limits(image_processor, _MIN_PIXELS, _MAX_PIXELS)
         return cls(
             patch_size=vision.patch_size,
             merge_size=vision.spatial_merge_size,
@@ -49,7 +47,7 @@ class Qwen2VL:
             max_pixels=highest,
             image_token_id=token,
             placeholder_ids=tuple(i for i in (token, files.config.video_token_id) if i is not None),
-            settings=base.pixel_settings(given),
+            settings=base.pixel_settings(image_processor),
         )
 
     @classmethod
@@ -64,10 +62,7 @@ class Qwen2VL:
         return self.patch_size * self.merge_size
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        highest = self.max_pixels if max_pixels is None else max_pixels
-        # A maximum that the operator sets wins, even below the checkpoint's own minimum.
-        lowest = min(self.min_pixels, highest) if min_pixels is None else min_pixels
-        return base.in_order(lowest, highest)
+        return base.limits(min_pixels, max_pixels, self.min_pixels, self.max_pixels)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         sides = {"patch": self.patch_size, "merge": self.merge_size}
@@ -85,8 +80,7 @@ class Qwen2VL:
         tokens = grid.patches // self.merge_size**2
         return Geometry(resized, grid, tokens, tokens)
 
-    def expand(self, geometry: Geometry) -> Expansion:
-        return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
+    expand = base.expand_to_embeddings
 
     def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
         """Text counts up on all three axes; an image spreads over two and advances by its longer side.
@@ -97,17 +91,17 @@ class Qwen2VL:
         w   0 1   2 3 4 2 3 4               5
         """
         positions = np.empty((3, len(token_ids)), np.int32)  # [axes, tokens]
-        done = 0  # tokens written
+        end = 0  # tokens written
         shift = 0  # RoPE position minus index, for the text that comes next
         for span, grid in zip(spans, grids, strict=True):
-            positions[:, done : span.start] = np.arange(done + shift, span.start + shift, dtype=np.int32)
+            positions[:, end : span.start] = np.arange(end + shift, span.start + shift, dtype=np.int32)
             first = span.start + shift
             h = grid.h // self.merge_size
             w = grid.w // self.merge_size
             positions[:, span.start : span.end] = _image_positions(grid.t, h, w) + first
-            done = span.end
+            end = span.end
             shift = first + max(h, w) - span.end
-        positions[:, done:] = np.arange(done + shift, len(token_ids) + shift, dtype=np.int32)
+        positions[:, end:] = np.arange(end + shift, len(token_ids) + shift, dtype=np.int32)
         return positions, len(token_ids) + shift
 
 
@@ -116,19 +110,19 @@ def _image_positions(t: int, h: int, w: int) -> npt.NDArray[np.int32]:  # [3, t 
     return np.indices((t, h, w), dtype=np.int32).reshape(3, -1)
 
 
-def fit(size: Size, side: int, min_pixels: int, max_pixels: int) -> Size:
-    """`smart_resize`: round each side to whole tokens, then scale until the area is within the limits.
+def fit(size: Size, side: int, min_pixels: int, max_pixels: int, *, frames: int = 1, group: int = 1) -> Size:
+    """`smart_resize`: round each side to whole tokens, then scale until all frames are within the limits.
 
     A thin strip keeps one token across and can so exceed `max_pixels`, as in the Hugging Face processor.
     """
     width, height = size
     rounded = Size(round(width / side) * side, round(height / side) * side)
-    area = rounded.width * rounded.height
-    if area > max_pixels:
-        scale = math.sqrt(height * width / max_pixels)
+    pixels = round(frames / group) * group * rounded.width * rounded.height
+    if pixels > max_pixels:
+        scale = math.sqrt(frames * height * width / max_pixels)
         return Size(*(max(side, math.floor(length / scale / side) * side) for length in size))
-    if area < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
+    if pixels < min_pixels:
+        scale = math.sqrt(min_pixels / (frames * height * width))
         return Size(*(math.ceil(length * scale / side) * side for length in size))
     return rounded
 
@@ -161,17 +155,12 @@ def _max_enlarged(side: int, min_pixels: int) -> tuple[int, int]:
     return max([(1, 1), *shapes], key=math.prod)
 
 
-def edges_of(given: Mapping[str, Any]) -> Mapping[str, int | None]:
-    size: Mapping[str, int | None] | int = given.get("size") or {}
+def pixel_limits(processor: Mapping[str, Any], lowest: int, highest: int) -> tuple[int, int]:
+    """min_pixels and max_pixels of a checkpoint, in newer ones under the edges of `size`; or these."""
+    size = base.setting("size", processor, default={})
     if isinstance(size, int):
         message = f"the image processor says size={size}; shortest_edge and longest_edge are needed inside it"
         raise ConfigError(message)
-    return size
-
-
-def _checkpoint_limits(given: Mapping[str, Any]) -> tuple[int, int]:
-    """min_pixels and max_pixels, in newer checkpoints under the edges of `size`."""
-    size = edges_of(given)
-    lowest = given.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _MIN_PIXELS
-    highest = given.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _MAX_PIXELS
-    return int(lowest), int(highest)
+    edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+    places = (processor, edges, size, {"min_pixels": lowest, "max_pixels": highest})
+    return int(base.setting("min_pixels", *places)), int(base.setting("max_pixels", *places))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
-
-import numpy as np
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.processor.families import base
-from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
+from saccade.processor.families.base import Files
 from saccade.types.media import Geometry, Grid, Size
-from saccade.types.prompt import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +28,8 @@ class QwenVL:
         vision = files.config.vision
         image_token = files.config.image_token_id
         if vision is None or vision.image_size is None or image_token is None:
-            needed = "visual needs image_size and image_start_id"
-            raise ConfigError(f"config.json: {needed}, or this model takes no pictures")
+            names = "visual needs image_size and image_start_id"
+            raise ConfigError(f"config.json: {names}, or this model takes no pictures")
         if vision.image_size % vision.patch_size:
             message = f"visual: a side of {vision.image_size} is not cut into patches of {vision.patch_size}"
             raise ConfigError(message)
@@ -67,11 +64,8 @@ class QwenVL:
         patches = self.side // self.patch_size
         return Geometry(Size(self.side, self.side), Grid(1, patches, patches), self.queries, self.queries)
 
-    def expand(self, geometry: Geometry) -> Expansion:
-        return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
-
-    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return base.sequential_positions(token_ids)
+    expand = base.expand_to_embeddings
+    positions = base.sequential_positions
 
 
 CHATML = """\

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
 from saccade.errors import RequestError
-from saccade.processor.families.base import Expansion, Files, Positions, TokenIds, sequential_positions
+from saccade.processor.families.base import Expansion, Files, sequential_positions
 from saccade.types.media import Geometry, Grid, Size
-from saccade.types.prompt import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +38,4 @@ class Text:
     def expand(self, geometry: Geometry) -> Expansion:
         return Expansion(np.empty(0, np.int64), None)
 
-    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return sequential_positions(token_ids)
+    positions = sequential_positions

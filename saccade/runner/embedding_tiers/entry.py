@@ -102,8 +102,10 @@ class EntryForm:
 
     def fits(self, coordinates: Ints | None) -> bool:
         """Whether all coordinates are cells of the frame group."""
-        if coordinates is None or self.cells is None:
-            return coordinates is None and self.cells is None
+        if self.cells is None:
+            return coordinates is None
+        if coordinates is None:
+            return False
         limits = np.array([[self.cells.height], [self.cells.width]])
         return bool(((coordinates >= 0) & (coordinates < limits)).all())
 

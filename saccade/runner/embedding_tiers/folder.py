@@ -34,7 +34,7 @@ _LEFTOVER = re.compile(r"\.[0-9a-f]{64}\.[0-9]+\.[0-9]+")
 
 
 class _File(NamedTuple):
-    used: float
+    used: float  # time of its last use
     size: int
     path: str
 
@@ -96,9 +96,8 @@ class FolderStore:
             self._bytes += size
             self._written += size
             self._entries += 1
-            is_due = self._written * _SLACK > self._max_bytes
-            is_over = self._bytes > self._max_bytes or self._entries > self._max_entries
-        if is_due or is_over:
+            is_due = self._written * _SLACK > self._max_bytes or self._is_over(self._bytes, self._entries)
+        if is_due:
             self.tidy()
 
     def remove(self, name: str) -> None:
@@ -116,12 +115,10 @@ class FolderStore:
             files = sorted(self._files())
             size = sum(file.size for file in files)
             count = len(files)
-            is_over = size > self._max_bytes or count > self._max_entries
-            keep = 1 - 1 / _SLACK if is_over else 1.0
+            share = 1 - 1 / _SLACK if self._is_over(size, count) else 1.0
             oldest = time.time() - self._max_age
             for file in files:
-                fits = size <= keep * self._max_bytes and count <= keep * self._max_entries
-                if fits and file.used >= oldest:
+                if file.used >= oldest and not self._is_over(size, count, share):
                     break
                 with suppress(FileNotFoundError):  # another process was faster
                     os.unlink(file.path)
@@ -132,6 +129,10 @@ class FolderStore:
             self._bytes = size
             self._entries = count
             self._written = 0
+
+    def _is_over(self, size: int, count: int, share: float = 1.0) -> bool:
+        """Whether this is more than a share of the limits."""
+        return size > share * self._max_bytes or count > share * self._max_entries
 
     def _files(self) -> Iterator[_File]:
         """All entries. Files that were never renamed are removed."""

@@ -155,14 +155,16 @@ class HostTier:
             if entry is not None:
                 self._entries.move_to_end(key)
                 entry.readers += 1
+        if entry is None:
+            yield None
+            return
         try:
-            if entry is not None and entry.copied is not None:
+            if entry.copied is not None:
                 entry.copied.synchronize()
             yield entry
         finally:
-            if entry is not None:
-                with self._lock:
-                    entry.readers -= 1
+            with self._lock:
+                entry.readers -= 1
 
     def parts(self, pages: Sequence[int], size: int) -> list[Tensor]:
         """The memory of so many bytes in these pages: uint8, one tensor for each run of adjacent pages."""
@@ -184,10 +186,9 @@ class HostTier:
     def check(self) -> None:
         """The conservation law: each page is free, reserved, or of one entry."""
         with self._lock:
-            held = [page for entry in self._entries.values() for page in entry.pages]
-            found = sorted([*held, *self._free])
-            assert len(found) == len(set(found)), "a page has two owners"
-            assert len(found) + self._num_reserved == self._num_pages, "pages were lost"
+            pages = [page for entry in self._entries.values() for page in entry.pages] + self._free
+            assert len(pages) == len(set(pages)), "a page has two owners"
+            assert len(pages) + self._num_reserved == self._num_pages, "pages were lost"
             assert all(-(-e.size // self._page_bytes) == len(e.pages) for e in self._entries.values())
 
 

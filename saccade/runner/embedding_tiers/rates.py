@@ -9,7 +9,7 @@ from typing import NamedTuple
 _REPEATS = 3
 
 
-class Rate(NamedTuple):
+class EmbeddingTime(NamedTuple):
     """Seconds by embeddings, as a line through two measurements."""
 
     fixed: float
@@ -19,16 +19,17 @@ class Rate(NamedTuple):
         return self.fixed + self.per_slot * slots
 
     @classmethod
-    def through(cls, points: Sequence[tuple[int, float]]) -> Rate:
+    def through(cls, points: Sequence[tuple[int, float]]) -> EmbeddingTime:
         """(slots, seconds): one or two points. Neither part is below 0: noise must not promise a gain."""
-        (small, low), (large, high) = points[0], points[-1]
+        small, low = points[0]
+        large, high = points[-1]
         if small == large:
             return cls(0.0, high / large)
         per_slot = max(0.0, (high - low) / (large - small))
         return cls(max(0.0, low - per_slot * small), per_slot)
 
 
-NEVER = Rate(float("inf"), 0.0)
+NEVER = EmbeddingTime(float("inf"), 0.0)
 
 
 def best_of(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
@@ -42,12 +43,12 @@ def best_of(run: Callable[[], object], before: Callable[[], object] = lambda: No
     return min(laps)
 
 
-def verdict(what: str, tier: Rate, encode: Rate, slots: int) -> str:
+def verdict(what: str, tier: EmbeddingTime, encode: EmbeddingTime, slots: int) -> str:
     """A line for the log."""
-    found = tier.seconds(slots) * 1e3
-    made = encode.seconds(slots) * 1e3
-    times = f"{slots} embeddings come back in {found:.2f} ms and are encoded in {made:.2f} ms"
-    if tier.seconds(slots) >= made / 1e3:
+    restore_ms = tier.seconds(slots) * 1e3
+    encode_ms = encode.seconds(slots) * 1e3
+    times = f"{slots} embeddings come back in {restore_ms:.2f} ms and are encoded in {encode_ms:.2f} ms"
+    if tier.seconds(slots) >= encode_ms / 1e3:
         return f"{what}: not used for large images, {times}"
     small = next((n for n in (1, 16, 64, 256) if n < slots and tier.seconds(n) < encode.seconds(n)), slots)
     return f"{what}: used from {small} embeddings an image, {times}"

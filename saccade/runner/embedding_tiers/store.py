@@ -31,7 +31,7 @@ class Store(Protocol):
         """Fill header and buffers. False: there is no such entry. BadEntry: it has another size."""
 
     def write(self, name: str, header: bytes, buffers: Sequence[Buffer]) -> None:
-        """As a whole or not at all; another process may write the same entry."""
+        """Write the whole entry or nothing; another process may write the same entry."""
 
     def remove(self, name: str) -> None: ...
 

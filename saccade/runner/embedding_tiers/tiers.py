@@ -27,7 +27,7 @@ from torch import Tensor
 from saccade.media.video_pruning import Ints
 from saccade.runner.embedding_tiers.entry import Buffer, EntryForm, Namespace, Restored, checksum
 from saccade.runner.embedding_tiers.host import HostEntry, HostTier
-from saccade.runner.embedding_tiers.rates import NEVER, Rate
+from saccade.runner.embedding_tiers.rates import NEVER, EmbeddingTime
 from saccade.runner.embedding_tiers.store import BadEntry, Store, StoreError
 from saccade.types.media import Key, MediaItem
 
@@ -77,12 +77,13 @@ class EmbeddingTiers:
         self.namespace = namespace
         self._dtype: torch.dtype = getattr(torch, namespace.dtype)
         self._clock = clock
-        self._encode = Rate(0.0, 0.0)
+        self._encode = EmbeddingTime(0.0, 0.0)
         self._host_rate = self._store_rate = NEVER
         self._paused_until = float("-inf")
         self._lock = Lock()  # of counters and the pause
-        labels = ["host", *([store.label] if store else [])]
-        self._counters = {label: TierCounters() for label in labels}
+        self._counters = {"host": TierCounters()}
+        if store is not None:
+            self._counters[store.label] = TierCounters()
         self._writes: Queue[_Write | None] = Queue(_QUEUED)
         self._reads: SimpleQueue[tuple[Future[bool], MediaItem] | None] = SimpleQueue()
         self._threads: list[Thread] = []
@@ -93,7 +94,7 @@ class EmbeddingTiers:
             for thread in self._threads:
                 thread.start()
 
-    def open(self, encode: Rate, host: Rate, store: Rate = NEVER) -> None:
+    def open(self, encode: EmbeddingTime, host: EmbeddingTime, store: EmbeddingTime = NEVER) -> None:
         self._encode = encode
         self._host_rate = host
         self._store_rate = store
@@ -105,14 +106,14 @@ class EmbeddingTiers:
         """The embedding, on the device; None: encode it. In a thread that may wait for I/O, not for long."""
         if not self._pays(self._host_rate, item.geometry.slots):
             return None
-        found = self.from_host(item, place)
-        self._count("host", hits=found is not None, misses=found is None)
-        if found is None and self._is_store_open(item.geometry.slots) and self._promoted_in_time(item):
-            found = self.from_host(item, place)
-        return found
+        restored = self.from_host(item, place)
+        self._count("host", hits=restored is not None, misses=restored is None)
+        if restored is None and self._is_store_open(item.geometry.slots) and self._promoted_in_time(item):
+            restored = self.from_host(item, place)
+        return restored
 
     def from_host(self, item: MediaItem, place: Place) -> Restored | None:
-        """From host memory alone."""
+        """What host memory alone has."""
         form = self.namespace.form(item)
         with self.host.reading(item.key) as entry:
             if entry is None or entry.size != form.embedding_bytes:
@@ -160,8 +161,10 @@ class EmbeddingTiers:
         header = bytearray(form.header_bytes)
         buffers = self._buffers(form, pages, coordinates)
         try:
-            is_found = self.store.read(name, header, buffers)
-            if is_found and not (form.is_valid(bytes(header), name, buffers) and form.fits(coordinates)):
+            if not self.store.read(name, header, buffers):
+                self._count(self.store.label, misses=1)
+                return False
+            if not form.is_valid(bytes(header), name, buffers) or not form.fits(coordinates):
                 raise BadEntry
         except BadEntry:
             self._count(self.store.label, ignored=1, misses=1)
@@ -171,9 +174,8 @@ class EmbeddingTiers:
         except StoreError as error:
             self._pause(str(error))
             return False
-        read = form.size if is_found else 0
-        self._count(self.store.label, hits=is_found, misses=not is_found, read_bytes=read)
-        return is_found
+        self._count(self.store.label, hits=1, read_bytes=form.size)
+        return True
 
     def _buffers(self, form: EntryForm, pages: Sequence[int], coordinates: Ints | None) -> list[Buffer]:
         parts: list[Buffer] = [part.numpy().data for part in self.host.parts(pages, form.embedding_bytes)]
@@ -254,7 +256,7 @@ class EmbeddingTiers:
 
     # --- whether --------------------------------------------------------------------------------------------
 
-    def _pays(self, tier: Rate, slots: int) -> bool:
+    def _pays(self, tier: EmbeddingTime, slots: int) -> bool:
         return tier.seconds(slots) < self._encode.seconds(slots)
 
     def _is_store_open(self, slots: int) -> bool:
@@ -283,12 +285,12 @@ class EmbeddingTiers:
                 setattr(counters, name, getattr(counters, name) + count)
 
     def stats(self) -> dict[str, Any]:
-        """By tier."""
+        """Counters by tier."""
         stats = {tier: asdict(counters) for tier, counters in self._counters.items()}
         stats["host"] |= {"used_bytes": self.host.used_bytes, "evictions": self.host.evictions}
         if self.store is not None:
-            used = {"used_bytes": self.store.used_bytes, "evictions": self.store.evictions}
-            stats[self.store.label] |= used
+            usage = {"used_bytes": self.store.used_bytes, "evictions": self.store.evictions}
+            stats[self.store.label] |= usage
         return stats
 
     def close(self) -> None:

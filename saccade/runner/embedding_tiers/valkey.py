@@ -48,16 +48,16 @@ class ValkeyStore:
             pipe = self._client.pipeline(transaction=False)
             pipe.getrange(_PREFIX + name, 0, size)  # a byte more than it should have, and never much more
             pipe.expire(_PREFIX + name, self._max_age)
-            found, _ = pipe.execute(raise_on_error=False)
-        if isinstance(found, redis.ResponseError) and str(found).startswith("WRONGTYPE"):
+            reply, _ = pipe.execute(raise_on_error=False)
+        if isinstance(reply, redis.ResponseError) and str(reply).startswith("WRONGTYPE"):
             raise BadEntry
-        if isinstance(found, Exception):
-            raise StoreError(f"{self.where} failed: {type(found).__name__}")
-        if found and len(found) != size:
+        if isinstance(reply, Exception):
+            raise StoreError(f"{self.where} failed: {type(reply).__name__}")
+        if reply and len(reply) != size:
             raise BadEntry
-        if found:
-            _spread(memoryview(found), (memoryview(header), *buffers))
-        return bool(found)
+        if reply:
+            _spread(memoryview(reply), (memoryview(header), *buffers))
+        return bool(reply)
 
     def write(self, name: str, header: bytes, buffers: Sequence[Buffer]) -> None:
         data = b"".join([header, *buffers])

@@ -1,4 +1,4 @@
-"""In which order images are decoded, and what they cost.
+"""The order in which images are decoded, and what they cost.
 
 The client for which least was decoded goes first, then its requests take turns: one with many slow pages
 delays only itself. What an image costs is guessed when it begins, by its price, and known when it is done.
@@ -22,9 +22,9 @@ class DecodeTurns:
         self._used: OrderedDict[str, float] = OrderedDict()  # the latest last
         self._virtual_time = 0.0  # of the client served last: others save nothing up
 
-    def order(self, items: Iterable[MediaItem], begun: Iterable[MediaItem] = ()) -> list[MediaItem]:
-        """As they would be decoded one after the other. `begun` ones are the first of their requests."""
-        counts = Counter(item.owner for item in begun)
+    def order(self, items: Iterable[MediaItem], active: Iterable[MediaItem] = ()) -> list[MediaItem]:
+        """The items one after the other. `active` ones are the first of their requests."""
+        counts = Counter(item.owner for item in active)
         clients: dict[str, list[tuple[int, MediaItem]]] = {}
         for item in items:
             clients.setdefault(item.client, []).append((counts[item.owner], item))
@@ -36,19 +36,19 @@ class DecodeTurns:
         heapify(heap)
         ordered = []
         while heap:
-            used, number, waiting = heap[0]
-            item = waiting.pop()
+            pixels, number, turn = heap[0]
+            item = turn.pop()
             ordered.append(item)
-            if waiting:
-                heapreplace(heap, (used + item.price, number, waiting))
+            if turn:
+                heapreplace(heap, (pixels + item.price, number, turn))
             else:
                 heappop(heap)
         return ordered
 
     def begin(self, item: MediaItem) -> None:
-        used = self._used_by(item.client)
-        self._virtual_time = max(self._virtual_time, used)
-        self._used[item.client] = used + item.price
+        pixels = self._used_by(item.client)
+        self._virtual_time = max(self._virtual_time, pixels)
+        self._used[item.client] = pixels + item.price
         self._used.move_to_end(item.client)
         if len(self._used) > _MAX_CLIENTS:
             self._used.popitem(last=False)

@@ -31,13 +31,13 @@ Decode = Callable[[MediaItem, Ticket], Ready]
 """What becomes of an image, in one of the threads."""
 
 
-class Begun(NamedTuple, Generic[Ready]):
+class DecodeJob(NamedTuple, Generic[Ready]):
     item: MediaItem
     future: Future[Ready]
     ticket: Ticket
 
 
-class _Held(NamedTuple):
+class _LightLoad(NamedTuple):
     """What light images take."""
 
     patches: int
@@ -46,12 +46,12 @@ class _Held(NamedTuple):
     def leaves_space_for(self, item: MediaItem, max_patches: int) -> bool:
         """One that is larger than a limit goes alone."""
         more = self.with_more(item)
-        return (not self.patches or more.patches <= max_patches) and (
-            not self.pixels or more.pixels <= _MAX_SOURCE_PIXELS
-        )
+        if self.patches and more.patches > max_patches:
+            return False
+        return not self.pixels or more.pixels <= _MAX_SOURCE_PIXELS
 
-    def with_more(self, item: MediaItem) -> _Held:
-        return _Held(self.patches + item.geometry.grid.patches, self.pixels + _source_pixels(item))
+    def with_more(self, item: MediaItem) -> _LightLoad:
+        return _LightLoad(self.patches + item.geometry.grid.patches, self.pixels + _source_pixels(item))
 
 
 class DecodeStage(Generic[Ready]):
@@ -63,7 +63,7 @@ class DecodeStage(Generic[Ready]):
         self._turns = DecodeTurns()
         self._light = FairPool(threads, "saccade-decode")
         self._heavy = FairPool(heavy_threads, "saccade-decode-heavy")
-        self._begun: OrderedDict[Key, Begun[Ready]] = OrderedDict()
+        self._begun: OrderedDict[Key, DecodeJob[Ready]] = OrderedDict()
         self._leaving: dict[Future[Ready], MediaItem] = {}  # dropped while they were being decoded
         self._took: deque[tuple[MediaItem, float]] = deque()  # CPU time
 
@@ -75,7 +75,7 @@ class DecodeStage(Generic[Ready]):
 
     @property
     def held_patches(self) -> int:
-        items = [*(begun.item for begun in self._begun.values()), *list(self._leaving.values())]
+        items = [*(job.item for job in self._begun.values()), *list(self._leaving.values())]
         return sum(item.geometry.grid.patches for item in items)
 
     def submit(self, item: MediaItem, task: Callable[[], None]) -> Future[None]:
@@ -85,68 +85,69 @@ class DecodeStage(Generic[Ready]):
     def start(self, submitted: Iterable[MediaItem], expected: Iterable[MediaItem] = ()) -> None:
         """Begin as many as fit, in turn: `submitted` ones before `expected` ones."""
         self._learn()
-        for wanted in (submitted, expected):
-            new = [item for item in wanted if item.key not in self._begun]
+        for group in (submitted, expected):
+            new = [item for item in group if item.key not in self._begun]
             self._start_light(item for item in new if not item.is_heavy)
             self._start_heavy(item for item in new if item.is_heavy)
 
-    def make_room(self, wanted: Sequence[MediaItem], submitted: Collection[Key]) -> None:
-        """Begin the first of `wanted` even where none fits: ready ones that are wanted last give way.
+    def make_room(self, items: Sequence[MediaItem], submitted: Collection[Key]) -> None:
+        """Begin the first of `items` even where none fits: ready ones that are wanted last give way.
 
         Not those `submitted`, which the encoder takes without waiting for others.
         """
-        if not wanted or wanted[0].key in self._begun or self._fits(wanted[0]):
+        if not items or items[0].key in self._begun or self._fits(items[0]):
             return
-        place = {item.key: index for index, item in enumerate(wanted)}
-        ready = [begun for begun in self._of(heavy=wanted[0].is_heavy) if begun.future.done()]
-        ready = [begun for begun in ready if begun.item.key not in submitted]
-        ready.sort(key=lambda begun: place.get(begun.item.key, len(wanted)))
-        while ready and not self._fits(wanted[0]):
+        place = {item.key: index for index, item in enumerate(items)}
+        ready = [job for job in self._of(heavy=items[0].is_heavy) if job.future.done()]
+        ready = [job for job in ready if job.item.key not in submitted]
+        ready.sort(key=lambda job: place.get(job.item.key, len(items)))
+        while not self._fits(items[0]):
+            if not ready:
+                return
             self._leave(ready.pop())
-        if self._fits(wanted[0]):
-            self._begin(wanted[0])
+        self._begin(items[0])
 
     def is_done(self, key: Key) -> bool:
-        begun = self._begun.get(key)
-        return begun is not None and begun.future.done()
+        return key in self._begun and self._begun[key].future.done()
 
     def decoded_first(self) -> frozenset[Key]:
         """Those of them that are ready, or have failed."""
-        begun = self._begun.items()
-        return frozenset(key for key, (item, future, _) in begun if item.is_decoded_first and future.done())
+        jobs = self._begun.items()
+        return frozenset(key for key, (item, future, _) in jobs if item.is_decoded_first and future.done())
 
     def ready(self, key: Key) -> Ready | None:
         """What its thread has brought; None: nothing yet, or an error."""
-        begun = self._begun.get(key)
-        is_ready = begun is not None and begun.future.done() and begun.future.exception() is None
-        return begun.future.result() if begun is not None and is_ready else None
+        if not self.is_done(key):
+            return None
+        future = self._begun[key].future
+        return None if future.exception() else future.result()
 
     def futures(self, keys: Collection[Key]) -> list[Future[Ready]]:
-        """Of these, and of those that are decoded before they are submitted."""
-        begun = self._begun.items()
-        return [future for key, (item, future, _) in begun if key in keys or item.is_decoded_first]
+        """Futures of these, and of those that are decoded before they are submitted."""
+        jobs = self._begun.items()
+        return [future for key, (item, future, _) in jobs if key in keys or item.is_decoded_first]
 
     def take(self, item: MediaItem) -> Ready:
         """Waits for it. The calling thread decodes it where it did not fit the limits until now."""
-        begun = self._begun.pop(item.key, None)
-        if begun is None:
+        job = self._begun.pop(item.key, None)
+        if job is None:
             return self._decode(item, Ticket())
-        return begun.future.result()
+        return job.future.result()
 
-    def drop_expected(self, kept: Collection[Key]) -> None:
+    def drop_expected(self, keys: Collection[Key]) -> None:
         """Forget what was begun early, but these and what is being decoded."""
-        for begun in list(self._begun.values()):
-            if begun.item.key in kept or begun.item.is_decoded_first:
+        for job in list(self._begun.values()):
+            if job.item.key in keys or job.item.is_decoded_first:
                 continue
-            if begun.future.cancel() or begun.future.done():
-                self._leave(begun)
+            if job.future.cancel() or job.future.done():
+                self._leave(job)
 
     def end(self, keys: Iterable[Key]) -> None:
         """End their decoding, and forget them. Those being decoded count until their threads are free."""
-        for begun in [self._begun[key] for key in keys if key in self._begun]:
-            begun.future.cancel()
-            begun.ticket.cancel()
-            self._leave(begun)
+        for job in [self._begun[key] for key in keys if key in self._begun]:
+            job.future.cancel()
+            job.ticket.cancel()
+            self._leave(job)
 
     def run(self, work: Callable[[], object]) -> None:
         """Something that one of the threads has to do first."""
@@ -159,21 +160,21 @@ class DecodeStage(Generic[Ready]):
             pool.close(wait=True)
         self._decode = _closed  # the one before belongs to the owner of this: no cycle is left
 
-    def _leave(self, begun: Begun[Ready]) -> None:
+    def _leave(self, job: DecodeJob[Ready]) -> None:
         """Its thread may hold what it decoded until it is done."""
-        del self._begun[begun.item.key]
-        if begun.future.cancelled():  # it never began, so it costs nothing
-            self._took.append((begun.item, 0.0))
-        self._leaving[begun.future] = begun.item
-        begun.future.add_done_callback(self._leaving.pop)
+        del self._begun[job.item.key]
+        if job.future.cancelled():  # it never began, so it costs nothing
+            self._took.append((job.item, 0.0))
+        self._leaving[job.future] = job.item
+        job.future.add_done_callback(self._leaving.pop)
 
     def _start_light(self, items: Iterable[MediaItem]) -> None:
-        held = self._held_light()
-        for item in self._turns.order(items, [begun.item for begun in self._of(heavy=False)]):
-            if not held.leaves_space_for(item, self._max_patches):
+        light = self._held_light()
+        for item in self._turns.order(items, [job.item for job in self._of(heavy=False)]):
+            if not light.leaves_space_for(item, self._max_patches):
                 break
             self._begin(item)
-            held = held.with_more(item)
+            light = light.with_more(item)
 
     def _start_heavy(self, items: Iterable[MediaItem]) -> None:
         for item in self._turns.order(items)[: self._space_for_heavy()]:
@@ -184,26 +185,26 @@ class DecodeStage(Generic[Ready]):
             return self._space_for_heavy() > 0
         return self._held_light().leaves_space_for(item, self._max_patches)
 
-    def _held_light(self) -> _Held:
+    def _held_light(self) -> _LightLoad:
         light = self._of(heavy=False)
         leaving = [item for item in list(self._leaving.values()) if not item.is_heavy]
-        patches = sum(item.geometry.grid.patches for item in (*(begun.item for begun in light), *leaving))
-        decoding = (begun.item for begun in light if not begun.future.done())
-        return _Held(patches, sum(map(_source_pixels, (*decoding, *leaving))))
+        patches = sum(item.geometry.grid.patches for item in (*(job.item for job in light), *leaving))
+        decoding = (job.item for job in light if not job.future.done())
+        return _LightLoad(patches, sum(map(_source_pixels, (*decoding, *leaving))))
 
     def _space_for_heavy(self) -> int:
         num_begun = len(self._of(heavy=True)) + sum(item.is_heavy for item in list(self._leaving.values()))
         return max(0, self._max_heavy - num_begun)
 
-    def _of(self, *, heavy: bool) -> list[Begun[Ready]]:
-        return [begun for begun in self._begun.values() if begun.item.is_heavy is heavy]
+    def _of(self, *, heavy: bool) -> list[DecodeJob[Ready]]:
+        return [job for job in self._begun.values() if job.item.is_heavy is heavy]
 
     def _begin(self, item: MediaItem) -> None:
         self._turns.begin(item)
         ticket = Ticket()
         pool = self._heavy if item.is_heavy else self._light
         future = pool.submit(Owner(item.client, item.owner), partial(self._timed, item, ticket))
-        self._begun[item.key] = Begun(item, future, ticket)
+        self._begun[item.key] = DecodeJob(item, future, ticket)
 
     def _timed(self, item: MediaItem, ticket: Ticket) -> Ready:
         start = thread_seconds()

@@ -9,6 +9,7 @@ that is resident or in flight.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -29,26 +30,26 @@ from saccade.media.decoding import MediaDecoder
 from saccade.media.jpeg_stream import is_streamed
 from saccade.media.media_workers import Ticket
 from saccade.media.video_pruning import Ints, Kept, kept_of
-from saccade.models.interface import Tiled, VisionLanguageModel
-from saccade.models.layers.forward_types import Encoding
-from saccade.runner.cuda.staging import to_device
+from saccade.models.interface import VisionLanguageModel
 from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
 from saccade.runner.encoder.decode_order import embeddings_of
 from saccade.runner.encoder.decode_stage import DecodeStage
+from saccade.runner.encoder.encoder_pass import EncoderPass, Prepared
 from saccade.runner.encoder.gpu_jpeg import GpuJpegs
 from saccade.runner.encoder.image_errors import is_of_the_device, unusable
 from saccade.runner.encoder.remote_encoders import RemoteEncoders
-from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
-from saccade.runner.encoder.upload import Prepare, Upload, joined, pin, pinned, use_on_current_stream
+from saccade.runner.encoder.timing import Times
+from saccade.runner.encoder.upload import PixelUpload, Prepare, joined, pin, pinned, use_on_current_stream
 from saccade.types.media import Geometry, Key, MediaItem
 from saccade.types.step import MediaTimes, Slice
 
 _HEAVY_SHARE = 4  # for so many threads there is one more, for images that take long to decode
+_CPU = torch.device("cpu")
 _IDLE_WAIT = 0.005  # seconds that an otherwise idle step waits for image decoding
 
 
-class Encoded(NamedTuple):
+class EncoderResults(NamedTuple):
     """Results since the last poll."""
 
     embeddings: dict[Key, Tensor]  # [slots, hidden] each, complete in the order of the current stream
@@ -58,7 +59,7 @@ class Encoded(NamedTuple):
     restored: set[Key]  # those of the embeddings that a tier had
 
     @classmethod
-    def nothing(cls) -> Encoded:
+    def nothing(cls) -> EncoderResults:
         return cls({}, Times(), {}, {}, set())
 
 
@@ -85,49 +86,20 @@ class Encoder(Protocol):
         """Embeddings that this process encodes; None: all that were submitted."""
 
     def submit(self, items: Sequence[MediaItem]) -> None: ...
-
     def prefetch_media(self, items: Sequence[MediaItem]) -> None: ...
-
     def prefetch(self, items: Sequence[MediaItem]) -> None: ...
-
     def decode_first(self, items: Sequence[MediaItem]) -> None: ...
-
     def decoded_first(self) -> frozenset[Key]: ...
-
     def end(self, keys: Collection[Key]) -> None: ...
-
     def release(self) -> None: ...
-
     def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice: ...
-
-    def poll(self) -> Encoded: ...
-
+    def poll(self) -> EncoderResults: ...
     def tier_stats(self) -> dict[str, Any]: ...
-
     def remote_stats(self) -> dict[str, Any]:
-        """Of encoder workers; empty without them."""
+        """Counters of encoder workers; empty without them."""
 
     def clear(self) -> None: ...
-
     def close(self) -> None: ...
-
-
-class Prepared(NamedTuple):
-    patches: Tensor  # [patches, patch_dim]
-    kept: Kept | None  # tokens that stay after pruning; None: all
-    decode_ms: float
-    on_gpu: bool = False  # decoded there
-
-
-@dataclass(eq=False)
-class _Pass:
-    """Images that go through the tower together."""
-
-    items: list[MediaItem]
-    decode_ms: list[float]
-    kept: list[Kept | None]
-    layers: Encoding
-    watch: Watch
 
 
 class LocalEncoder:
@@ -141,7 +113,7 @@ class LocalEncoder:
         model: VisionLanguageModel,
         max_patches: int,
         threads: int,
-        device: torch.device | None = None,
+        device: torch.device = _CPU,
         upload_bytes: int = 0,  # device memory reserved for preprocessing
         tiers: EmbeddingTiers | None = None,
         remote: RemoteEncoders | None = None,
@@ -155,13 +127,14 @@ class LocalEncoder:
         self.tiers = tiers
         self.remote = remote
         self.place: Place = joined
-        self._on_cuda = device is not None and device.type == "cuda"
-        self._is_async = self._on_cuda  # a pass is launched, and runs while the host goes on
+        self._on_cuda = False
         self._to_patches: Prepare = model.prepare
-        if device is not None and self._on_cuda:
-            upload = Upload(model, device, upload_bytes)
+        if device.type == "cuda":
+            self._on_cuda = True
+            upload = PixelUpload(model, device, upload_bytes)
             self._to_patches = upload
             self.place = upload.place
+        self._is_async = self._on_cuda  # a pass is launched, and runs while the host goes on
         self.max_patches = max_patches  # per pass; a larger single image gets a pass of its own
         self.counters = EncoderCounters()
         heavy = max(1, threads // _HEAVY_SHARE)
@@ -172,24 +145,24 @@ class LocalEncoder:
             max_seconds=max_decode_seconds,
             pin=pin if self._on_cuda else None,
         )
-        waiting = remote.max_images if remote else 0  # threads that only wait for workers
         self._decoders = BoundedSemaphore(threads)
-        self._stage: DecodeStage[Prepared | Restored] = DecodeStage(
-            self._prepare,
-            threads + waiting,
-            heavy,
-            2 * max_patches if max_ahead is None else max_ahead,
-        )
+        if remote is not None:
+            threads += remote.max_images  # these only wait for workers
+        if max_ahead is None:
+            max_ahead = 2 * max_patches
+        self._stage: DecodeStage[Prepared | Restored] = DecodeStage(self._prepare, threads, heavy, max_ahead)
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
         self._alone: set[Key] = set()  # were in a pass that failed; each is retried alone
-        self._current: _Pass | None = None
-        self._done = Encoded.nothing()
+        self._current: EncoderPass | None = None
+        self._results = EncoderResults.nothing()
 
     def warm_up(self, geometry: Geometry, frames: int) -> None:
         """Prepare a blank image, and a frame group if the model has them, which compiles the kernels."""
         width, height = geometry.resized
         blank = np.zeros((height + 1, width + 1, 3), np.uint8)  # one pixel larger, so that it is resized too
-        inputs = [blank] if frames == 1 else [blank, np.stack([blank] * frames)]
+        inputs = [blank]
+        if frames > 1:
+            inputs.append(np.stack([blank] * frames))
         for pixels in inputs:
             self._stage.run(partial(torch.inference_mode()(self._to_patches), pixels, geometry))
 
@@ -201,9 +174,10 @@ class LocalEncoder:
     def local_work(self) -> int | None:
         if self.remote is None or not self.remote.is_up:
             return None
-        own = list(self._current.items) if self._current else []
-        own += [item for item in self._queue.values() if isinstance(self._stage.ready(item.key), Prepared)]
-        return sum(map(embeddings_of, own))
+        items = [item for item in self._queue.values() if isinstance(self._stage.ready(item.key), Prepared)]
+        if self._current is not None:
+            items += self._current.items
+        return sum(map(embeddings_of, items))
 
     def submit(self, items: Sequence[MediaItem]) -> None:
         for item in items:
@@ -245,31 +219,34 @@ class LocalEncoder:
         if may_wait and self._current is None:
             self._wait_for_decoding(is_sliced=layers is not None)
         self._take_restored()
-        done = Slice()
-        while layers is None or layers > 0:
+        total = Slice()
+        limit = math.inf if layers is None else layers
+        while limit > 0:
             if self._current is None and not self._begin_pass(is_sliced=layers is not None):
                 break
             share = min(1.0, self._current_patches / self.max_patches)
             start = time.perf_counter()
-            taken = self._run_layers(layers)
-            done = Slice(done.layers + taken * share, done.seconds + time.perf_counter() - start)
+            count = self._run_layers(limit)
+            total = Slice(total.layers + count * share, total.seconds + time.perf_counter() - start)
             if self._current is not None:
                 break
-            layers = layers if layers is None else layers - taken
+            limit -= count
             self._start_decoding()
-        return done
+        return total
 
     def _wait_for_decoding(self, *, is_sliced: bool) -> None:
-        """For a moment. Where whole images are encoded, they are waited for later, one by one."""
+        """Wait for a moment. Where whole images are encoded, they are waited for later, one by one."""
         self._start_decoding()
+        if self._queue and not is_sliced:
+            return
         futures = self._stage.futures(self._queue.keys())
-        if futures and (is_sliced or not self._queue):
+        if futures:
             wait(futures, timeout=_IDLE_WAIT, return_when=FIRST_COMPLETED)
 
-    def poll(self) -> Encoded:
-        done = self._done
-        self._done = Encoded.nothing()
-        return done
+    def poll(self) -> EncoderResults:
+        results = self._results
+        self._results = EncoderResults.nothing()
+        return results
 
     def tier_stats(self) -> dict[str, Any]:
         return self.tiers.stats() if self.tiers else {}
@@ -300,8 +277,8 @@ class LocalEncoder:
 
     def _start_decoding(self, expected: Sequence[MediaItem] = ()) -> None:
         self._stage.start(self._queue.values(), expected)
-        held = self._stage.held_patches
-        self.counters.peak_patches = max(self.counters.peak_patches, held + self._current_patches)
+        patches = self._stage.held_patches + self._current_patches
+        self.counters.peak_patches = max(self.counters.peak_patches, patches)
 
     def _prepare(self, item: MediaItem, ticket: Ticket) -> Prepared | Restored:
         with torch.inference_mode():
@@ -313,10 +290,11 @@ class LocalEncoder:
                 ticket.check()
                 start = time.perf_counter()
                 patches = self._decode_on_gpu(item)
-                on_gpu, kept = patches is not None, None
+                on_gpu = patches is not None
+                pruning = None
                 if patches is None:
-                    patches, kept = self._decode(item, ticket)
-        return Prepared(patches, kept, (time.perf_counter() - start) * 1e3, on_gpu)
+                    patches, pruning = self._decode(item, ticket)
+        return Prepared(patches, pruning, (time.perf_counter() - start) * 1e3, on_gpu)
 
     def _decode_on_gpu(self, item: MediaItem) -> Tensor | None:
         if self.jpegs is None or not item.gpu_jpeg:
@@ -330,8 +308,7 @@ class LocalEncoder:
             return self.model.prepare(image, item.geometry), None
         new = pinned if self._on_cuda else new_pixels
         with self._decoder.pixels(item, ticket, new) as pixels:
-            own = pixels[item.leading :] if item.leading else pixels
-            return self._to_patches(own, item.geometry), kept_of(item, pixels)
+            return self._to_patches(pixels[item.leading :], item.geometry), kept_of(item, pixels)
 
     def _take(self, item: MediaItem) -> Prepared | None:
         """The decoded image, or None: its embedding is there already, or it failed (see the errors)."""
@@ -363,21 +340,21 @@ class LocalEncoder:
     def _finish_restored(self, item: MediaItem, restored: Restored) -> None:
         use_on_current_stream([restored.embedding])
         if restored.coordinates is not None:
-            self._done.coordinates[item.key] = restored.coordinates
-        self._done.embeddings[item.key] = restored.embedding
+            self._results.coordinates[item.key] = restored.coordinates
+        self._results.embeddings[item.key] = restored.embedding
         if restored.times is None:
-            self._done.times.put(item.key, MediaTimes(0.0, 0.0))
-            self._done.restored.add(item.key)
+            self._results.times.put(item.key, MediaTimes(0.0, 0.0))
+            self._results.restored.add(item.key)
             self.counters.restored += 1
             return
-        self._done.times.put(item.key, restored.times)
+        self._results.times.put(item.key, restored.times)
         self.counters.encoded += 1
         if self.tiers:
             self.tiers.put(item, restored.embedding, restored.coordinates)
 
     @property
     def _current_patches(self) -> int:
-        return sum(item.geometry.grid.patches for item in self._current.items) if self._current else 0
+        return self._current.patches if self._current else 0
 
     # --- passes ---------------------------------------------------------------------------------------------
 
@@ -390,11 +367,14 @@ class LocalEncoder:
         batch: list[tuple[MediaItem, Prepared]] = []
         patches = 0
         for item in list(self._queue.values()):
-            is_ready = self._stage.is_done(item.key)
-            if (is_sliced or (batch and self._is_async)) and not is_ready:
-                continue
+            if not self._stage.is_done(item.key):
+                if is_sliced:
+                    continue
+                if batch and self._is_async:
+                    continue
             size = item.geometry.grid.patches
-            if batch and (patches + size > self.max_patches or item.key in self._alone):
+            is_apart = patches + size > self.max_patches or item.key in self._alone
+            if batch and is_apart:
                 break
             del self._queue[item.key]
             prepared = self._take(item)
@@ -405,95 +385,48 @@ class LocalEncoder:
             if item.key in self._alone:
                 break
         if batch:
-            self._current = self._make_pass(batch)
+            self.counters.passes += 1
+            self._current = EncoderPass(self.model, batch, on_cuda=self._on_cuda)
         return bool(batch)
 
-    def _make_pass(self, batch: list[tuple[MediaItem, Prepared]]) -> _Pass:
-        self.counters.passes += 1
-        items = [item for item, _ in batch]
-        patches = [prepared.patches for _, prepared in batch]
-        layers = self._encoding(patches, [item.geometry for item in items])
-        decode_ms = [prepared.decode_ms for _, prepared in batch]
-        kept = [prepared.kept for _, prepared in batch]
-        return _Pass(items, decode_ms, kept, layers, DeviceWatch() if self._on_cuda else HostWatch())
-
-    def _encoding(self, parts: list[Tensor], geometries: list[Geometry]) -> Encoding:
-        """Packs with the first layer: it may run out of memory, too, and is then retried like a layer."""
-        use_on_current_stream(parts)
-        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        parts.clear()
-        layers = self.model.encode(packed, [geometry.grid for geometry in geometries])
-        del packed  # the tower drops it after the patch embedding; no other reference may stay
-        features = yield from layers
-        if isinstance(self.model, Tiled):
-            pairs = zip(features, geometries, strict=True)
-            return [self.model.join(own, geometry) for own, geometry in pairs]
-        return features
-
-    def _run_layers(self, limit: int | None) -> int:
-        """Advance the current pass by about `limit` layers, to its end if near; returns how many ran."""
+    def _run_layers(self, limit: float) -> int:
+        """Advance the current pass by about `limit` layers; returns how many ran."""
         current = self._current
         assert current is not None
-        taken = 0
-        last = 1
-        failure = embeddings = None
-        try:
-            with current.watch.lap():
-                while embeddings is None and (limit is None or limit - taken > last // 2):
-                    last, embeddings = _next_layers(current.layers)
-                    taken += last
-        except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError on CUDA
-            if is_of_the_device(error):
-                raise
-            failure = type(error)  # not the error itself, whose traceback holds the pass's tensors
-        if failure is not None:
+        count = current.run_layers(limit)
+        if current.failure is not None:
             self._current = None
-            self._retry_or_fail(current, failure)
-        elif embeddings is not None:
+            self._retry_or_fail(current.items, current.failure)
+        elif current.is_complete:
             self._current = None
-            self._finish(current, embeddings)
-        return taken
+            self._finish(current)
+        return count
 
-    def _finish(self, current: _Pass, embeddings: list[Tensor]) -> None:
-        total = sum(item.geometry.grid.patches for item in current.items)
-        parts = zip(current.items, embeddings, current.kept, current.decode_ms, strict=True)
-        for item, embedding, kept, decode_ms in parts:
-            share = item.geometry.grid.patches / total
-            if kept is not None:
-                embedding = embedding.index_select(0, to_device(kept.tokens, embedding.device))
-                self._done.coordinates[item.key] = kept.cells
-            elif len(current.items) > 1:
-                embedding = embedding.clone()  # a view would hold the whole pass after the others are evicted
-            assert embedding.shape[0] == item.geometry.slots, "the bill and the tower disagree"
-            self._done.embeddings[item.key] = embedding
+    def _finish(self, current: EncoderPass) -> None:
+        for image in current.images():
+            key = image.item.key
+            if image.cells is not None:
+                self._results.coordinates[key] = image.cells
+            self._results.embeddings[key] = image.embedding
             if self.tiers:
-                self.tiers.put(item, embedding, None if kept is None else kept.cells)
-            self._done.times.add(item.key, decode_ms, current.watch, share)
-            self._alone.discard(item.key)
+                self.tiers.put(image.item, image.embedding, image.cells)
+            self._results.times.add(key, image.decode_ms, current.watch, image.share)
+            self._alone.discard(key)
             self.counters.encoded += 1
 
-    def _retry_or_fail(self, failed: _Pass, kind: type[Exception]) -> None:
+    def _retry_or_fail(self, items: Sequence[MediaItem], kind: type[Exception]) -> None:
         """One image must not fail the others of its pass: after a failure each is retried alone."""
         if self._on_cuda:
             torch.cuda.empty_cache()  # cached blocks of other sizes may be all that was missing
-        if len(failed.items) > 1:
-            for item in reversed(failed.items):
-                self._alone.add(item.key)
-                self._queue[item.key] = item
-                self._queue.move_to_end(item.key, last=False)
+        if len(items) == 1:
+            self._alone.discard(items[0].key)
+            self._fail(items[0], unusable(items[0], kind))
             return
-        item = failed.items[0]
-        self._alone.discard(item.key)
-        self._fail(item, unusable(item, kind))
+        for item in reversed(items):
+            self._alone.add(item.key)
+            self._queue[item.key] = item
+            self._queue.move_to_end(item.key, last=False)
 
     def _fail(self, item: MediaItem, error: RequestError) -> None:
         self.counters.failed += 1
-        self._done.errors[item.key] = error
-
-
-def _next_layers(layers: Encoding) -> tuple[int, list[Tensor] | None]:
-    """Run the next layer or layers; returns how many, and the embeddings after the last."""
-    try:
-        return next(layers), None
-    except StopIteration as stop:
-        return 1, list(stop.value)
+        self._results.errors[item.key] = error

@@ -38,7 +38,7 @@ _RISK = (
 
 
 @dataclass(eq=False)
-class _Job:
+class _JpegJob:
     jpeg: Jpeg
     orientation: int
     is_done: bool = False
@@ -51,7 +51,7 @@ class GpuJpegs:
         self._max_pixels = max_pixels
         self._held_pixels = 0
         self._freed = Condition()
-        self._waiting: deque[_Job] = deque()
+        self._waiting: deque[_JpegJob] = deque()
         self._turn = Lock()  # to call nvJPEG
 
     @contextmanager
@@ -62,9 +62,11 @@ class GpuJpegs:
             yield None
             return
         orientation = item.header.orientation
-        stored = Size(width, height) if orientation < 5 else Size(height, width)
+        size = Size(width, height)
+        if orientation >= 5:
+            size = Size(height, width)
         with self._space(width * height):
-            job = _Job(Jpeg.of(item.data, stored), orientation)
+            job = _JpegJob(Jpeg.of(item.data, size), orientation)
             self._waiting.append(job)
             with self._turn:
                 if not job.is_done:  # by another thread, with its own
@@ -93,15 +95,15 @@ class GpuJpegs:
                 self._held_pixels -= pixels
                 self._freed.notify_all()
 
-    def _run(self, jobs: Sequence[_Job]) -> None:
-        """As one batch. One that fails must not fail the others."""
+    def _run(self, jobs: Sequence[_JpegJob]) -> None:
+        """Decode them as one batch. One that fails must not fail the others."""
         if len(jobs) > 1 and self._decode(jobs):
             return
         for job in jobs:
             self._decode([job])
             job.is_done = True
 
-    def _decode(self, jobs: Sequence[_Job]) -> bool:
+    def _decode(self, jobs: Sequence[_JpegJob]) -> bool:
         try:
             decoded = self._nvjpeg.decode([job.jpeg for job in jobs])
             with torch.inference_mode(), self._nvjpeg.on_stream():
@@ -115,7 +117,8 @@ class GpuJpegs:
                 raise
             return False
         for job, pixels in zip(jobs, decoded, strict=True):
-            job.pixels, job.is_done = pixels, True
+            job.pixels = pixels
+            job.is_done = True
         return True
 
 

@@ -61,11 +61,13 @@ def load_library() -> ctypes.CDLL:
 
 
 def _candidates() -> Iterator[str | Path]:
-    """Of NVIDIA's Python packages, of the system, of CUDA toolkits; PyTorch's own release of CUDA first."""
-    own = str(torch.version.cuda or "").partition(".")[0]
+    """Files of NVIDIA's packages, the system and CUDA toolkits; PyTorch's own release of CUDA first."""
+    release_of_torch = str(torch.version.cuda).partition(".")[0]
     spec = find_spec("nvidia")
-    packages = list(spec.submodule_search_locations or ()) if spec else []
-    for release in sorted(("13", "12"), key=lambda release: release != own):
+    packages: list[str] = []
+    if spec is not None and spec.submodule_search_locations:
+        packages = list(spec.submodule_search_locations)
+    for release in sorted(("13", "12"), key=lambda release: release != release_of_torch):
         name = f"libnvjpeg.so.{release}"
         for package in packages:
             yield from sorted(Path(package).glob(f"*/lib/{name}"))
@@ -94,9 +96,9 @@ class NvJpeg:
     def wait(self) -> None:
         """Until all is done that was launched on the stream. Blocks only this thread."""
         if self._stream:
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            done.record(self._stream)
-            done.synchronize()
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            event.synchronize()
 
     @torch.inference_mode()
     def decode(self, jpegs: Sequence[Jpeg]) -> list[Tensor]:
@@ -131,7 +133,8 @@ class NvJpeg:
         """Returns how many engines the GPU has."""
         how = (ctypes.c_int(_BACKEND_HARDWARE), None, None, ctypes.c_uint(_INTERPOLATED))
         status = self._library.nvjpegCreateEx(*how, ctypes.byref(self._handle))
-        engines, cores = ctypes.c_uint(), ctypes.c_uint()
+        engines = ctypes.c_uint()
+        cores = ctypes.c_uint()
         if status != _ARCH_MISMATCH:
             _check("nvjpegCreateEx", status)
             counts = ctypes.byref(engines), ctypes.byref(cores)
@@ -145,18 +148,21 @@ class NvJpeg:
         self._batch = 0
 
     def _destroy_state(self) -> None:
-        old, self._state = self._state, ctypes.c_void_p()
+        old = self._state
+        self._state = ctypes.c_void_p()
         if old:
             with suppress(NvJpegError):
                 self._call("nvjpegJpegStateDestroy", old)
 
     def _check_size(self, jpeg: Jpeg) -> None:
         """The library writes what it reads as the size, and must read what we allocate."""
-        number, subsampling = ctypes.c_int(), ctypes.c_int()
-        widths, heights = (ctypes.c_int * _MAX_COMPONENTS)(), (ctypes.c_int * _MAX_COMPONENTS)()
+        number = ctypes.c_int()
+        subsampling = ctypes.c_int()
+        widths = (ctypes.c_int * _MAX_COMPONENTS)()
+        heights = (ctypes.c_int * _MAX_COMPONENTS)()
         data = ctypes.c_char_p(jpeg.data), ctypes.c_size_t(jpeg.length)
-        found = ctypes.byref(number), ctypes.byref(subsampling)
-        self._call("nvjpegGetImageInfo", self._handle, *data, *found, widths, heights)
+        outputs = ctypes.byref(number), ctypes.byref(subsampling), widths, heights
+        self._call("nvjpegGetImageInfo", self._handle, *data, *outputs)
         if number.value != 3 or Size(widths[0], heights[0]) != jpeg.size:
             read = f"{widths[0]}x{heights[0]} with {number.value} components"
             raise NvJpegError(f"nvJPEG reads {read}, the header says {jpeg.size.width}x{jpeg.size.height}")
@@ -164,7 +170,8 @@ class NvJpeg:
     def _launch(self, jpegs: Sequence[Jpeg], outs: Sequence[Tensor]) -> None:
         images = (_Image * len(outs))()
         for image, out in zip(images, outs, strict=True):
-            image.channel[0], image.pitch[0] = out.data_ptr(), out.stride(0)
+            image.channel[0] = out.data_ptr()
+            image.pitch[0] = out.stride(0)
         stream = ctypes.c_void_p(self._stream.cuda_stream if self._stream else None)
         if self._batch != len(jpegs):
             how = (ctypes.c_int(value) for value in (len(jpegs), _CPU_THREADS, _RGB_INTERLEAVED))
@@ -174,8 +181,8 @@ class NvJpeg:
         counts = (ctypes.c_size_t * len(jpegs))(*(jpeg.length for jpeg in jpegs))
         self._call("nvjpegDecodeBatched", self._handle, self._state, pointers, counts, images, stream)
 
-    def _call(self, name: str, *given: object) -> None:
-        _check(name, getattr(self._library, name)(*given))
+    def _call(self, name: str, *arguments: object) -> None:
+        _check(name, getattr(self._library, name)(*arguments))
 
 
 def _check(name: str, status: int) -> None:

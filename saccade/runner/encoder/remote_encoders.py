@@ -61,7 +61,7 @@ class RemoteCounters:
 
 
 @dataclass(eq=False)
-class _Worker:
+class _EncoderWorker:
     """A channel, and what this engine has in it."""
 
     channel: EncoderChannel
@@ -96,7 +96,7 @@ class RemoteEncoders:
         self._arena_bytes = arena_bytes
         self._num_engines = num_engines  # that share the workers
         self._clock = clock
-        self._workers: dict[str, _Worker] = {}  # by address, open ones
+        self._workers: dict[str, _EncoderWorker] = {}  # by address, open ones
         self._changed = Condition()  # guards all that follows the options
         self._suspects: OrderedDict[Key, int] = OrderedDict()  # deaths of workers
         self._is_closed = Event()
@@ -122,7 +122,7 @@ class RemoteEncoders:
                 channel.close()
                 return
             with self._changed:
-                self._workers[address] = _Worker(channel, channel.seconds_per_patch)
+                self._workers[address] = _EncoderWorker(channel, channel.seconds_per_patch)
                 self._changed.notify_all()
 
     @property
@@ -130,7 +130,7 @@ class RemoteEncoders:
         """Whether an image would be sent now."""
         return bool(self._usable())
 
-    def _usable(self) -> list[_Worker]:
+    def _usable(self) -> list[_EncoderWorker]:
         now = self._clock()
         return [w for w in list(self._workers.values()) if w.channel.is_open and now >= w.paused_until]
 
@@ -165,26 +165,26 @@ class RemoteEncoders:
         self._count(fallbacks=1)
         return None
 
-    def _encoded(self, worker: _Worker, item: MediaItem, form: EntryForm, place: Place) -> Restored:
+    def _encoded(self, worker: _EncoderWorker, item: MediaItem, form: EntryForm, place: Place) -> Restored:
         patches = item.geometry.grid.patches
-        with worker.channel.encode(item, form.embedding_bytes, self._seconds(worker)) as found:
-            _check(found, form)
-            data = place([torch.frombuffer(found.data, dtype=torch.uint8)], form.embedding_bytes)
+        with worker.channel.encode(item, form.embedding_bytes, self._seconds(worker)) as reply:
+            _check(reply, form)
+            data = place([torch.frombuffer(reply.data, dtype=torch.uint8)], form.embedding_bytes)
         with self._changed:
-            worker.learn(patches, (found.times.decode_ms + found.times.encode_ms) / 1e3)
+            worker.learn(patches, (reply.times.decode_ms + reply.times.encode_ms) / 1e3)
             self._suspects.pop(item.key, None)
         self._count(encoded=1)
-        count_seconds(found.times.decode_ms / 1e3)
+        count_seconds(reply.times.decode_ms / 1e3)
         dtype: torch.dtype = getattr(torch, form.dtype)
-        return Restored(data.view(dtype).view(form.slots, form.width), None, found.times)
+        return Restored(data.view(dtype).view(form.slots, form.width), None, reply.times)
 
-    def _seconds(self, worker: _Worker) -> float:
-        """For all that this engine has in the worker, while other engines have as much."""
+    def _seconds(self, worker: _EncoderWorker) -> float:
+        """Time allowed for all that this engine has in the worker, while other engines have as much."""
         usual = worker.patches * worker.seconds_per_patch * self._num_engines
         return self.min_seconds + _PATIENCE * usual
 
     @contextmanager
-    def _reserved(self, item: MediaItem, form: EntryForm) -> Iterator[_Worker | None]:
+    def _reserved(self, item: MediaItem, form: EntryForm) -> Iterator[_EncoderWorker | None]:
         """The least loaded worker; for a suspect one with nothing else of this engine in it.
 
         None: no worker can take it now.
@@ -192,8 +192,9 @@ class RemoteEncoders:
         patches = item.geometry.grid.patches
         with self._changed:
             is_alone = item.key in self._suspects
-            choose = self._choose_alone if is_alone else self._choose
-            worker = choose() if form.embedding_bytes <= self._arena_bytes else None
+            worker = None
+            if form.embedding_bytes <= self._arena_bytes:
+                worker = self._choose_alone() if is_alone else self._choose()
             if worker is not None:
                 worker.images += 1
                 worker.patches += patches
@@ -204,10 +205,11 @@ class RemoteEncoders:
                 with self._changed:
                     worker.images -= 1
                     worker.patches -= patches
-                    worker.is_reserved = worker.is_reserved and not is_alone
+                    if is_alone:
+                        worker.is_reserved = False
                     self._changed.notify_all()
 
-    def _choose(self) -> _Worker | None:
+    def _choose(self) -> _EncoderWorker | None:
         """Waits while all are reserved or full."""
         while usable := self._usable():
             free = [
@@ -218,7 +220,7 @@ class RemoteEncoders:
             self._changed.wait(_RECONNECT_SECONDS)  # a worker may also die or become late meanwhile
         return None
 
-    def _choose_alone(self) -> _Worker | None:
+    def _choose_alone(self) -> _EncoderWorker | None:
         """Reserves a worker, then waits until nothing is left in it."""
         worker = self._choose()
         if worker is None:
@@ -249,7 +251,7 @@ class RemoteEncoders:
             self._count(quarantined=1)
             logger.error("an image ended %d encoder workers; requests with it are refused", deaths)
 
-    def _note_late(self, worker: _Worker, late: EncoderLate) -> None:
+    def _note_late(self, worker: _EncoderWorker, late: EncoderLate) -> None:
         self._count(late=1)
         worker.paused_until = self._clock() + _PAUSE_SECONDS
         with self._changed:
@@ -295,9 +297,9 @@ class _Wrong(Exception):
     """An embedding that is not as the bill says."""
 
 
-def _check(found: RemoteEmbedding, form: EntryForm) -> None:
+def _check(reply: RemoteEmbedding, form: EntryForm) -> None:
     shape = (form.slots, form.width)
-    is_right = found.shape == shape and found.dtype == form.dtype and len(found.data) == form.embedding_bytes
-    if not is_right:
-        sent = f"{len(found.data)} bytes of shape {list(found.shape)} and dtype {found.dtype}"
-        raise _Wrong(f"{sent}, not {form.embedding_bytes} of {list(shape)} and {form.dtype}")
+    expected = (shape, form.dtype, form.embedding_bytes)
+    if (reply.shape, reply.dtype, len(reply.data)) != expected:
+        size = f"{len(reply.data)} bytes of shape {list(reply.shape)} and dtype {reply.dtype}"
+        raise _Wrong(f"{size}, not {form.embedding_bytes} of {list(shape)} and {form.dtype}")

@@ -22,7 +22,7 @@ Prepare = Callable[[Pixels | Tensor, Geometry], Tensor]
 """(decoded image, geometry) -> patches on the model's device, complete. Runs in the decoding threads."""
 
 
-class Upload:
+class PixelUpload:
     def __init__(self, model: VisionLanguageModel, device: torch.device, reserve_bytes: int = 0) -> None:
         self.model = model
         self._device = device
@@ -34,33 +34,35 @@ class Upload:
     def __call__(self, image: Pixels | Tensor, geometry: Geometry) -> Tensor:
         """A tensor is on the device already, and complete."""
         staged = image if isinstance(image, Tensor) else _staged(image)
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with self._lock, torch.cuda.stream(self._stream):
             patches = self.model.prepare(staged.to(self._device, non_blocking=True), geometry)
-            done.record()
-        done.synchronize()  # blocks only this thread
+            event.record()
+        event.synchronize()  # blocks only this thread
         return patches
 
     def place(self, parts: Sequence[Tensor], size: int) -> Tensor:
         """Pinned memory in parts -> the same bytes in one tensor on the device, complete."""
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with self._lock, torch.cuda.stream(self._stream):
             whole = torch.empty(size, dtype=torch.uint8, device=self._device)
             start = 0
             for part in parts:
                 whole[start : start + part.numel()].copy_(part, non_blocking=True)
                 start += part.numel()
-            done.record()
-        done.synchronize()  # blocks only this thread
+            event.record()
+        event.synchronize()  # blocks only this thread
         return whole
 
 
 def _staged(image: Pixels) -> Tensor:
-    """In pinned memory, where it is unless it was not decoded into `pinned`."""
-    staged = as_tensor(image) if image.flags.writeable else None
-    if staged is None or not staged.is_pinned():
-        staged = torch.from_numpy(pinned(image.shape))
-        np.copyto(staged.numpy(), image)
+    """The image in pinned memory, where it is unless it was not decoded into `pinned`."""
+    if image.flags.writeable:
+        staged = as_tensor(image)
+        if staged.is_pinned():
+            return staged
+    staged = torch.from_numpy(pinned(image.shape))
+    np.copyto(staged.numpy(), image)
     return staged
 
 

@@ -99,7 +99,7 @@ def test_int4_weights_are_those_that_an_engine_plans(monkeypatch: pytest.MonkeyP
     made, plain = make_plan(given), make_plan(deployment("Qwen/Qwen3-VL-8B", images=0, gpu="a100-80"))
     config = given.checkpoint.config
     largest, free = largest_image(given.checkpoint, Options()), find_hardware("a100-80").free_bytes(0.9)
-    engine = plan_memory(Options(device="cuda"), config, largest, free, stored=given.stored)
+    engine = plan_memory(Options(device="cuda"), config, largest, free, quantization=given.stored)
     assert made.capacity.parts == engine.parts
     saved = plain.capacity.parts.weights - made.capacity.parts.weights
     assert saved == pytest.approx(costs.active_layer_params(config.text) * (2 - 0.5 - 3 / 128), rel=1e-6)
@@ -121,7 +121,7 @@ def test_int4_experts_are_planned_unless_they_have_an_order(has_order: bool, mon
     made = make_plan(given)
     largest, free = largest_image(given.checkpoint, Options()), find_hardware("h200").free_bytes(0.9)
     assert made.capacity.parts == plan_memory(
-        Options(device="cuda"), config, largest, free, stored=given.stored
+        Options(device="cuda"), config, largest, free, quantization=given.stored
     ).parts  # fmt: skip
     saved = make_plan(plain).capacity.parts.weights - made.capacity.parts.weights
     experts = 48 * 128 * 3 * 768 * 2048
@@ -136,7 +136,7 @@ def test_int4_experts_are_planned_unless_they_have_an_order(has_order: bool, mon
 )
 def test_fp8_weights_are_counted_by_the_rule_that_a_model_is_built_by(name: str, in_blocks: bool) -> None:
     config = read_card(name).config
-    model = _build(config, torch.bfloat16, torch.device("meta"), {}, kept=Fp8Weights(in_blocks))
+    model = _build(config, torch.bfloat16, torch.device("meta"), {}, quantized=Fp8Weights(in_blocks))
     weights = [linear.weight for linear in model.params.linears]
     for layer in model.decoder.layers:
         weights += [layer.mlp.gate_up, layer.mlp.down] if isinstance(layer.mlp, MoE) else []

@@ -38,6 +38,11 @@ PUBLISHED = {  # billions of parameters, as the hub counts those of the files
     "deepseek-ai/deepseek-vl2": 27.5,
     "meta-llama/Llama-3.1-8B": 8.03,
     "Qwen/Qwen3-8B": 8.19,
+    "mistralai/Mistral-7B-v0.3": 7.25,
+    "Qwen/Qwen2.5-7B": 7.62,
+    "Qwen/Qwen3-30B-A3B": 30.5,
+    "Qwen/Qwen-7B": 7.72,
+    "deepseek-ai/DeepSeek-V2-Lite": 15.7,
 }
 
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from saccade.runner.embedding_tiers.entry import Buffer, Namespace
 from saccade.runner.embedding_tiers.host import HostTier
-from saccade.runner.embedding_tiers.rates import Rate
+from saccade.runner.embedding_tiers.rates import EmbeddingTime
 from saccade.runner.embedding_tiers.store import Store, StoreError
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.runner.embedding_tiers.valkey import ValkeyStore
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 
 WIDTH = 8
-SLOW = Rate(1.0, 0.0)
-FREE = Rate(0.0, 0.0)
+SLOW = EmbeddingTime(1.0, 0.0)
+FREE = EmbeddingTime(0.0, 0.0)
 CPU = torch.device("cpu")
 
 

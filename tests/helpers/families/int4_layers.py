@@ -17,7 +17,7 @@ WIDTH = 128
 
 def packed_decoder(*, is_ordered: bool, biases: Biases) -> Decoder:
     own = Int4Format(64, has_zeros=True, dtype=torch.float16, order=b"any" if is_ordered else None)
-    params = Parameters(torch.float16, DEVICE, kept=Int4Weights({}, default=own))
+    params = Parameters(torch.float16, DEVICE, quantized=Int4Weights({}, default=own))
     text = replace(TEXT, hidden_size=WIDTH, head_dim=32, intermediate_size=256, num_layers=1)
     made = Decoder(params.within("decoder"), text, biases)
     fill_random(params.targets, 0, DEVICE, params.scales)

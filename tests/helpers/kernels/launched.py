@@ -24,8 +24,8 @@ from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.ops.argmax import TokenSink
 from saccade.kernels.ops.copy_kv_blocks import copy_blocks
 from saccade.kernels.ops.sample import sample_rows
-from saccade.models import _family
 from saccade.models.cuda.vision import FusedVision
+from saccade.models.families import family_class
 from saccade.models.fp8_weights import FP8, Fp8Weights
 from saccade.models.interface import ModelParts
 from saccade.models.layers.torch_attention import PagedKV
@@ -221,8 +221,8 @@ def type_of(param: Any, value: Any) -> str:
 def run(shape: dict[str, Any], dtype: torch.dtype, fp8: bool = False) -> None:
     """Steps of many sizes, and an image."""
     config = model_config(shape)
-    params = Parameters(dtype, META, kept=Fp8Weights(in_blocks=True) if fp8 else None)
-    model = _family(config)(ModelParts(config, params, {}, FusedVision()))
+    params = Parameters(dtype, META, quantized=Fp8Weights(in_blocks=True) if fp8 else None)
+    model = family_class(config)(ModelParts(config, params, {}, FusedVision()))
     kv = PagedKV.allocate(config.text, MAX_BLOCKS, BLOCK_SIZE, FP8 if fp8 else dtype, META)
     sizes = {"block_size": BLOCK_SIZE, "max_requests": MAX_REQUESTS, "max_blocks": MAX_BLOCKS}
     linear = config.text.linear

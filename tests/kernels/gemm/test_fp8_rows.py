@@ -99,7 +99,7 @@ def test_sizes_that_are_no_whole_tiles_go_another_way() -> None:
 
 
 def fp8_decoder(*, in_blocks: bool = True, biases: Biases | None = None) -> Decoder:
-    params = Parameters(BF16, DEVICE, kept=Fp8Weights(in_blocks=in_blocks))
+    params = Parameters(BF16, DEVICE, quantized=Fp8Weights(in_blocks=in_blocks))
     text = replace(TEXT, hidden_size=128, intermediate_size=256, head_dim=64)
     made = Decoder(params.within("decoder"), text, biases or Biases())
     fill_random(params.targets, 3, DEVICE, params.scales)
@@ -188,7 +188,7 @@ def test_a_prompt_stays_in_bfloat16_where_norm_or_gate_cannot_write_float8(kind:
 def test_who_cannot_add_up_gets_whole_rows_that_were_multiplied_in_float8(multiplied: list[str]) -> None:
     """A delta net's inputs, beside which its gates are in bfloat16."""
     linear = LinearConfig((0, 1), 1, 4, 64, 128, 4)
-    params = Parameters(BF16, DEVICE, kept=Fp8Weights(in_blocks=True))
+    params = Parameters(BF16, DEVICE, quantized=Fp8Weights(in_blocks=True))
     made = HybridDecoder(params.within("decoder"), replace(TEXT, hidden_size=512), linear)
     fill_random(params.targets, 3, DEVICE, params.scales)
     layer, ours = made.layers[0], gemms_for(made, 20, new_workspace(made), in_parts=True)

@@ -99,7 +99,7 @@ def test_one_row_of_narrow_layers_goes_another_way(multiplied: list[str], monkey
 def test_one_row_of_delta_nets_goes_another_way(multiplied: list[str]) -> None:
     """It was not measured there."""
     own = Int4Format(64, has_zeros=True, dtype=torch.float16)
-    params = Parameters(torch.float16, DEVICE, kept=Int4Weights({}, default=own))
+    params = Parameters(torch.float16, DEVICE, quantized=Int4Weights({}, default=own))
     text = replace(TEXT, hidden_size=WIDTH, head_dim=32, intermediate_size=256)
     made = HybridDecoder(params.within("decoder"), text, LinearConfig((0, 1), 1, 4, 64, 128, 4))
     assert made.layers[0].attention.inputs.groups is not None

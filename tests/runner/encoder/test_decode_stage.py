@@ -43,10 +43,10 @@ def test_the_client_for_which_least_was_decoded_goes_first_whenever_it_came() ->
     ]
 
 
-def test_requests_of_a_client_take_turns_and_begun_ones_count() -> None:
+def test_requests_of_a_client_take_turns_and_active_ones_count() -> None:
     pages = [item(str(i), "A", "pages") for i in range(4)]
     other = item("other", "A", "one")
-    assert names(DecodeTurns().order([*pages[1:], other], begun=pages[:1])) == ["other", "1", "2", "3"]
+    assert names(DecodeTurns().order([*pages[1:], other], active=pages[:1])) == ["other", "1", "2", "3"]
 
 
 def test_what_a_decoder_took_counts_in_place_of_the_price() -> None:

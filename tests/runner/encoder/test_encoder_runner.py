@@ -23,7 +23,8 @@ from saccade.models.vision.backend import TorchVision
 from saccade.models.vision.preprocess import ImagePixels, resize
 from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.encoder import decode_stage
-from saccade.runner.encoder.encoder_runner import LocalEncoder, Prepared
+from saccade.runner.encoder.encoder_pass import Prepared
+from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.timing import Times
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 from saccade.types.step import MediaTimes

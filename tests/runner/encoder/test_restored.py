@@ -11,7 +11,7 @@ import torch
 from saccade.runner.embedding_tiers.entry import Namespace
 from saccade.runner.embedding_tiers.host import HostTier
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
-from saccade.runner.encoder.encoder_runner import Encoded, LocalEncoder
+from saccade.runner.encoder.encoder_runner import EncoderResults, LocalEncoder
 from saccade.types.media import MediaItem
 from tests.helpers.engine.tiers import CPU, FREE, SLOW, MemoryStore, be_patient
 from tests.helpers.fakes.fake_tower import FakeTower, picture
@@ -47,7 +47,7 @@ def encoder(tower: FakeTower, store: MemoryStore) -> Iterator[LocalEncoder]:
     made.tiers.host.check()
 
 
-def encoded(encoder: LocalEncoder, *items: MediaItem) -> Encoded:
+def encoded(encoder: LocalEncoder, *items: MediaItem) -> EncoderResults:
     encoder.submit(items)
     encoder.advance(None)
     return encoder.poll()
