@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FAST := tests/project/test_borders.py tests/project/test_vocabulary.py tests/scheduler tests/media \
 	tests/checkpoint/test_config.py tests/engine/test_step_stats.py tests/engine/ipc/test_messages.py \
 	tests/server/api tests/server/request tests/server/test_config.py tests/server/test_generation.py tests/server/test_metrics.py \
-	tests/test_costs.py tests/test_fair_pool.py tests/test_sampling_params.py
+	tests/test_costs.py tests/util/test_fair_pool.py tests/test_sampling_params.py
 
 .PHONY: setup setup-serving lock test test-fast lint types tests ray-tests browser valkey serve bench evaluate clean
 
