@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,13 @@ def message(path: str = CHAT, body: bytes = b"", *headers: str, method: str = "P
     if not any(header.startswith(("content-length", "transfer-encoding")) for header in headers):
         lines.append(f"content-length: {len(body)}")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def sent(server: RunningServer, stack: ExitStack, path: str, body: bytes, *, key: str) -> socket.socket:
+    """A request of this key that is on its way, until the stack closes its connection."""
+    sock = stack.enter_context(raw_connection(server))
+    sock.sendall(message(path, body, key=key))
+    return sock
 
 
 def chat_message(*headers: str, size: int = 0, **fields: Any) -> bytes:
