@@ -49,7 +49,8 @@ valkey: browser  # after it, since both may call apt-get
 # One worker more than cores: tests of servers wait a quarter of their time. Before the first run modules are imported
 # once, which compiles them: else each worker would compile them all.
 tests: setup browser valkey
-	@[ -d tests/__pycache__ ] || $(BIN)/python -m pytest -p no:xdist --collect-only -q >/dev/null || true
+	@[ -d tests/__pycache__ ] || { echo "modules are compiled, once"; \
+		$(BIN)/python -m pytest -p no:xdist --collect-only -q >/dev/null; } || true
 	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || echo 4) + 1)) --maxprocesses 8 --dist worksteal -m "not ray"
 
 # Apart from the others: each starts Ray clusters on this machine, about four minutes in all.
