@@ -88,12 +88,12 @@ def test_every_benchmark_is_on_its_page() -> None:
     assert commands and not [name for name in commands if f"`{name}`" not in page]
 
 
-def test_lines_are_at_most_140_columns() -> None:
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_lines_are_at_most_140_columns(page: Path) -> None:
     printed = r"(?s)<!-- (saccade \w+) -->.*?<!-- end of \1 -->"  # by a command, into the page
-    for page in WRITTEN:
-        text = re.sub(printed, "", page.read_text("utf-8"))
-        for number, line in enumerate(text.splitlines(), 1):
-            assert len(line) <= 140, f"{name_of(page)}:{number} has {len(line)} columns"
+    text = re.sub(printed, "", page.read_text("utf-8"))
+    for number, line in enumerate(text.splitlines(), 1):
+        assert len(line) <= 140, f"{name_of(page)}:{number} has {len(line)} columns"
 
 
 @pytest.mark.parametrize("page", sorted(EXPERIMENTS.glob("[0-9]*.md")), ids=name_of)
