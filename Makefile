@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FAST := tests/project/test_borders.py tests/project/test_vocabulary.py tests/scheduler tests/media \
 	tests/checkpoint/test_config.py tests/engine/test_step_stats.py tests/engine/ipc/test_messages.py \
 	tests/server/api tests/server/request tests/server/test_config.py tests/server/test_generation.py tests/server/test_metrics.py \
-	tests/test_costs.py tests/test_fair_pool.py tests/test_sampling_params.py
+	tests/test_costs.py tests/util/test_fair_pool.py tests/test_sampling_params.py
 
 .PHONY: setup setup-serving lock test test-fast lint types tests ray-tests browser valkey serve bench evaluate clean
 
@@ -46,8 +46,11 @@ browser:
 valkey: browser  # after it, since both may call apt-get
 	-@tools/valkey.sh  # likewise for the tests of --embedding-store
 
-# One worker more than cores: tests of servers wait a quarter of their time.
+# One worker more than cores: tests of servers wait a quarter of their time. Before the first run modules are imported
+# once, which compiles them: else each worker would compile them all.
 tests: setup browser valkey
+	@[ -d tests/__pycache__ ] || { echo "modules are compiled, once"; \
+		$(BIN)/python -m pytest -p no:xdist --collect-only -q >/dev/null; } || true
 	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || echo 4) + 1)) --maxprocesses 8 --dist worksteal -m "not ray"
 
 # Apart from the others: each starts Ray clusters on this machine, about four minutes in all.

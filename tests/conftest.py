@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -35,11 +36,22 @@ FOLDERS = {
     "test_llm.py": "engine",
 }
 
-FIRST = ("test_compiles", "test_accuracy")  # minutes in one test, or in what a module's tests share
+FIRST = "test_compiles"  # minutes in one test
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays. To look for garbage among it takes a quarter of the collection, and time of each test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Last, one would run while others are idle. Workers steal from each other's last tests, and would share a module.
+    # Last, it would run while others are idle.
     items.sort(key=lambda item: not item.path.name.startswith(FIRST))
     for item in items:
         path = item.path.relative_to(Path(__file__).parent).as_posix()

@@ -473,8 +473,7 @@ def test_a_model_sleeps_and_wakes_up_as_it_was(tmp_path: Path) -> None:
 
 
 def test_calls_know_vllms_arguments(llm: LLM) -> None:
-    photo = make_photo(112, 84)
-    prompt = {"prompt": f"{IMAGE}What?", "multi_modal_data": {"image": photo}}
+    prompt = {"prompt": f"{IMAGE}What?", "multi_modal_data": {"image": make_photo(112, 84)}}
     few = llm.generate(prompt, GREEDY, use_tqdm=False, mm_processor_kwargs={"max_pixels": 3136}, lora_request=None)[0]
     assert few.bill.image_tokens < 12
     for call in (llm.generate, llm.chat):

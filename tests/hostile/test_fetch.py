@@ -6,14 +6,11 @@ import asyncio
 import gzip
 import random
 import ssl
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import uvloop
@@ -21,29 +18,25 @@ import uvloop
 from saccade.errors import RequestError
 from saccade.media.connection_limits import Owners, SlotLimits, Slots
 from saccade.media.fetch import Fetcher, FetchPolicy
-from tests.helpers.media.images import make_photo, png
 from tests.helpers.servers.fetching import (
     BODY,
+    CHUNKED,
+    ENDLESS,
+    ENDLESS_BODY,
+    HANG_GUARD,
     HOST,
     TRUST,
-    Handler,
     Site,
     answer,
     certificate,
     resolving,
     response,
     running,
+    silent,
 )
-from tests.helpers.servers.hostile import watching
-from tests.helpers.servers.serving import RunningServer, error_of, image_part, running_server, until
 
-HANG_GUARD = 60.0
 CANCELLED_AFTER = range(40)  # turns of the loop: before, in and after every wait of a fetch
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-
-
-async def _silent(_: bytes, writer: asyncio.StreamWriter) -> None:
-    await asyncio.sleep(HANG_GUARD)
 
 
 def sockets_to(port: int) -> int:
@@ -87,7 +80,7 @@ async def nothing_left(fetcher: Fetcher, *sites: Site) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fetches_that_time_out_together_give_every_slot_and_socket_back(loop: str) -> None:
     async def scenario() -> bytes:
-        async with running(_silent) as slow, running(answer(response())) as good:
+        async with running(silent) as slow, running(answer(response())) as good:
             slots = SlotLimits(total=12, client=12, request=12, host=12)
             async with fetching(slow, good, timeout_s=0.05, slots=slots) as fetcher:
                 for _ in range(20):
@@ -106,7 +99,7 @@ def test_fetches_that_time_out_together_give_every_slot_and_socket_back(loop: st
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_fetch_may_be_cancelled_at_any_moment(loop: str, scheme: str) -> None:
     async def scenario() -> None:
-        async with running(_silent) as slow, fetching(slow, timeout_s=30) as fetcher:
+        async with running(silent) as slow, fetching(slow, timeout_s=30) as fetcher:
             for turns in CANCELLED_AFTER:
                 tasks = [asyncio.create_task(fetcher.fetch(url_of(slow, scheme=scheme))) for _ in range(4)]
                 for _ in range(turns):
@@ -122,7 +115,7 @@ def test_a_fetch_may_be_cancelled_at_any_moment(loop: str, scheme: str) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_fetch_may_be_cancelled_while_a_body_comes_over_tls(loop: str, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with running(_endless_body, tls=server_side) as site:
+        async with running(ENDLESS_BODY, tls=server_side) as site:
             fetcher = Fetcher(
                 FetchPolicy(allowed_domains=(f"{HOST}:{site.port}",), allow_private_addresses=True, timeout_s=30),
                 resolve=resolving("127.0.0.1")[0],
@@ -197,7 +190,7 @@ def test_slots_are_never_lost_nor_given_twice_whatever_is_cancelled() -> None:
 
 def test_a_clients_slow_fetches_leave_room_for_another_client() -> None:
     async def scenario() -> bool:
-        async with running(_silent) as slow, running(answer(response())) as good:
+        async with running(silent) as slow, running(answer(response())) as good:
             slots = SlotLimits(total=8, client=4, request=4, host=8)
             async with fetching(slow, good, timeout_s=30, slots=slots) as fetcher:
                 held = [
@@ -276,32 +269,6 @@ def test_a_fetch_that_only_waited_is_refused_as_overload_within_its_deadline() -
 # --- answers that never come to their point -------------------------------------------------------------------------
 
 
-def _forever(start: bytes, again: bytes) -> Handler:
-    async def handle(_: bytes, writer: asyncio.StreamWriter) -> None:
-        writer.write(start)
-        while not writer.transport.is_closing():
-            writer.write(again * max(1, 65536 // len(again)))
-            await writer.drain()
-            await asyncio.sleep(0)  # a loop may find no reason to wait for a client that has just left
-
-    return handle
-
-
-_CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-_endless_body = _forever(b"HTTP/1.1 200 OK\r\n\r\n", b"x")
-ENDLESS: dict[str, Handler] = {
-    "interim answers": _forever(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n"),
-    "interim answers with headers": _forever(b"", b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n"),
-    "headers": _forever(b"HTTP/1.1 200 OK\r\n", b"a: b\r\n"),
-    "one header": _forever(b"HTTP/1.1 200 OK\r\na: ", b"b"),
-    "a reason": _forever(b"HTTP/1.1 200 ", b"OK "),
-    "a chunk extension": _forever(_CHUNKED + b"5;", b"a=b;"),
-    "chunk extensions": _forever(_CHUNKED, b"1;" + b"a" * 500 + b"\r\nx\r\n"),
-    "chunks of one byte": _forever(_CHUNKED, b"1\r\nx\r\n"),
-    "trailers": _forever(_CHUNKED + b"3\r\nabc\r\n0\r\n", b"a: b\r\n"),
-}
-
-
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_is_no_body_ends_after_some_bytes_not_with_the_deadline(name: str) -> None:
     async def scenario() -> str:
@@ -316,9 +283,7 @@ def test_what_is_no_body_ends_after_some_bytes_not_with_the_deadline(name: str) 
 
 
 def test_interim_answers_chunks_extensions_and_trailers_in_measure_are_read() -> None:
-    head = (
-        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </a>\r\ncontent-length: 1\r\n\r\n" + _CHUNKED
-    )
+    head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </a>\r\ncontent-length: 1\r\n\r\n" + CHUNKED
     chunks = b"".join(b"%x;a=b\r\n%s\r\n" % (len(part), part) for part in (BODY[:7], BODY[7:]))
 
     async def scenario() -> bytes:
@@ -374,7 +339,7 @@ def test_bytes_are_counted_as_they_come_so_that_a_refusal_ends_a_fetch_early() -
             raise Full
 
     async def scenario() -> None:
-        async with running(_endless_body) as site, fetching(site, timeout_s=30) as fetcher:
+        async with running(ENDLESS_BODY) as site, fetching(site, timeout_s=30) as fetcher:
             with pytest.raises(Full):
                 await fetcher.fetch(url_of(site), on_bytes=on_bytes)
             await nothing_left(fetcher, site)
@@ -397,143 +362,3 @@ def test_a_file_is_counted_before_it_is_read(tmp_path: Path, monkeypatch: pytest
             await fetcher.fetch(f"file://{tmp_path}/a.png", on_bytes=on_bytes)
 
     run(scenario)
-
-
-# --- a running server -----------------------------------------------------------------------------------------------
-
-TIMEOUT = 2.0
-INFLIGHT_MB, LARGE = 16, 8 << 20
-PHOTO = png(make_photo(112, 84))
-
-
-@contextmanager
-def origin(handler: Handler) -> Iterator[Site]:
-    """An origin in a thread of its own."""
-    loop, site, is_over = asyncio.new_event_loop(), Site(handler), asyncio.Event()
-    is_up = threading.Event()
-
-    async def serve() -> None:
-        async with running(site.handler) as inner:
-            site.port, site.requests = inner.port, inner.requests
-            is_up.set()
-            await is_over.wait()
-
-    def work() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(serve())
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    assert is_up.wait(HANG_GUARD)
-    try:
-        yield site
-    finally:
-        loop.call_soon_threadsafe(is_over.set)
-        thread.join()
-
-
-ON_SITE: dict[str, Handler] = {
-    "/photo": answer(response(PHOTO)),
-    "/slow": _silent,
-    "/interim": ENDLESS["interim answers"],
-    "/tiny": ENDLESS["chunks of one byte"],
-    "/large": answer(response(bytes(LARGE))),
-    "/packed": answer(response(gzip.compress(bytes(LARGE)), content_encoding="gzip")),
-}
-
-
-async def _on_site(request: bytes, writer: asyncio.StreamWriter) -> None:
-    await ON_SITE[request.split(b" ")[1].decode().partition("?")[0]](request, writer)
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with origin(_on_site) as site:
-        yield site
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("files")
-    for number in range(16):
-        (folder / f"{number}.png").write_bytes(bytes(LARGE))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(qwen2_vl_folder: Path, site: Site, files: Path) -> Iterator[RunningServer]:
-    flags = {
-        "--allowed-media-domains": f"127.0.0.1:{site.port}",
-        "--media-fetch-timeout": str(TIMEOUT),
-        "--limit-mm-per-prompt": "image=16",
-        "--max-inflight-mb": str(INFLIGHT_MB),
-        "--max-body-mb": str(INFLIGHT_MB),
-        "--allowed-local-media-path": str(files),
-    }
-    given = [word for pair in flags.items() for word in pair]
-    with running_server(qwen2_vl_folder, *given, "--allow-private-media-addresses") as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "server" in request.fixturenames:
-        server, site = request.getfixturevalue("server"), request.getfixturevalue("site")
-        assert until(lambda: not connections(server, site))
-        assert until(lambda: server.stats("saccade:request_bytes") == 0)
-
-
-def connections(server: RunningServer, site: Site) -> int:
-    found = psutil.Process(server.process.pid).net_connections("tcp")
-    return sum(bool(connection.raddr) and connection.raddr.port == site.port for connection in found)
-
-
-def ask(server: RunningServer, *urls: str) -> httpx.Response:
-    return server.chat([image_part(url) for url in urls])
-
-
-def urls(site: Site, path: str, count: int = 16) -> list[str]:
-    return [f"http://127.0.0.1:{site.port}{path}?{number}" for number in range(count)]
-
-
-def test_fetching_goes_on_after_many_requests_of_slow_urls(server: RunningServer, site: Site) -> None:
-    with ThreadPoolExecutor(24) as pool:
-        answers = list(pool.map(lambda _: ask(server, *urls(site, "/slow")), range(24)))
-    assert {response.status_code for response in answers} <= {400, 429}
-    assert until(lambda: not connections(server, site))
-    good = ask(server, *urls(site, "/photo", 2))
-    assert good.status_code == 200, good.text
-
-
-def test_one_request_of_slow_urls_does_not_keep_another_from_fetching(server: RunningServer, site: Site) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        before = len(site.requests)
-        slow = pool.submit(ask, server, *urls(site, "/slow"))
-        assert until(lambda: len(site.requests) > before)
-        good = ask(server, *urls(site, "/photo", 1))
-        assert good.status_code == 200 and len(site.requests) <= before + 1 + SlotLimits().request
-        assert slow.result().status_code == 400
-
-
-@pytest.mark.parametrize("path", ["/interim", "/tiny"])
-def test_an_origin_that_never_comes_to_its_point_keeps_nobody_waiting(
-    server: RunningServer, site: Site, path: str
-) -> None:
-    with watching(server) as watch, ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: ask(server, *urls(site, path)), range(12)))
-    messages = [error_of(response)["message"] for response in answers]
-    assert all("broke off" in message for message in messages), messages
-    assert watch.num_answered and not watch.failures
-
-
-@pytest.mark.parametrize("kind", ["/large", "/packed", "file"])
-def test_fetched_bytes_count_while_they_arrive(server: RunningServer, site: Site, files: Path, kind: str) -> None:
-    """Sixteen of 8 MB each are never in memory together where 16 MB may be in flight."""
-    wanted = [f"file://{files}/{number}.png" for number in range(16)] if kind == "file" else urls(site, kind)
-    with watching(server) as watch, ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: ask(server, *wanted), range(4)))
-    assert all(response.status_code >= 400 for response in answers)
-    assert "overloaded" in {error_of(response)["code"] for response in answers}, "the share of one client, or of all"
-    assert watch.api_growth_mb < 4 * INFLIGHT_MB, "256 MB were asked for"
-    assert not watch.failures

@@ -11,24 +11,28 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from saccade.errors import ConfigError
-from saccade.options.server import ServerOptions
-from saccade.server.http.auth import peer_of
-from saccade.server.http.connections import connection_limit
-from tests.helpers.servers.hostile import engine_pid, raw_connection, read_all, watching
+from tests.helpers.servers.hostile import (
+    CHAT,
+    KEY,
+    chat_message,
+    engine_pid,
+    flood,
+    large_body,
+    message,
+    raw_connection,
+    read_all,
+    watching,
+)
 from tests.helpers.servers.serving import RunningServer, chat_body, error_of, running_server, until
 
-KEY, OTHER_KEY = "a-long-secret-key", "another-secret-key"
-CHAT = "/v1/chat/completions"
+OTHER_KEY = "another-secret-key"
 ELSEWHERE = "127.0.0.2"  # another client's address
 MAXIMUM = 16  # connections of the strict server; half of them from one address
-ENOUGH_FOR_A_FLOOD = 20 << 20
 FLAT_MB = 40
 
 
@@ -58,42 +62,9 @@ def is_calm(server: RunningServer) -> bool:
         return False
 
 
-def message(path: str = CHAT, body: bytes = b"", *headers: str, method: str = "POST", key: str | None = KEY) -> bytes:
-    """A whole request, unless its length is among the headers."""
-    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json", *headers]
-    if key is not None:
-        lines.append(f"authorization: Bearer {key}")
-    if not any(header.startswith(("content-length", "transfer-encoding")) for header in headers):
-        lines.append(f"content-length: {len(body)}")
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
-
-def chat_message(*headers: str, size: int = 0, **fields: Any) -> bytes:
-    return message(CHAT, large_body(size, **fields), *headers)
-
-
-def large_body(size: int, **fields: Any) -> bytes:
-    """A good request of so many bytes: what is too much are spaces."""
-    return msgspec.json.encode(chat_body(**fields)).ljust(size)
-
-
 def statuses(answer: bytes) -> list[int]:
     """Of all answers on a connection; interim ones are skipped, as clients do."""
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3})", answer) if status != b"100"]
-
-
-def flood(sock: socket.socket, what: bytes) -> bytes:
-    """Send far too much of something, whatever the server says; then all it said."""
-    block = what * (1 + (64 << 10) // len(what))
-    try:
-        for _ in range(ENOUGH_FOR_A_FLOOD // len(block)):
-            sock.sendall(block)
-    except OSError:
-        pass  # the server has had enough
-    try:
-        return read_all(sock)
-    except ConnectionResetError:
-        return b""
 
 
 def asks(server: RunningServer, path: str, address: str = "127.0.0.1") -> httpx.Response:
@@ -520,35 +491,3 @@ def test_without_descriptors_connections_wait_and_the_log_says_so(strict: Runnin
         finally:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
         assert sock.fileno() >= 0
-
-
-# --- the settings -------------------------------------------------------------------------------------------------
-
-
-def test_the_limit_of_connections_leaves_descriptors_for_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
-    for descriptors in (64, 256, 1024, 1 << 20):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, maximum=descriptors: (maximum, maximum))
-        found[descriptors] = connection_limit(None)
-    assert found == {64: 32, 256: 128, 1024: 768, 1 << 20: 4096}
-
-
-def test_more_connections_than_descriptors_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    assert connection_limit(800) == 800
-    with pytest.raises(ConfigError, match=r"max_connections=1000 .* 1024 descriptors"):
-        connection_limit(1000)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("max_client_share", 0.0), ("max_client_share", 1.5), ("max_connections", 0), ("header_timeout", 0.0)],
-)
-def test_a_limit_that_would_let_nobody_in_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=name):
-        ServerOptions(**{name: value})
-
-
-def test_addresses_of_one_ipv6_network_are_one_client() -> None:
-    assert peer_of(("2001:db8::1", 1)) == peer_of(("2001:db8::ffff:2%eth0", 2)) != peer_of(("2001:db8:0:1::1", 1))
-    assert peer_of(("10.0.0.1", 1)) == peer_of(("::ffff:10.0.0.1", 1)) != peer_of(("::ffff:10.0.0.2", 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import select
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers.servers.hostile import raw_connection
+from tests.helpers.servers.hostile import raw_connection, sent
 from tests.helpers.servers.serving import (
     RunningServer,
     chat_body,
@@ -65,21 +64,12 @@ def asked(server: RunningServer, key: str, path: str, body: Any) -> httpx.Respon
         return client.post(path, json=body)
 
 
-def sent(server: RunningServer, stack: ExitStack, path: str, body: bytes, *headers: str) -> socket.socket:
-    """A request of `ka` whose body is on its way."""
-    sock = stack.enter_context(raw_connection(server))
-    head = ("host: localhost", "authorization: Bearer ka-1", "content-type: application/json", *headers)
-    sock.sendall("\r\n".join((f"POST {path} HTTP/1.1", *head, f"content-length: {len(body)}", "", "")).encode())
-    sock.sendall(body)
-    return sock
-
-
 @pytest.mark.parametrize("name", FLOODS)
 def test_another_key_is_answered_before_a_flood_is_through(shop: RunningServer, name: str) -> None:
     path, body, count = FLOODS[name]
     assert asked(shop, "kb-1", "/v1/chat/completions", chat_body(max_tokens=1)).status_code == 200
     with ExitStack() as stack:
-        flood = [sent(shop, stack, path, body) for _ in range(count)]
+        flood = [sent(shop, stack, path, body, key="ka-1") for _ in range(count)]
         assert until(lambda: select.select(flood, [], [], 0)[0])
         before = len(select.select(flood, [], [], 0)[0])
         assert asked(shop, "kb-1", "/v1/chat/completions", chat_body(max_tokens=1)).status_code == 200
@@ -139,8 +129,8 @@ def test_pictures_that_wait_are_bounded_and_come_back(shop: RunningServer) -> No
     with ExitStack() as stack:
         full = json.dumps(chat_body("hi", max_tokens=1500, ignore_eos=True, stream=True)).encode()
         for _ in range(4):  # so that nothing else begins
-            assert sent(shop, stack, "/v1/chat/completions", full).recv(12) == b"HTTP/1.1 200"
-        sent(shop, stack, "/v1/chat/completions", json.dumps(body).encode())
+            assert sent(shop, stack, "/v1/chat/completions", full, key="ka-1").recv(12) == b"HTTP/1.1 200"
+        sent(shop, stack, "/v1/chat/completions", json.dumps(body).encode(), key="ka-1")
         assert until(lambda: shop.stats("saccade:waiting") == 1)
         refused = ask(body)
         assert refused.status_code == 429 and "--max-waiting-megapixels" in error_of(refused)["message"]

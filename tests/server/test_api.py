@@ -1,4 +1,4 @@
-"""The API as clients see it: shapes, fields, streams, and three client libraries against a running server."""
+"""The API as clients see it: shapes, fields, streams of a running server."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import re
 from typing import Any
 
-import openai
 import pytest
-from pydantic import BaseModel
 
 from tests.helpers.servers.serving import (
     MODEL,
@@ -458,6 +456,12 @@ def test_two_requests_may_carry_the_same_id(server: RunningServer) -> None:
             open_one.read()
 
 
+def test_the_openapi_document_describes_the_bodies(server: RunningServer) -> None:
+    document = json.loads(server.get("/openapi.json").text)
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "messages" in body["properties"] and "max_completion_tokens" in body["properties"]
+
+
 def test_answers_carry_headers_that_keep_browsers_safe(server: RunningServer) -> None:
     headers = server.get("/").headers
     assert headers["x-content-type-options"] == "nosniff" and "default-src 'none'" in headers["content-security-policy"]
@@ -473,64 +477,3 @@ def test_the_log_says_what_was_chosen_and_no_prompt(server: RunningServer) -> No
     log = "".join(server.log)
     assert "KV cache" in log and "such requests fit" in log and "/v1/chat/completions" in log
     assert "secret" not in log
-
-
-# --- client libraries ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0)
-
-
-def messages(text: str = "What is this?") -> Any:
-    return [{"role": "user", "content": text}]
-
-
-def vision(text: str = "What is this?") -> Any:
-    return [{"role": "user", "content": [text_part(text), photo_part(128, 96)]}]
-
-
-class Invoice(BaseModel):
-    number: int
-    paid: bool
-
-
-def test_the_openai_client_reads_a_vision_answer(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=vision(), max_tokens=4)
-    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
-    assert answer.choices[0].message.content is not None
-
-
-def test_the_openai_client_reads_a_stream(client: openai.OpenAI) -> None:
-    chunks = list(client.chat.completions.create(model=MODEL, messages=messages(), max_tokens=8, stream=True))
-    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason
-
-
-def test_the_openai_client_parses_an_answer_to_a_schema(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.parse(
-        model=MODEL, messages=vision("Read the invoice."), response_format=Invoice, max_tokens=200, temperature=0
-    )
-    assert isinstance(answer.choices[0].message.parsed, Invoice)
-
-
-def test_the_openai_client_lists_models_with_our_fields(client: openai.OpenAI) -> None:
-    (model,) = client.models.list().data
-    assert model.id == MODEL and model.max_model_len == 4096  # type: ignore[attr-defined]
-
-
-def test_the_openai_client_raises_our_errors_without_retrying(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.with_options(max_retries=2).chat.completions.create(model=MODEL, messages=messages(), temperature=-1)
-    assert caught.value.param == "temperature"
-
-
-def test_the_openai_client_counts_input_tokens(client: openai.OpenAI) -> None:
-    count = client.responses.input_tokens.count(model=MODEL, input="What is this?")
-    assert count.input_tokens > 0
-
-
-def test_the_openapi_document_describes_the_bodies(server: RunningServer) -> None:
-    document = json.loads(server.get("/openapi.json").text)
-    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert "messages" in body["properties"] and "max_completion_tokens" in body["properties"]

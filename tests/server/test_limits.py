@@ -85,7 +85,7 @@ def small(qwen2_vl_folder: Path, folder: Path, tmp_path_factory: pytest.TempPath
         "2",
     )
     limits = ("--max-body-mb", "1", "--max-inflight-mb", "2", "--max-parts", "50", "--strict-params")
-    limits = (*limits, "--max-request-pixels", "100000")
+    limits = (*limits, "--max-request-pixels", "100000", "--allowed-origins", "https://app.example")
     local = ("--allowed-local-media-path", str(folder), "--batch-dir", str(tmp_path_factory.mktemp("batches")))
     with running_server(qwen2_vl_folder, *flags, *limits, *local, key=KEY) as server:
         yield server
@@ -475,13 +475,10 @@ def test_a_taken_port_is_named(qwen2_vl_folder: Path, capsys: pytest.CaptureFixt
     assert str(port) in capsys.readouterr().err
 
 
-def test_origins_that_are_allowed_may_call_from_a_page(qwen2_vl_folder: Path) -> None:
-    with running_server(
-        qwen2_vl_folder, "--allowed-origins", "https://app.example", "--api-key", KEY, key=KEY
-    ) as server:
-        headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
-        response = httpx.options(f"{server.url}/v1/chat/completions", headers=headers)
-        assert response.headers["access-control-allow-origin"] == "https://app.example"
-        headers["origin"] = "https://other.example"
-        response = httpx.options(f"{server.url}/v1/chat/completions", headers=headers)
-        assert "access-control-allow-origin" not in response.headers
+def test_origins_that_are_allowed_may_call_from_a_page(small: RunningServer) -> None:
+    headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    response = httpx.options(f"{small.url}/v1/chat/completions", headers=headers)
+    assert response.headers["access-control-allow-origin"] == "https://app.example"
+    headers["origin"] = "https://other.example"
+    response = httpx.options(f"{small.url}/v1/chat/completions", headers=headers)
+    assert "access-control-allow-origin" not in response.headers

@@ -10,7 +10,7 @@ import termios
 import threading
 from pathlib import Path
 
-from tests.helpers.servers.serving import free_port, running_server, until
+from tests.helpers.servers.serving import RunningServer, free_port, until
 
 _LOADED = "Loading weights: 100%"
 
@@ -31,9 +31,8 @@ def test_a_server_at_a_terminal_shows_how_far_loading_is(qwen2_vl_folder: Path) 
         process.wait(120)
 
 
-def test_a_server_that_logs_to_a_file_draws_no_bar(qwen2_vl_folder: Path) -> None:
-    with running_server(qwen2_vl_folder) as server:
-        assert "Loading weights:" not in "".join(server.log)
+def test_a_server_that_logs_to_a_file_draws_no_bar(server: RunningServer) -> None:
+    assert "Loading weights:" not in "".join(server.log)
 
 
 def _watch(terminal: int, shown: list[str]) -> None:

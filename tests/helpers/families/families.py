@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from PIL import Image
 from transformers import LlavaForConditionalGeneration, Qwen2VLForConditionalGeneration
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference, image_settings, load
@@ -36,20 +35,6 @@ class ModelFamily(NamedTuple):
     layouts: tuple[str, ...] = ("saved", "published")
 
 
-def _qwen2_vl_reference(folder: Path) -> Reference:
-    model, tokenizer = load(Qwen2VLForConditionalGeneration, folder)
-    processor, pad = Qwen2VLImageProcessorPil(**image_settings(folder)), "<|image_pad|>"
-
-    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        made = dict(processor(images, return_tensors="pt"))
-        return made, [pad * (int(grid.prod()) // 4) for grid in made["image_grid_thw"]]
-
-    def kinds(ids: torch.Tensor) -> dict[str, Any]:
-        return {"mm_token_type_ids": torch.eq(ids, model.config.image_token_id).int()}
-
-    return Reference(model, tokenizer, pad, read, kinds)
-
-
 def _llava_reference(folder: Path) -> Reference:
     model, tokenizer = load(LlavaForConditionalGeneration, folder)
     processor = CLIPImageProcessorPil(**image_settings(folder))
@@ -69,7 +54,11 @@ def _unknown(build: Callable[..., Path], image: str) -> ModelFamily:
 FAMILIES: dict[str, ModelFamily] = {
     "qwen_vl": ModelFamily(family_qwen_vl.build, family_qwen_vl.IMAGE, family_qwen_vl.reference, ("published",)),
     "qwen3_5": ModelFamily(family_qwen3_5.build, family_qwen3_5.IMAGE, family_qwen3_5.reference),
-    "qwen2_vl": ModelFamily(checkpoints.qwen2_vl, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_vl_reference),
+    "qwen2_vl": ModelFamily(
+        checkpoints.qwen2_vl,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        partial(family_qwen2_5_vl.qwen_reference, Qwen2VLForConditionalGeneration),
+    ),
     "qwen2_5_vl": ModelFamily(
         family_qwen2_5_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen2_5_vl.reference
     ),

@@ -30,18 +30,11 @@ PROCESSOR = {
 }
 IMAGE_PROCESSOR = {
     "image_processor_type": "LlavaNextImageProcessor",
+    **checkpoints.IMAGE_PROCESSOR,
     "aspect_ratio_setting": "anyres",
     "crop_size": {"height": TILE, "width": TILE},
     "do_center_crop": True,
-    "do_convert_rgb": True,
-    "do_normalize": True,
-    "do_rescale": True,
-    "do_resize": True,
     "image_grid_pinpoints": PINPOINTS,
-    "image_mean": checkpoints.CLIP_MEAN,
-    "image_std": checkpoints.CLIP_STD,
-    "resample": 3,
-    "rescale_factor": 1 / 255,
     "size": {"shortest_edge": TILE},
 }
 VISION = {
@@ -58,14 +51,10 @@ VISION = {
 def text_fields(kind: str, tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:
     """A small decoder of the given type."""
     return {
+        **checkpoints.TEXT,
         "model_type": kind,
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": tokenizer.get_vocab_size() + 6,
-        "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -90,16 +79,23 @@ def build(folder: Path, *, layout: str = "saved", seed: int = 0, decoder: str = 
         image_grid_pinpoints=PINPOINTS,
         tie_word_embeddings=False,
     )
-    checkpoints._save_model(LlavaNextForConditionalGeneration, config, folder, seed, "5GB")
-    if layout == "published":
-        checkpoints._publish(folder, checkpoints.LLAVA_OLD_NAMES, flatten=False)
-        checkpoints._write(folder / "preprocessor_config.json", IMAGE_PROCESSOR)
-        checkpoints._write(folder / "processor_config.json", PROCESSOR)
-    else:
-        checkpoints._write(folder / "processor_config.json", {"image_processor": IMAGE_PROCESSOR, **PROCESSOR})
+    save_tiled(LlavaNextForConditionalGeneration, config, folder, layout, seed, IMAGE_PROCESSOR, PROCESSOR)
     template = checkpoints.LLAVA_TEMPLATE
     checkpoints._write_tokenizer(folder, tokenizer, template, layout, eos="</s>", pad="<pad>", bos="<s>")
     return folder
+
+
+def save_tiled(
+    kind: Any, config: Any, folder: Path, layout: str, seed: int, images: dict[str, Any], processor: dict[str, Any]
+) -> None:
+    """The model, and what the hub or Transformers says of its images."""
+    checkpoints._save_model(kind, config, folder, seed, "5GB")
+    if layout == "published":
+        checkpoints._publish(folder, checkpoints.LLAVA_OLD_NAMES, flatten=False)
+        checkpoints._write(folder / "preprocessor_config.json", images)
+        checkpoints._write(folder / "processor_config.json", processor)
+    else:
+        checkpoints._write(folder / "processor_config.json", {"image_processor": images, **processor})
 
 
 def hf_processor(folder: Path, tokenizer: Any, **changes: Any) -> LlavaNextProcessor:
@@ -111,10 +107,16 @@ def hf_processor(folder: Path, tokenizer: Any, **changes: Any) -> LlavaNextProce
 
 def reference(folder: Path) -> Reference:
     model, tokenizer = load(LlavaNextForConditionalGeneration, folder)
-    processor = hf_processor(folder, tokenizer)
+    return tiled_reference(model, tokenizer, hf_processor(folder, tokenizer))
+
+
+def tiled_reference(model: Any, tokenizer: Any, processor: Any) -> Reference:
+    """For models whose images are tiles of `<image>`."""
 
     def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
         made = dict(processor.image_processor(images, return_tensors="pt"))
-        return made, [processor.replace_image_token(made, index) for index in range(len(images))]
+        spelled = [processor.replace_image_token(made, index) for index in range(len(images))]
+        made.pop("batch_num_images", None)  # every image is one sample: the default
+        return made, spelled
 
     return Reference(model, tokenizer, "<image>", read)

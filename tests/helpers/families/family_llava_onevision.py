@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from transformers import (
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
@@ -19,7 +18,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference, image_settings, load
-from tests.helpers.families.family_llava_next import text_config
+from tests.helpers.families.family_llava_next import save_tiled, text_config, tiled_reference
 
 TILE = 60
 PINPOINTS = [[TILE * rows, TILE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
@@ -33,16 +32,11 @@ PROCESSOR = {
 }
 IMAGE_PROCESSOR = {
     "image_processor_type": "LlavaOnevisionImageProcessor",
-    "do_convert_rgb": True,
-    "do_normalize": True,
+    **checkpoints.IMAGE_PROCESSOR,
     "do_pad": True,
-    "do_rescale": True,
-    "do_resize": True,
     "image_grid_pinpoints": PINPOINTS,
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
-    "resample": 3,
-    "rescale_factor": 1 / 255,
     "size": {"height": TILE, "width": TILE},
 }
 VISION = {
@@ -75,13 +69,7 @@ def build(folder: Path, *, layout: str = "saved", seed: int = 0, vision: dict[st
         vision_aspect_ratio="anyres_max_4",
         tie_word_embeddings=False,
     )
-    checkpoints._save_model(LlavaOnevisionForConditionalGeneration, config, folder, seed, "5GB")
-    if layout == "published":
-        checkpoints._publish(folder, checkpoints.LLAVA_OLD_NAMES, flatten=False)
-        checkpoints._write(folder / "preprocessor_config.json", IMAGE_PROCESSOR)
-        checkpoints._write(folder / "processor_config.json", PROCESSOR)
-    else:
-        checkpoints._write(folder / "processor_config.json", {"image_processor": IMAGE_PROCESSOR, **PROCESSOR})
+    save_tiled(LlavaOnevisionForConditionalGeneration, config, folder, layout, seed, IMAGE_PROCESSOR, PROCESSOR)
     checkpoints._write_tokenizer(folder, tokenizer, TEMPLATE, layout, eos="<|im_end|>", pad="<|endoftext|>")
     return folder
 
@@ -101,12 +89,5 @@ def hf_processor(tokenizer: Any, **changes: Any) -> LlavaOnevisionProcessor:
 
 def reference(folder: Path) -> Reference:
     model, tokenizer = load(LlavaOnevisionForConditionalGeneration, folder)
-    processor = hf_processor(tokenizer, image_processor=LlavaOnevisionImageProcessorPil(**image_settings(folder)))
-
-    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        made = dict(processor.image_processor(images, return_tensors="pt"))
-        spelled = [processor.replace_image_token(made, index) for index in range(len(images))]
-        made.pop("batch_num_images")  # every picture is one sample: the default
-        return made, spelled
-
-    return Reference(model, tokenizer, "<image>", read)
+    images = LlavaOnevisionImageProcessorPil(**image_settings(folder))
+    return tiled_reference(model, tokenizer, hf_processor(tokenizer, image_processor=images))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from transformers import (
 )
 
 from benchmarks import checkpoints
-from tests.helpers.engine.reference import Reference, load
 from tests.helpers.families import family_qwen3_5, family_qwen3_vl
 from tests.helpers.families.family_qwen2_5_vl import qwen_reference
 from tests.helpers.families.family_text import enliven_experts
@@ -85,11 +85,5 @@ def _in_one(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return kept
 
 
-def reference_vl(folder: Path) -> Reference:
-    model, tokenizer = load(Qwen3VLMoeForConditionalGeneration, folder)
-    return qwen_reference(model, tokenizer, folder)
-
-
-def reference_hybrid(folder: Path) -> Reference:
-    model, tokenizer = load(Qwen3_5MoeForConditionalGeneration, folder)
-    return qwen_reference(model, tokenizer, folder)
+reference_vl = partial(qwen_reference, Qwen3VLMoeForConditionalGeneration)
+reference_hybrid = partial(qwen_reference, Qwen3_5MoeForConditionalGeneration)

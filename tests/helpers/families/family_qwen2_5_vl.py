@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,9 @@ def build(
     """Every structural feature on: windows, a full layer between them, RMS norms, gated MLPs with biases."""
     tokenizer = checkpoints.qwen_tokenizer()
     text_config = {
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        **checkpoints.QWEN2_VL_TEXT,
         **checkpoints.qwen_vocabulary(tokenizer),
+        "tie_word_embeddings": False,
         **(text or {}),
     }
     config = Qwen2_5_VLConfig(
@@ -137,13 +133,9 @@ def write_image_processor(folder: Path, layout: str) -> None:
     checkpoints._write(folder / "processor_config.json", whole)
 
 
-def reference(folder: Path) -> Reference:
-    model, tokenizer = load(Qwen2_5_VLForConditionalGeneration, folder)
-    return qwen_reference(model, tokenizer, folder)
-
-
-def qwen_reference(model: Any, tokenizer: Any, folder: Path) -> Reference:
-    """For every model whose pictures are read as Qwen2-VL's are."""
+def qwen_reference(kind: Any, folder: Path) -> Reference:
+    """For every class of models whose pictures are read as Qwen2-VL's are."""
+    model, tokenizer = load(kind, folder)
     processor, pad = Qwen2VLImageProcessorPil(**image_settings(folder)), "<|image_pad|>"
 
     def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
@@ -154,3 +146,6 @@ def qwen_reference(model: Any, tokenizer: Any, folder: Path) -> Reference:
         return {"mm_token_type_ids": torch.eq(ids, model.config.image_token_id).int()}
 
     return Reference(model, tokenizer, pad, read, kinds)
+
+
+reference = partial(qwen_reference, Qwen2_5_VLForConditionalGeneration)

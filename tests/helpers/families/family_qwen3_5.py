@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from benchmarks import checkpoints
-from tests.helpers.engine.reference import Reference, load
 from tests.helpers.families.family_qwen2_5_vl import qwen_reference
 from tests.helpers.families.family_qwen3_vl import VISION, write_image_processor
 
@@ -43,10 +43,8 @@ def build(
     """Every structural feature on: both kinds of layers, shared key heads in both, heads that turn in part."""
     tokenizer = checkpoints.qwen_tokenizer()
     text_config = {
-        "hidden_size": 64,
-        "intermediate_size": 112,
+        **checkpoints.TEXT,
         "num_hidden_layers": 4,
-        "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
         "linear_conv_kernel_dim": 4,
@@ -55,7 +53,6 @@ def build(
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        "max_position_embeddings": 4096,
         "rope_parameters": dict(ROPE),
         **checkpoints.qwen_vocabulary(tokenizer),
         **(text or {}),
@@ -108,6 +105,4 @@ def _publish(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def reference(folder: Path) -> Reference:
-    model, tokenizer = load(Qwen3_5ForConditionalGeneration, folder)
-    return qwen_reference(model, tokenizer, folder)
+reference = partial(qwen_reference, Qwen3_5ForConditionalGeneration)

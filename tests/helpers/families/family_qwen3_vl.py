@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks import checkpoints
-from tests.helpers.engine.reference import Reference, load
 from tests.helpers.families.family_qwen2_5_vl import qwen_reference
 
 VISION: dict[str, Any] = {
@@ -113,13 +113,9 @@ def build(
     tokenizer = checkpoints.qwen_tokenizer()
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     text_config = {
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
+        **checkpoints.TEXT,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": 4096,
         "rope_parameters": rope,
         **checkpoints.qwen_vocabulary(tokenizer),
         **(text or {}),
@@ -171,6 +167,4 @@ def _publish_config(file: Path) -> None:
     checkpoints._write(file, config)
 
 
-def reference(folder: Path) -> Reference:
-    model, tokenizer = load(Qwen3VLForConditionalGeneration, folder)
-    return qwen_reference(model, tokenizer, folder)
+reference = partial(qwen_reference, Qwen3VLForConditionalGeneration)

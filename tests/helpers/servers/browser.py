@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from tests.helpers.media.images import make_photo, png
 
@@ -66,6 +66,7 @@ CUT_NUMBERS = """() => {
 
 
 KEY = "key-for-the-page"
+SQUARE = "What colour is the square?"
 HAS_KEY = f"sessionStorage.setItem('saccade-key', '{KEY}')"  # as if it had been typed in this tab before
 OpenPage = Callable[..., AbstractContextManager[Page]]
 
@@ -119,3 +120,31 @@ def tab_to(page: Page, element: str) -> None:
         if page.evaluate("document.activeElement.id") == element:
             return
     raise AssertionError(f"{element} is not reached with the Tab key")
+
+
+def add_sample(page: Page) -> None:
+    page.get_by_role("button", name="Try a sample").click()
+    expect(page.locator("#bill-total")).to_contain_text("300 picture", timeout=PATIENCE_MS)
+
+
+def ask(page: Page, question: str) -> None:
+    """And wait for the answer's end."""
+    number = page.locator(".cost").count()
+    page.get_by_label("Your question").fill(question)
+    page.keyboard.press("Enter")
+    page.locator(".cost").nth(number).wait_for()
+
+
+def answer(page: Page) -> str:
+    return page.locator(".said").last.inner_text()
+
+
+def damaged(param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": "the picture is damaged", "param": param, "code": "image_parse_error"}}
+
+
+def held_back(page: Page, path: str) -> list[Route]:
+    """Requests for a path from now on, each waiting for what the test makes of it."""
+    routes: list[Route] = []
+    page.route(path, lambda route: routes.append(route))
+    return routes

@@ -12,6 +12,7 @@ from pathlib import Path
 from saccade.media.fetch import Resolve
 
 HOST = "pictures.test"
+HANG_GUARD = 60.0
 BODY = b"\x89PNG not really, but bytes are bytes here"
 TRUST = ssl.create_default_context()  # reading the system's certificates takes a while
 Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
@@ -81,3 +82,33 @@ def certificate(folder: Path, name: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     return context
+
+
+async def silent(_: bytes, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(HANG_GUARD)
+
+
+def forever(start: bytes, again: bytes) -> Handler:
+    async def handle(_: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(start)
+        while not writer.transport.is_closing():
+            writer.write(again * max(1, 65536 // len(again)))
+            await writer.drain()
+            await asyncio.sleep(0)  # a loop may find no reason to wait for a client that has just left
+
+    return handle
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+ENDLESS_BODY = forever(b"HTTP/1.1 200 OK\r\n\r\n", b"x")
+ENDLESS: dict[str, Handler] = {
+    "interim answers": forever(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n"),
+    "interim answers with headers": forever(b"", b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n"),
+    "headers": forever(b"HTTP/1.1 200 OK\r\n", b"a: b\r\n"),
+    "one header": forever(b"HTTP/1.1 200 OK\r\na: ", b"b"),
+    "a reason": forever(b"HTTP/1.1 200 ", b"OK "),
+    "a chunk extension": forever(CHUNKED + b"5;", b"a=b;"),
+    "chunk extensions": forever(CHUNKED, b"1;" + b"a" * 500 + b"\r\nx\r\n"),
+    "chunks of one byte": forever(CHUNKED, b"1\r\nx\r\n"),
+    "trailers": forever(CHUNKED + b"3\r\nabc\r\n0\r\n", b"a: b\r\n"),
+}

@@ -6,15 +6,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
+import msgspec
 import psutil
 
-from tests.helpers.servers.serving import RunningServer
+from tests.helpers.servers.serving import RunningServer, chat_body
 
+KEY = "a-long-secret-key"
+CHAT = "/v1/chat/completions"
 _PAUSE_SECONDS = 0.05
+_ENOUGH_FOR_A_FLOOD = 20 << 20
 
 
 @dataclass
@@ -101,3 +106,43 @@ def read_all(sock: socket.socket) -> bytes:
     while part := sock.recv(1 << 16):
         parts.append(part)
     return b"".join(parts)
+
+
+def message(path: str = CHAT, body: bytes = b"", *headers: str, method: str = "POST", key: str | None = KEY) -> bytes:
+    """A whole request, unless its length is among the headers."""
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json", *headers]
+    if key is not None:
+        lines.append(f"authorization: Bearer {key}")
+    if not any(header.startswith(("content-length", "transfer-encoding")) for header in headers):
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def sent(server: RunningServer, stack: ExitStack, path: str, body: bytes, *, key: str) -> socket.socket:
+    """A request of this key that is on its way, until the stack closes its connection."""
+    sock = stack.enter_context(raw_connection(server))
+    sock.sendall(message(path, body, key=key))
+    return sock
+
+
+def chat_message(*headers: str, size: int = 0, **fields: Any) -> bytes:
+    return message(CHAT, large_body(size, **fields), *headers)
+
+
+def large_body(size: int, **fields: Any) -> bytes:
+    """A good request of so many bytes: what is too much are spaces."""
+    return msgspec.json.encode(chat_body(**fields)).ljust(size)
+
+
+def flood(sock: socket.socket, what: bytes) -> bytes:
+    """Send far too much of something, whatever the server says; then all it said."""
+    block = what * (1 + (64 << 10) // len(what))
+    try:
+        for _ in range(_ENOUGH_FOR_A_FLOOD // len(block)):
+            sock.sendall(block)
+    except OSError:
+        pass  # the server has had enough
+    try:
+        return read_all(sock)
+    except ConnectionResetError:
+        return b""

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -103,6 +104,17 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     body = response.json()
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, body
     return dict(body["error"])
+
+
+def refused(response: httpx.Response, code: str | None, param: str | None = None) -> dict[str, Any]:
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert error["code"] == code, error
+    if param is not None:
+        assert error["param"] == param, error
+    assert response.headers["x-should-retry"] == "false"
+    assert not re.search(r"\b0x|PIL|Traceback|site-packages", error["message"])
+    return error
 
 
 def events_of(lines: Iterator[str] | list[str]) -> list[Any]:

@@ -6,30 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from transformers import LlavaNextProcessor, PreTrainedTokenizerFast
-from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
 from saccade.engine.ipc.messages import HEADER, Start, command_in, frame, start_message
 from saccade.errors import ConfigError
 from saccade.options.engine import Options
 from saccade.processor.families.llava_next import LlavaNext
 from saccade.types.media import Grid, Size
-from tests.helpers.engine.reference import Reference
 from tests.helpers.families import family_llava_next
-from tests.helpers.families.family_checks import Given, Subject, as_patches, assert_close, dummy, edited, with_config
+from tests.helpers.families.conformance import ROWS
+from tests.helpers.families.family_checks import Given, Subject, assert_close, dummy, edited, with_config
 from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 
-PUBLISHED = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+RULES = ROWS["llava_next"].rules  # of the checkpoints on the hub
+
 PHOTOS = [make_photo(112, 84, 1), make_photo(60, 130, 2), make_photo(31, 33, 3), make_photo(300, 70, 4)]
-sides = st.one_of(st.integers(1, 64), st.integers(1, 2000), st.integers(1, 60_000))
 
 
 @pytest.fixture(scope="module")
@@ -42,73 +36,22 @@ def subject(folder: Path) -> Subject:
     return Subject(folder)
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return family_llava_next.reference(folder)
-
-
-@pytest.fixture(scope="module")
-def published(subject: Subject) -> LlavaNext:
-    """The rules of the checkpoints on the hub: tiles of 336, patches of 14."""
-    assert subject.config.vision is not None
-    family = subject.family
-    assert isinstance(family, LlavaNext)
-    sizes = tuple(Size(width, height) for height, width in PUBLISHED)
-    return LlavaNext(336, 14, sizes, family.image_token_id, family.placeholder_ids, {})
-
-
-@pytest.fixture(scope="module")
-def their_rules(folder: Path) -> LlavaNextProcessor:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    images = LlavaNextImageProcessorPil(image_grid_pinpoints=PUBLISHED)
-    return LlavaNextProcessor(
-        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
-    )
-
-
 # --- what a picture costs -----------------------------------------------------------------------------------------
-
-
-@settings(max_examples=400, deadline=None)
-@given(width=sides, height=sides)
-def test_any_image_has_the_tokens_and_the_size_of_transformers(
-    published: LlavaNext, their_rules: LlavaNextProcessor, width: int, height: int
-) -> None:
-    assume(max(width, height) / min(width, height) <= 200)
-    geometry = published.geometry(Size(width, height), *published.policy(None, None))
-    expected = their_rules._get_number_of_features(height, width, 336, 336) - 1
-    assert geometry.tokens == geometry.slots == expected
-    target = select_best_resolution((height, width), PUBLISHED)
-    stand_in = np.broadcast_to(np.uint8(0), (3, height, width))  # its shape is all that is looked at
-    fitted = get_patch_output_size(stand_in, target, "channels_first")
-    assert (geometry.resized.height, geometry.resized.width) == fitted
-    assert geometry.grid == Grid(1 + target[0] * target[1] // 336**2, 24, 24)
-
-
-@settings(max_examples=40, deadline=None)
-@given(width=st.integers(1, 300), height=st.integers(1, 300))
-def test_the_tiles_are_those_of_the_whole_processor(subject: Subject, reference: Reference, width: int, height: int):
-    assume(max(width, height) / min(width, height) <= 200)
-    photo = make_photo(width, height)
-    made, spelled = reference.read([photo])
-    geometry = subject.geometry(photo)
-    assert made["pixel_values"].shape[1] == geometry.grid.t
-    assert len(spelled[0]) == geometry.tokens * len("<image>")
 
 
 @pytest.mark.parametrize(
     ("size", "tokens"),
     [(Size(672, 672), 576 + 48 * 49), (Size(1000, 1000), 2928), (Size(336, 672), 1776), (Size(640, 480), 2340)],
 )
-def test_worked_examples(published: LlavaNext, size: Size, tokens: int) -> None:
-    assert published.geometry(size, *published.policy(None, None)).tokens == tokens
+def test_worked_examples(size: Size, tokens: int) -> None:
+    assert RULES.geometry(size, *RULES.policy(None, None)).tokens == tokens
 
 
-def test_a_lower_limit_leaves_out_the_larger_pinpoints(published: LlavaNext) -> None:
-    limits = published.policy(None, 300_000)
-    assert published.geometry(Size(672, 672), *limits).grid == Grid(3, 24, 24)
-    assert published.geometry(Size(672, 672), *published.policy(None, 1)).grid == Grid(3, 24, 24)
-    assert published.policy_tag(*limits) != published.policy_tag(*published.policy(None, None))
+def test_a_lower_limit_leaves_out_the_larger_pinpoints() -> None:
+    limits = RULES.policy(None, 300_000)
+    assert RULES.geometry(Size(672, 672), *limits).grid == Grid(3, 24, 24)
+    assert RULES.geometry(Size(672, 672), *RULES.policy(None, 1)).grid == Grid(3, 24, 24)
+    assert RULES.policy_tag(*limits) != RULES.policy_tag(*RULES.policy(None, None))
 
 
 def test_a_tiling_travels_to_the_engines_process(subject: Subject) -> None:
@@ -119,12 +62,6 @@ def test_a_tiling_travels_to_the_engines_process(subject: Subject) -> None:
 
 
 # --- what is computed ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("photo", PHOTOS, ids=lambda photo: f"{photo.width}x{photo.height}")
-def test_prepared_tiles_equal_those_of_transformers(subject: Subject, reference: Reference, photo: Any) -> None:
-    pixels = reference.read([photo])[0]["pixel_values"][0]  # [tiles, 3, 56, 56]
-    torch.testing.assert_close(subject.prepare(photo), as_patches(pixels, 14), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("decoder", ["llama", "qwen2"])
