@@ -21,7 +21,7 @@ import torch
 
 from saccade import LLM, SamplingParams
 from saccade.apps.evaluation.image_noise import Grain, add_grain
-from saccade.apps.evaluation.scoring import Rule, chance
+from saccade.apps.evaluation.scoring import AnswerRule, chance
 from saccade.media import video_pruning
 from saccade.types.media import Size
 from training.canvas import KINDS, Canvas, noise_field, outline
@@ -37,7 +37,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 class Asked(NamedTuple):
     about: str  # "resting": a shape that does not change; or the way of the one that does
     text: str
-    rule: Rule
+    rule: AnswerRule
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ def _questions(rng: Random, way: str, shapes: list[tuple[str, str]]) -> Iterator
     still = rng.randrange(len(shapes) - 1)
     (kind, color), place = shapes[still], list(PLACES)[still]
     wrong = [tuple(n for n in names if n != own) for names, own in ((NAMES, color), (KINDS, kind))]
-    yield Asked("resting", f"What color is the {kind}?", Rule((color,), "all", wrong[0]))
-    yield Asked("resting", f"What shape is {color}?", Rule((kind,), "all", wrong[1]))
+    yield Asked("resting", f"What color is the {kind}?", AnswerRule((color,), "all", wrong[0]))
+    yield Asked("resting", f"What shape is {color}?", AnswerRule((kind,), "all", wrong[1]))
     others = tuple(w for w in ("top", "bottom", "left", "right", "center", "middle") if w not in place.split())
-    yield Asked("resting", f"Where is the {color} {kind}?", Rule((place,), "all", others))
+    yield Asked("resting", f"Where is the {color} {kind}?", AnswerRule((place,), "all", others))
     if way != "still":
         kind, color = shapes[-1]
         wrong = [tuple(n for n in names if n != own) for names, own in ((NAMES, color), (KINDS, kind))]
-        yield Asked(way, f"What color is the {kind}?", Rule((color,), "all", wrong[0]))
-        yield Asked(way, f"What shape is {color}?", Rule((kind,), "all", wrong[1]))
+        yield Asked(way, f"What color is the {kind}?", AnswerRule((color,), "all", wrong[0]))
+        yield Asked(way, f"What shape is {color}?", AnswerRule((kind,), "all", wrong[1]))
 
 
 # --- asking -------------------------------------------------------------------------------------------------------

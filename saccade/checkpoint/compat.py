@@ -14,8 +14,8 @@ class ConfigFiles(NamedTuple):
 
 def normalize(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ConfigFiles:
     """Convert if needed. Idempotent, since another process reads a converted config again."""
-    given = ConfigFiles(config, generation)
-    return _qwen(given) if config.get("model_type") == "qwen" and "head_dim" not in config else given
+    files = ConfigFiles(config, generation)
+    return _qwen(files) if config.get("model_type") == "qwen" and "head_dim" not in config else files
 
 
 _QWEN_DEFAULTS: Mapping[str, Any] = {
@@ -37,9 +37,9 @@ _QWEN_PAD = 2  # offset of <imgpad> from <img>
 _QWEN_ENDS = 3  # <|endoftext|> and, for chats, the next two: <|im_start|> and <|im_end|>
 
 
-def _qwen(given: ConfigFiles) -> ConfigFiles:
-    raw = {**_QWEN_DEFAULTS, **given.config}
-    chat = given.generation.get("chat_format")
+def _qwen(files: ConfigFiles) -> ConfigFiles:
+    raw = {**_QWEN_DEFAULTS, **files.config}
+    chat = files.generation.get("chat_format")
     common = {
         **raw,
         "intermediate_size": raw["intermediate_size"] // 2,  # Qwen's is that of gate and up together
@@ -50,10 +50,10 @@ def _qwen(given: ConfigFiles) -> ConfigFiles:
         "chat_format": chat,
         **_qwen_tower(raw.get("visual") or {}),
     }
-    end = given.generation.get("eos_token_id")
+    end = files.generation.get("eos_token_id")
     if chat != "chatml" or not isinstance(end, int):
-        return ConfigFiles(common, given.generation)
-    return ConfigFiles(common, {**given.generation, "eos_token_id": list(range(end, end + _QWEN_ENDS))})
+        return ConfigFiles(common, files.generation)
+    return ConfigFiles(common, {**files.generation, "eos_token_id": list(range(end, end + _QWEN_ENDS))})
 
 
 def _qwen_positions(raw: Mapping[str, Any]) -> int:

@@ -159,11 +159,11 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
 
 def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Without nulls, which would hide a default, except for names where null has a meaning."""
-    kept: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in raw.items():
         if value is not None or name in _NULL_IS_MEANT:
-            kept[name] = _without_nulls(value) if isinstance(value, Mapping) else value
-    return kept
+            values[name] = _without_nulls(value) if isinstance(value, Mapping) else value
+    return values
 
 
 def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -231,10 +231,10 @@ def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
 
 def _head_dim(text: Mapping[str, Any], hidden: int, heads: int) -> int:
     """Even, since RoPE rotates pairs."""
-    given: int | None = text.get("head_dim")
-    if given is None and hidden % heads:
+    head_dim: int | None = text.get("head_dim")
+    if head_dim is None and hidden % heads:
         raise ConfigError(f"config.json: hidden_size={hidden} is not divided by num_attention_heads={heads}")
-    dim = hidden // heads if given is None else given
+    dim = hidden // heads if head_dim is None else head_dim
     if dim % 2:
         message = f"config.json: heads have {dim} values (head_dim, or hidden_size by heads), an odd number"
         raise ConfigError(message)
@@ -257,8 +257,8 @@ def _rope_switch(rope: Mapping[str, Any], text: Mapping[str, Any]) -> int | None
     if first_of(rope, "rope_type", "type") != "longrope":
         return None
     names = ("original_max_position_embeddings", "max_position_embeddings")
-    found: int | None = first_of({**text, **rope}, *names)
-    return found
+    context: int | None = first_of({**text, **rope}, *names)
+    return context
 
 
 def _window(text: Mapping[str, Any]) -> int | None:
@@ -285,8 +285,8 @@ def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
     )
 
 
-def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
-    vision = {**VISION_DEFAULTS, **TOWER_DEFAULTS.get(given.get("model_type", ""), {}), **given}
+def _vision_config(config: Mapping[str, Any]) -> VisionConfig:
+    vision = {**VISION_DEFAULTS, **TOWER_DEFAULTS.get(config.get("model_type", ""), {}), **config}
     hidden = first_of(vision, "embed_dim", "hidden_size", "width")
     if hidden is None:
         raise ConfigError("config.json: vision_config has none of embed_dim, hidden_size and width")
@@ -299,7 +299,7 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
         num_layers=_need(vision, "depth", "num_hidden_layers", "layers") + vision.get("num_global_layers", 0),
         num_heads=_vision_heads(vision, hidden),
         patch_size=_side(vision, "patch_size") or 0,
-        in_channels=first_of(given, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
+        in_channels=first_of(config, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
         image_size=_image_size(vision),
         spatial_merge_size=vision["spatial_merge_size"],
         temporal_patch_size=vision["temporal_patch_size"],
@@ -317,10 +317,10 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
 def _projector_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the tower's shape that are outside vision_config if a projector merges the patches."""
     if "projector_config" in raw:
-        given = raw["projector_config"] or {}
-        width = given.get("n_embed", 2048) * given.get("mlp_ratio", 1)
-        widths = [width] * (given.get("depth", 2) - 1)
-        return {"spatial_merge_size": given.get("downsample_ratio", 2), "projector_widths": widths}
+        projector = raw["projector_config"] or {}
+        width = projector.get("n_embed", 2048) * projector.get("mlp_ratio", 1)
+        widths = [width] * (projector.get("depth", 2) - 1)
+        return {"spatial_merge_size": projector.get("downsample_ratio", 2), "projector_widths": widths}
     return {name: raw[name] for name in ("spatial_merge_size",) if raw.get(name) is not None}
 
 
@@ -342,21 +342,21 @@ def _image_size(vision: Mapping[str, Any]) -> int | None:
 
 def _side(vision: Mapping[str, Any], name: str) -> int | None:
     """The side of a square, which some checkpoints write as two equal values."""
-    given = vision.get(name)
-    sides = given if isinstance(given, list) else [given]
+    size = vision.get(name)
+    sides = size if isinstance(size, list) else [size]
     if len(set(sides)) != 1:
-        raise ConfigError(f"config.json: vision_config.{name} {given} is no square")
+        raise ConfigError(f"config.json: vision_config.{name} {size} is no square")
     side: int | None = sides[0]
     return side
 
 
 def _need(values: Mapping[str, Any], *names: str) -> int:
-    found: int | None = first_of(values, *names)
-    if found is None:
+    number: int | None = first_of(values, *names)
+    if number is None:
         raise ConfigError(f"config.json has no {' or '.join(names)}, which the model's shape needs")
-    if found < 1:
-        raise ConfigError(f"config.json: {' or '.join(names)} comes to {found}; at least 1 is needed")
-    return found
+    if number < 1:
+        raise ConfigError(f"config.json: {' or '.join(names)} comes to {number}; at least 1 is needed")
+    return number
 
 
 def _eos_ids(*sources: Mapping[str, Any]) -> frozenset[int]:

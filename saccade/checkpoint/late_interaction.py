@@ -30,8 +30,8 @@ def unwrapped(config: Mapping[str, Any]) -> Mapping[str, Any]:
     base = {name: value for name, value in config.items() if name not in ("vlm_config", "model_type")}
     dim = next((config[name] for name in _WIDTHS if config.get(name) is not None), _DEFAULT_DIM)
     dtype = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None}
-    own = inner if inner is not None else {"model_type": config.get("model_type")}
-    return {**base, **own, **dtype, TOKEN_DIM: config.get(TOKEN_DIM, dim)}
+    fields = inner if inner is not None else {"model_type": config.get("model_type")}
+    return {**base, **fields, **dtype, TOKEN_DIM: config.get(TOKEN_DIM, dim)}
 
 
 def _is_named(config: Mapping[str, Any]) -> bool:

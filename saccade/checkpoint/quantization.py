@@ -82,7 +82,7 @@ def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None
     """None: the weights are not quantised. ConfigError names the field that cannot be read."""
     places = (raw, raw.get("text_config") or {}, {"quantization_config": _of_modelopt_file(folder)})
     config = next(
-        (found for place in places if (found := place.get("quantization_config")) is not None), None
+        (entry for place in places if (entry := place.get("quantization_config")) is not None), None
     )
     if config is None:
         return None
@@ -96,29 +96,29 @@ def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None
             f"quant_method {method!r} in quantization_config is not supported; {_INSTEAD[method]}"
         )
     if method not in _READERS:
-        known = ", ".join(sorted(_READERS))
-        problem = f"is not known; take the checkpoint in bfloat16, or one in a known one ({known})"
+        methods = ", ".join(sorted(_READERS))
+        problem = f"is not known; take the checkpoint in bfloat16, or one in a known one ({methods})"
         raise ConfigError(f"quant_method {method!r} in quantization_config {problem}")
-    found = _READERS[method](config)
-    if found is not None and found.is_int4 and _leaves_out_experts(config):
-        return replace(found, group=0)  # memory is planned as if all were dequantised
-    return found
+    quantization = _READERS[method](config)
+    if quantization is not None and quantization.is_int4 and _leaves_out_experts(config):
+        return replace(quantization, group=0)  # memory is planned as if all were dequantised
+    return quantization
 
 
 def _leaves_out_experts(config: Mapping[str, Any]) -> bool:
     """Whether the file's own lists name routed experts, or a layer as a whole."""
     lists = [config.get(name) for name in ("ignore", "modules_to_not_convert", "dynamic")]
-    named = [name for names in lists if isinstance(names, Mapping | Sequence) for name in names]
-    return any(_EXPERTS.search(str(name)) for name in named)
+    modules = [name for names in lists if isinstance(names, Mapping | Sequence) for name in names]
+    return any(_EXPERTS.search(str(name)) for name in modules)
 
 
 def _of_modelopt_file(folder: Path) -> Mapping[str, Any] | None:
-    found = read_optional(folder / "hf_quant_config.json").get("quantization")
-    if found is None:
+    settings = read_optional(folder / "hf_quant_config.json").get("quantization")
+    if settings is None:
         return None
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"quantization in hf_quant_config.json must be an object, not {found!r}")
-    return {**found, "quant_method": "modelopt"}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"quantization in hf_quant_config.json must be an object, not {settings!r}")
+    return {**settings, "quant_method": "modelopt"}
 
 
 # --- by method ----------------------------------------------------------------------------------------------
@@ -228,15 +228,15 @@ def _word(config: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _check_among(name: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} in quantization_config is {value!r}; known are {', '.join(known)}")
+def _check_among(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} in quantization_config is {value!r}; known are {', '.join(choices)}")
 
 
-def _check_bits(config: Mapping[str, Any], known: Sequence[int]) -> int:
+def _check_bits(config: Mapping[str, Any], widths: Sequence[int]) -> int:
     bits = config.get("bits", config.get("w_bit"))
-    if type(bits) is not int or bits not in known:
-        names = " and ".join(map(str, known))
+    if type(bits) is not int or bits not in widths:
+        names = " and ".join(map(str, widths))
         raise ConfigError(f"bits in quantization_config is {bits!r}; {names} can be read")
     return int(bits)
 

@@ -13,7 +13,7 @@ _MAXIMUM = 4096  # values in a list of any length: as many as layers
 
 
 class Kind(NamedTuple):
-    wanted: str
+    description: str
     takes: Callable[[Any], bool]
 
 
@@ -28,7 +28,7 @@ def first_wrong(values: Mapping[str, Any], table: Table, inside: str = "") -> st
         if value is None:
             continue
         if isinstance(kind, Kind):
-            wrong = None if kind.takes(value) else _sentence(inside + name, value, kind.wanted)
+            wrong = None if kind.takes(value) else _sentence(inside + name, value, kind.description)
         elif isinstance(value, Mapping):
             wrong = first_wrong(value, kind, f"{inside}{name}.")
         else:
@@ -38,9 +38,9 @@ def first_wrong(values: Mapping[str, Any], table: Table, inside: str = "") -> st
     return None
 
 
-def _sentence(name: str, value: Any, wanted: str) -> str:
-    shown = repr(value)
-    sentence = f"{name} is {shown[:80]}{'...' * (len(shown) > 80)}, but {wanted} is needed"
+def _sentence(name: str, value: Any, description: str) -> str:
+    text = repr(value)
+    sentence = f"{name} is {text[:80]}{'...' * (len(text) > 80)}, but {description} is needed"
     if isinstance(value, list) and len(value) > _MAXIMUM:
         return f"{sentence}, with at most {_MAXIMUM} values, not {len(value)}"
     return sentence
@@ -48,19 +48,23 @@ def _sentence(name: str, value: Any, wanted: str) -> str:
 
 def whole(minimum: int, maximum: int) -> Kind:
     """An integer. The bounds are far beyond published values; they keep a typo from filling the memory."""
-    wanted = f"{minimum}" if minimum == maximum else f"a whole number from {minimum} to {maximum}"
-    return Kind(wanted, lambda v: isinstance(v, int) and not isinstance(v, bool) and minimum <= v <= maximum)
+    description = f"{minimum}" if minimum == maximum else f"a whole number from {minimum} to {maximum}"
+    return Kind(
+        description, lambda v: isinstance(v, int) and not isinstance(v, bool) and minimum <= v <= maximum
+    )
 
 
 def number(*, above: float = -math.inf, minimum: float = -math.inf, maximum: float = math.inf) -> Kind:
     bounds = {"above": above, "of at least": minimum, "of at most": maximum}
-    wanted = "a number" + "".join(f" {words} {at}" for words, at in bounds.items() if math.isfinite(at))
-    return Kind(wanted, lambda v: _is_number(v) and v > above and minimum <= v <= maximum)
+    description = "a number" + "".join(f" {words} {at}" for words, at in bounds.items() if math.isfinite(at))
+    return Kind(description, lambda v: _is_number(v) and v > above and minimum <= v <= maximum)
 
 
 def list_of(kind: Kind, count: int | None = None) -> Kind:
-    wanted = f"a list of {'' if count is None else f'{count} times '}{kind.wanted}"
-    return Kind(wanted, lambda v: isinstance(v, list) and _fits(len(v), count) and all(map(kind.takes, v)))
+    description = f"a list of {'' if count is None else f'{count} times '}{kind.description}"
+    return Kind(
+        description, lambda v: isinstance(v, list) and _fits(len(v), count) and all(map(kind.takes, v))
+    )
 
 
 def _fits(length: int, count: int | None) -> bool:
@@ -68,13 +72,15 @@ def _fits(length: int, count: int | None) -> bool:
 
 
 def either(*kinds: Kind) -> Kind:
-    return Kind(" or ".join(kind.wanted for kind in kinds), lambda v: any(kind.takes(v) for kind in kinds))
+    return Kind(
+        " or ".join(kind.description for kind in kinds), lambda v: any(kind.takes(v) for kind in kinds)
+    )
 
 
 def sides(kind: Kind) -> Kind:
     """Of a picture, by name."""
     return Kind(
-        f"an object with {kind.wanted} for each side",
+        f"an object with {kind.description} for each side",
         lambda v: isinstance(v, Mapping) and all(side is None or kind.takes(side) for side in v.values()),
     )
 

@@ -191,10 +191,10 @@ def parse_gif(data: bytes) -> Outline:
     frames = steps = 0
     while steps < MAX_STEPS and at < len(data) and data[at] in (0x21, 0x2C):
         if data[at] == 0x2C:
-            left, top, w, h, local = struct.unpack_from("<HHHHB", data, at + 1)
+            x, y, w, h, local = struct.unpack_from("<HHHHB", data, at + 1)
             if frames == 0:
-                width = max(width, left + w)
-                height = max(height, top + h)
+                width = max(width, x + w)
+                height = max(height, y + h)
             frames += 1
             at += 11 + _palette_bytes(local)  # descriptor, palette, code size
         else:

@@ -51,5 +51,5 @@ def plain_length(data: bytes) -> int:
     for marker, body, after in jpeg_segments(data):
         has_several = has_several or (marker == _SEVERAL and bytes(body[:4]) == b"MPF\0")
         end = after
-    found = data.find(END, end) if has_several else data.rfind(END, end)  # the latter takes no time
-    return found + len(END)
+    marker_at = data.find(END, end) if has_several else data.rfind(END, end)  # the latter takes no time
+    return marker_at + len(END)

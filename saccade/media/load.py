@@ -63,8 +63,8 @@ def _load(source: Any, policy: MediaPolicy, allow_paths: bool) -> Loaded:
         return _from_string(source, policy, allow_paths)
     if isinstance(source, Path) and allow_paths:
         return _from_file(source, policy)
-    taken = "a PIL image, a path, bytes, a NumPy array or a data: URL"
-    raise RequestError(f"a picture is {taken}, not {type(source).__name__}", code="invalid_image")
+    kinds = "a PIL image, a path, bytes, a NumPy array or a data: URL"
+    raise RequestError(f"a picture is {kinds}, not {type(source).__name__}", code="invalid_image")
 
 
 def _from_bytes(data: bytes, policy: MediaPolicy) -> Loaded:
@@ -101,10 +101,10 @@ def decode_data_url(url: str, policy: MediaPolicy) -> bytes:
 def _base64(url: str, start: int) -> bytes:
     """Decode in chunks: no copy of the whole text, and other threads can run between two calls."""
     decoded = io.BytesIO()
-    rest = ""
+    tail = ""
     is_over = False
     for position in range(start, len(url), _PIECE_CHARS):
-        text = rest + url[position : position + _PIECE_CHARS]
+        text = tail + url[position : position + _PIECE_CHARS]
         if any(noise in text for noise in _WHITE_SPACE):
             text = text.translate(_WITHOUT_WHITE_SPACE)
         if is_over and text:
@@ -112,8 +112,8 @@ def _base64(url: str, start: int) -> bytes:
         whole = len(text) // 4 * 4
         decoded.write(pybase64.b64decode(text[:whole], validate=True))
         is_over = is_over or text.endswith("=", 0, whole)
-        rest = text[whole:]
-    if rest:
+        tail = text[whole:]
+    if tail:
         raise binascii.Error("incomplete")
     return decoded.getvalue()
 
@@ -214,8 +214,8 @@ def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         low = float(array.min())
         high = float(array.max())
         if not (low >= 0 and high <= 1):  # also false for NaN
-            found = f"a float picture array holds values from 0 to 1, but these go from {low:g} to {high:g}"
-            raise RequestError(f"{found}; divide by 255 or pass uint8", code="invalid_image")
+            values = f"a float picture array holds values from 0 to 1, but these go from {low:g} to {high:g}"
+            raise RequestError(f"{values}; divide by 255 or pass uint8", code="invalid_image")
         rounded: npt.NDArray[np.uint8] = np.rint(array * 255).astype(np.uint8)
         return rounded
     message = f"a picture array holds uint8, uint16 or float values, not {array.dtype}"

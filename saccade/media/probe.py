@@ -74,9 +74,9 @@ def check_bytes(count: int, policy: MediaPolicy) -> None:
 def check_pixels(size: Size, policy: MediaPolicy) -> None:
     pixels = size.width * size.height
     if pixels > policy.max_image_pixels:
-        given = f"the picture is {size.width}x{size.height} = {pixels} pixels"
+        image = f"the picture is {size.width}x{size.height} = {pixels} pixels"
         limit = f"at most {policy.max_image_pixels} are allowed (max_image_pixels)"
-        raise RequestError(f"{given}, and {limit}", code="image_too_large")
+        raise RequestError(f"{image}, and {limit}", code="image_too_large")
 
 
 def _check_passes(header: Header, policy: MediaPolicy) -> None:
@@ -86,17 +86,17 @@ def _check_passes(header: Header, policy: MediaPolicy) -> None:
     has_few = header.format != "jpeg" or header.passes <= MAX_SCANS
     if pixels * header.passes <= limit and has_few:
         return
-    given = f"the {header.format.upper()} picture of {header.size.width}x{header.size.height} pixels"
+    image = f"the {header.format.upper()} picture of {header.size.width}x{header.size.height} pixels"
     if header.format == "jpeg":
         scans = f"{MAX_SCANS} or more" if header.passes > MAX_SCANS else str(header.passes)
-        given += f" has {scans} scans, each of which is decoded"
-        allowed = f"at most {min(MAX_SCANS, limit // pixels)} are allowed at its size"
+        image += f" has {scans} scans, each of which is decoded"
+        limit_text = f"at most {min(MAX_SCANS, limit // pixels)} are allowed at its size"
         remedy = "save it as a plain JPEG"
     else:
-        given += f" takes as long to decode as {pixels * header.passes} pixels of a plain JPEG"
-        allowed = f"at most {limit} are allowed"
+        image += f" takes as long to decode as {pixels * header.passes} pixels of a plain JPEG"
+        limit_text = f"at most {limit} are allowed"
         remedy = "send it as PNG or JPEG"
-    message = f"{given}, and {allowed} ({_MAX_PASSES} times max_image_pixels); {remedy}"
+    message = f"{image}, and {limit_text} ({_MAX_PASSES} times max_image_pixels); {remedy}"
     raise RequestError(message, code="image_too_large")
 
 

@@ -124,8 +124,8 @@ def _ascii_host(host: str) -> str | None:
         return None
 
 
-def _path(rest: str) -> str:
-    path = rest.partition("#")[0]
+def _path(tail: str) -> str:
+    path = tail.partition("#")[0]
     return quote(path if path.startswith("/") else f"/{path}", safe=_UNTOUCHED)
 
 

@@ -124,20 +124,20 @@ def _title(name: str) -> str:
 def _read(container: av.container.InputContainer, name: str, data: bytes) -> VideoInfo:
     stream = video_stream(container)
     if stream is None:
-        kinds = ", ".join(sorted({other.type for other in container.streams})) or "nothing"
+        kinds = ", ".join(sorted({track.type for track in container.streams})) or "nothing"
         message = f"the {_title(name)} file holds no moving pictures, but {kinds}"
         raise RequestError(message, code="invalid_video")
     codec = stream.codec_context.name
     if codec not in CODECS:
         message = f"the video's codec {codec} is not read here; use H.264, VP9 or AV1"
         raise RequestError(message, code="invalid_video")
-    stored = Size(stream.codec_context.width, stream.codec_context.height)
-    if min(stored) < 1:
+    size = Size(stream.codec_context.width, stream.codec_context.height)
+    if min(size) < 1:
         message = f"the video's header names no size, or its frames have more than {_MAX_LOOKED_AT} pixels"
         raise RequestError(message, code="invalid_video")
     stamps, keys = _stamps(container, stream, name)
     orientation = _orientation(data) if name == "mov" else 1
-    upright = Size(stored.height, stored.width) if orientation >= 5 else stored
+    upright = Size(size.height, size.width) if orientation >= 5 else size
     return VideoInfo(name, upright, orientation, stamps, keys, _rate(stream, stamps))
 
 
@@ -162,8 +162,8 @@ def _stamps(
     if not stamps:
         raise RequestError(f"the {_title(name)} video has no frames", code="invalid_video")
     if name == "mov" and num_packets < stream.frames:
-        found = f"its header says {stream.frames} frames and {num_packets} are there"
-        raise RequestError(f"the video is cut short: {found}", code="invalid_video")
+        counts = f"its header says {stream.frames} frames and {num_packets} are there"
+        raise RequestError(f"the video is cut short: {counts}", code="invalid_video")
     return tuple(sorted(stamps)), tuple(sorted(keys))
 
 

@@ -49,8 +49,8 @@ def load_video_source(video: Video, policy: MediaPolicy) -> File | Sequence[Any]
         message = "a video cannot be fetched from there; send it as a data: URL with base64 data"
         raise RequestError(message, code="invalid_video_url")
     shape = f" of the shape {source.shape}" if isinstance(source, np.ndarray) else ""
-    taken = "a path, bytes, a list of frames, an array [frames, height, width, 3] or a data: URL"
-    message = f"a video is {taken}, not {type(source).__name__}{shape}"
+    kinds = "a path, bytes, a list of frames, an array [frames, height, width, 3] or a data: URL"
+    message = f"a video is {kinds}, not {type(source).__name__}{shape}"
     raise RequestError(message, code="invalid_video")
 
 
@@ -66,8 +66,8 @@ def _from_data_url(url: str, policy: MediaPolicy) -> File | list[str]:
     if kind in FRAME_TYPES:
         count = payload.count(",") + 1
         if count > _MAX_SENT:
-            given = f"the video has {count} frames, and at most {_MAX_SENT} may be sent"
-            raise RequestError(f"{given}; send fewer", code="video_too_large")
+            frames = f"the video has {count} frames, and at most {_MAX_SENT} may be sent"
+            raise RequestError(f"{frames}; send fewer", code="video_too_large")
         still = head.replace("video/", "image/", 1)
         return [f"{still},{frame}" for frame in payload.split(",")]
     try:

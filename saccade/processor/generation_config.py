@@ -28,15 +28,17 @@ def sampling_defaults(options: Options, file: Mapping[str, Any]) -> dict[str, An
     A value that no request could send is a ConfigError. Null counts as unset, in an override too.
     """
     override = _override(options)
-    given = {} if options.generation_config == "none" else dict(file)
+    settings = {} if options.generation_config == "none" else dict(file)
     if "temperature" in override:
-        given.pop(_GREEDY, None)  # do_sample=false means temperature 0, which the override replaces
-    said = {
-        **{name: _checked(_FILE, name, given[name]) for name in given if name not in override},
+        settings.pop(_GREEDY, None)  # do_sample=false means temperature 0, which the override replaces
+    checked = {
+        **{name: _checked(_FILE, name, settings[name]) for name in settings if name not in override},
         **{name: _checked("override_generation_config", name, value) for name, value in override.items()},
     }
-    values = {_FIELDS[name]: value for name, value in said.items() if name in _FIELDS and value is not None}
-    return {**values, "temperature": 0.0} if said.get(_GREEDY) is False else values
+    values = {
+        _FIELDS[name]: value for name, value in checked.items() if name in _FIELDS and value is not None
+    }
+    return {**values, "temperature": 0.0} if checked.get(_GREEDY) is False else values
 
 
 def shown_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,22 +50,24 @@ def shown_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 def defaults_line(defaults: Mapping[str, Any]) -> str:
     """One line for the start-up log."""
-    said = ", ".join(f"{name}={value}" for name, value in defaults.items())
-    if not said:
+    values = ", ".join(f"{name}={value}" for name, value in defaults.items())
+    if not values:
         return "sampling defaults: the engine's own, temperature=1.0; the checkpoint names none that are used"
     remedy = "--override-generation-config changes them"
-    return f"sampling defaults of requests that set none: {said} ({_FILE}; {remedy})"
+    return f"sampling defaults of requests that set none: {values} ({_FILE}; {remedy})"
 
 
 def _override(options: Options) -> Mapping[str, Any]:
-    given = options.override_generation_config
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"override_generation_config must be an object of names and values, not {given!r}")
-    known = (*_FIELDS, _GREEDY)
-    unknown = sorted(str(name) for name in given if name not in known)
+    override = options.override_generation_config
+    if not isinstance(override, Mapping):
+        raise ConfigError(
+            f"override_generation_config must be an object of names and values, not {override!r}"
+        )
+    names = (*_FIELDS, _GREEDY)
+    unknown = sorted(str(name) for name in override if name not in names)
     if unknown:
-        raise ConfigError(f"override_generation_config takes {', '.join(known)}, not {', '.join(unknown)}")
-    return given
+        raise ConfigError(f"override_generation_config takes {', '.join(names)}, not {', '.join(unknown)}")
+    return override
 
 
 def _checked(source: str, name: str, value: Any) -> Any:

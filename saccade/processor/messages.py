@@ -40,14 +40,14 @@ def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, all
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         _check_role(message, where)
-        rest = {k: v for k, v in message.items() if k != "content"}
-        if isinstance(rest.get("reasoning"), str):  # the newer name, which few templates know
-            rest.setdefault("reasoning_content", rest["reasoning"])
-        if rest.get("tool_calls"):
-            rest["tool_calls"] = calls_for_template(rest["tool_calls"], f"{where}.tool_calls")
+        fields = {k: v for k, v in message.items() if k != "content"}
+        if isinstance(fields.get("reasoning"), str):  # the newer name, which few templates know
+            fields.setdefault("reasoning_content", fields["reasoning"])
+        if fields.get("tool_calls"):
+            fields["tool_calls"] = calls_for_template(fields["tool_calls"], f"{where}.tool_calls")
         parts = _parts(message.get("content"), where, chat, allow_paths)
         content = cleaned(_in_form(parts, form), clean)
-        chat.messages.append({**cleaned(rest, clean), "content": content})
+        chat.messages.append({**cleaned(fields, clean), "content": content})
     return chat
 
 
@@ -115,8 +115,8 @@ def _check_role(message: Any, where: str) -> None:
         raise RequestError(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
     if role not in ROLES:
-        known = ", ".join(ROLES)
-        raise RequestError(f"the role {quoted(role)} is unknown; use one of {known}", param=f"{where}.role")
+        roles = ", ".join(ROLES)
+        raise RequestError(f"the role {quoted(role)} is unknown; use one of {roles}", param=f"{where}.role")
 
 
 def _parts(content: Any, where: str, chat: Chat, allow_paths: bool) -> str | list[dict[str, Any]]:
@@ -151,20 +151,20 @@ def _part(part: Any, where: str, chat: Chat, allow_paths: bool) -> dict[str, Any
     if kind in ("video_url", "video"):
         chat.videos.append(_video(part, kind, f"{where}.{kind}", allow_paths and kind == "video"))
         return {"type": "video"}
-    known = "text, image_url, image, video_url, video or file"
-    message = f"the part type {quoted(kind)} is unknown; use {known}"
+    kinds = "text, image_url, image, video_url, video or file"
+    message = f"the part type {quoted(kind)} is unknown; use {kinds}"
     raise RequestError(message, param=f"{where}.type")
 
 
 def _video(part: Mapping[str, Any], kind: str, where: str, allow_path: bool) -> Video:
     """A URL or fetched bytes under `video_url`; any video object of a Python caller under `video`."""
-    given = part.get(kind)
+    source = part.get(kind)
     if kind == "video_url":
-        given = given.get("url") if isinstance(given, Mapping) else given
-        given = given if isinstance(given, (str, bytes)) else None
-    if given is None:
+        source = source.get("url") if isinstance(source, Mapping) else source
+        source = source if isinstance(source, (str, bytes)) else None
+    if source is None:
         raise RequestError(f"a {kind} part needs the video under {kind}", code="invalid_video", param=where)
-    return Video(given, where, allow_path)
+    return Video(source, where, allow_path)
 
 
 def _linked(link: Any, where: str) -> ImageInput:

@@ -136,24 +136,24 @@ def content_of(side: Side) -> list[Mapping[str, Any]]:
     raise RequestError(f"a query or a document must be {expected}, not {quoted(side)}")
 
 
-def sides_of(given: Any) -> list[Side]:
+def sides_of(content: Any) -> list[Side]:
     """One or several: a text, an object, a list of them, or vLLM's {"content": [...]}, each part a side."""
-    if isinstance(given, Mapping) and isinstance(given.get("content"), (list, tuple)):
-        return [{"content": [part]} for part in given["content"]]
-    many = given if isinstance(given, (list, tuple)) else [given]
+    if isinstance(content, Mapping) and isinstance(content.get("content"), (list, tuple)):
+        return [{"content": [part]} for part in content["content"]]
+    many = content if isinstance(content, (list, tuple)) else [content]
     return [_side(one) for one in many]
 
 
-def _side(given: Any) -> Side:
+def _side(side: Any) -> Side:
     """Also {"text": ...} and {"image": ...}, as Jina, Cohere and SGLang write them."""
-    if not isinstance(given, Mapping) or "content" in given:
-        return given
+    if not isinstance(side, Mapping) or "content" in side:
+        return side
     parts: list[Any] = []
-    if given.get("image") is not None:
-        parts.append({"type": "image_url", "image_url": {"url": given["image"]}})
-    if given.get("text") is not None:
-        parts.append({"type": "text", "text": given["text"]})
-    return given["text"] if parts == [_text(str(given.get("text")))] else {"content": parts}
+    if side.get("image") is not None:
+        parts.append({"type": "image_url", "image_url": {"url": side["image"]}})
+    if side.get("text") is not None:
+        parts.append({"type": "text", "text": side["text"]})
+    return side["text"] if parts == [_text(str(side.get("text")))] else {"content": parts}
 
 
 def paired(first: Sequence[Side], second: Sequence[Side]) -> list[tuple[Side, Side]]:

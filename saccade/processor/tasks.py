@@ -17,17 +17,17 @@ _EMBEDDERS = re.compile(r"(^|[-_.])(embed|embedding|gme)([-_.]|$)", re.IGNORECAS
 _DOES = {"generate": "generate text", "embed": "make embeddings", "score": "score pairs"}
 
 
-def task_of(asked: str, model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
+def task_of(option: str, model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
     """The option `task`; with "auto" by the checkpoint. "pooling" is "embed" where nothing says more."""
     if TOKEN_DIM in config:
-        if asked in ("generate", "score"):
+        if option in ("generate", "score"):
             reason = "the checkpoint projects its tokens to vectors (late interaction)"
-            raise ConfigError(f"task={asked} cannot be used: {reason}; serve it with --task embed")
+            raise ConfigError(f"task={option} cannot be used: {reason}; serve it with --task embed")
         return "embed"
-    if asked in get_args(Task):
-        return cast(Task, asked)
-    found = _found(model, path, config)
-    return "embed" if asked == "pooling" and found == "generate" else found
+    if option in get_args(Task):
+        return cast(Task, option)
+    task = _found(model, path, config)
+    return "embed" if option == "pooling" and task == "generate" else task
 
 
 def _found(model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
@@ -38,8 +38,8 @@ def _found(model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
     return "embed" if (path / "1_Pooling").is_dir() or _EMBEDDERS.search(name) else "generate"
 
 
-def check_task(served: Task, *wanted: Task) -> None:
-    if served not in wanted:
-        first = wanted[0]
-        reason = f"the model is served to {_DOES[served]} (--task {served}), not to {_DOES[first]}"
+def check_task(task: Task, *tasks: Task) -> None:
+    if task not in tasks:
+        first = tasks[0]
+        reason = f"the model is served to {_DOES[task]} (--task {task}), not to {_DOES[first]}"
         raise RequestError(f"{reason}; serve it with --task {first}", code="unsupported")

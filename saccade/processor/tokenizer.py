@@ -33,10 +33,10 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 class Tokenizer:
     """`protect` names ids that client text must never become, beside special tokens and those that occur in
-    `written`, a built-in chat template. Client text may contain the tokens in `markup`."""
+    `template`, a built-in chat template. Client text may contain the tokens in `markup`."""
 
     def __init__(
-        self, path: Path, *, protect: Iterable[int] = (), written: str = "", markup: Collection[str] = ()
+        self, path: Path, *, protect: Iterable[int] = (), template: str = "", markup: Collection[str] = ()
     ) -> None:
         spec = read_tokenizer(path)
         config = read_optional(path / "tokenizer_config.json")
@@ -49,12 +49,12 @@ class Tokenizer:
         _frame_as_asked(self._inner, config, self.named_tokens)
         self.is_bytewise = isinstance(self._inner.decoder, ByteLevel)
         self.piece = lru_cache(_MAX_PIECES)(partial(_piece, self._inner))
-        added = self._inner.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        known = {token.content: i for i, token in added.items()}
+        tokens = self._inner.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in tokens.items() if token.special)
+        ids = {token.content: i for i, token in tokens.items()}
         guarded = {*self._special_ids, *protect}
-        named = set(self.named_tokens.values())
-        self._protected = {t: i for t, i in known.items() if i in guarded or t in named or t in written}
+        names = set(self.named_tokens.values())
+        self._protected = {t: i for t, i in ids.items() if i in guarded or t in names or t in template}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt: control tokens in the text count, and the tokenizer adds its own."""
@@ -191,8 +191,8 @@ class _AliasTokenizer:
         """Renamed tokens get fresh ids, which also moves the ids of added tokens that kept their names."""
         names = {alias: token for token, alias in self._aliases.items()}
         here = self._inner.get_added_tokens_decoder()
-        found = {i: real.token_to_id(names.get(token.content, token.content)) for i, token in here.items()}
-        return {i: real_id for i, real_id in found.items() if real_id is not None}
+        ids = {i: real.token_to_id(names.get(token.content, token.content)) for i, token in here.items()}
+        return {i: real_id for i, real_id in ids.items() if real_id is not None}
 
     def encode(self, rendered: str, marker: str) -> list[int]:
         if self._written is not None:
@@ -297,17 +297,19 @@ def _unknown_id(spec: str, tokenizer: tokenizers.Tokenizer) -> int | None:
     """Of a Unigram model only the text tells; in its tokens quotes are escaped. To parse it takes 100 MiB."""
     if not isinstance(tokenizer.model, Unigram):
         return tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
-    found = re.search(r'(?<!\\)"unk_id"\s*:\s*(\d+)', spec)
-    return int(found[1]) if found else None
+    match = re.search(r'(?<!\\)"unk_id"\s*:\s*(\d+)', spec)
+    return int(match[1]) if match else None
 
 
-def _frame_as_asked(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+def _frame_as_asked(
+    inner: tokenizers.Tokenizer, config: Mapping[str, Any], tokens: Mapping[str, str]
+) -> None:
     """LlamaTokenizer in Transformers takes add_bos_token and add_eos_token from tokenizer_config.json."""
-    asked = config.get("add_bos_token")
-    if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer") or not isinstance(asked, bool):
+    adds_bos = config.get("add_bos_token")
+    if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer") or not isinstance(adds_bos, bool):
         return
-    before = [named["bos_token"]] if asked and "bos_token" in named else []
-    after = [named["eos_token"]] if config.get("add_eos_token") is True and "eos_token" in named else []
+    before = [tokens["bos_token"]] if adds_bos and "bos_token" in tokens else []
+    after = [tokens["eos_token"]] if config.get("add_eos_token") is True and "eos_token" in tokens else []
     ids = [(token, inner.token_to_id(token)) for token in {*before, *after}]
     if all(i is not None for _, i in ids):
         inner.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
@@ -315,14 +317,14 @@ def _frame_as_asked(inner: tokenizers.Tokenizer, config: Mapping[str, Any], name
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Named tokens are strings, or mappings with the string under "content" in older files."""
-    named = {}
+    tokens = {}
     for name in _NAMED:
         value = config.get(name)
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
-            named[name] = value
-    return named
+            tokens[name] = value
+    return tokens
 
 
 def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

@@ -21,7 +21,7 @@ Tool = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ToolPlan:
+class ToolUse:
     """What `tools` and `tool_choice` mean for one request."""
 
     for_template: Sequence[Tool] | None  # in the chat template
@@ -30,7 +30,7 @@ class ToolPlan:
     is_bare: bool = False  # that is one call as JSON, not in the model's own dialect
 
 
-NO_TOOLS = ToolPlan(None, calls=False)
+NO_TOOLS = ToolUse(None, calls=False)
 
 
 def tools_for_template(
@@ -40,7 +40,7 @@ def tools_for_template(
     *,
     formats: OutputFormats | None = None,
     parallel: bool = True,
-) -> ToolPlan:
+) -> ToolUse:
     """Check tools and tool_choice. A required call becomes a grammar, cached for the tenant `scope`.
 
     `formats` is how the model writes calls; `parallel`: it may make several.
@@ -51,31 +51,31 @@ def tools_for_template(
         return NO_TOOLS
     checked = _check_tools(tools)
     if tool_choice in (None, "auto"):
-        return ToolPlan(checked, calls=True)
+        return ToolUse(checked, calls=True)
     if tool_choice == "none":
         return NO_TOOLS
     is_any = tool_choice == "required"
-    chosen = checked if is_any else [_named(checked, tool_choice)]
-    bare = check_schema(call_schema(functions_of(chosen)), param="tools", scope=scope)
-    grammar = _own_grammar(chosen, formats, scope, many=is_any and parallel)
-    return ToolPlan(checked, calls=True, structured=grammar or bare, is_bare=grammar is None)
+    choices = checked if is_any else [_named(checked, tool_choice)]
+    bare = check_schema(call_schema(functions_of(choices)), param="tools", scope=scope)
+    grammar = _own_grammar(choices, formats, scope, many=is_any and parallel)
+    return ToolUse(checked, calls=True, structured=grammar or bare, is_bare=grammar is None)
 
 
 def _own_grammar(
-    chosen: Sequence[Tool], formats: OutputFormats | None, scope: str, *, many: bool
+    tools: Sequence[Tool], formats: OutputFormats | None, scope: str, *, many: bool
 ) -> str | None:
     """Of calls in the model's own dialect. None where it has no grammar for them that can be enforced.
 
     It is checked with its markers as text: token ids mean nothing to the process that checks it.
     """
-    as_text = formats.call_grammar(chosen, many=many, by_id=False) if formats else None
+    as_text = formats.call_grammar(tools, many=many, by_id=False) if formats else None
     if formats is None or as_text is None:
         return None
     try:
         check_grammar(as_text, "tools", param="tools", scope=scope)
     except RequestError:  # too large in this form
         return None
-    return formats.call_grammar(chosen, many=many)
+    return formats.call_grammar(tools, many=many)
 
 
 def _check_tools(tools: Any) -> list[Tool]:
@@ -104,8 +104,10 @@ def _named(tools: Sequence[Tool], tool_choice: Any) -> Tool:
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or tool_choice.get("type") != "function":
-        named = '{"type": "function", "function": {"name": ...}}'
-        raise RequestError(f'tool_choice must be "none", "auto", "required" or {named}', param="tool_choice")
+        example = '{"type": "function", "function": {"name": ...}}'
+        raise RequestError(
+            f'tool_choice must be "none", "auto", "required" or {example}', param="tool_choice"
+        )
     for tool in tools:
         if tool["function"]["name"] == name:
             return tool

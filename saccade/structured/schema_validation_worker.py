@@ -60,10 +60,10 @@ def problem(text: str) -> str | None:
 
 def _schema_problem(text: str) -> str | None:
     schema = json.loads(text)
-    found = next(_problems_inside(schema, schema, 0), None)
-    if found is None and not _has_finite_value(schema):
-        found = "it refers to itself without end, so no JSON value can follow it"
-    return found or _compile_problem(text) or _trial_problem(text)
+    problem = next(_problems_inside(schema, schema, 0), None)
+    if problem is None and not _has_finite_value(schema):
+        problem = "it refers to itself without end, so no JSON value can follow it"
+    return problem or _compile_problem(text) or _trial_problem(text)
 
 
 def _compile_problem(text: str) -> str | None:
@@ -144,20 +144,20 @@ def _choices(schema: Mapping[str, Any], root: Any) -> int:
 
     A schema with a reference counts as none, since its target is checked by itself.
     """
-    found = 0
-    waiting: list[Any] = [schema] if "$ref" not in schema else []
+    count = 0
+    stack: list[Any] = [schema] if "$ref" not in schema else []
     visited: set[int] = set()
-    while waiting:
-        inner = waiting.pop()
+    while stack:
+        inner = stack.pop()
         if not isinstance(inner, dict) or id(inner) in visited:
             continue
         visited.add(id(inner))
-        found += ("$ref" not in inner) + _optional(inner)
+        count += ("$ref" not in inner) + _optional(inner)
         for name in ("anyOf", "oneOf", "allOf"):
-            waiting += inner[name] if isinstance(inner.get(name), list) else ()
+            stack += inner[name] if isinstance(inner.get(name), list) else ()
         if isinstance(inner.get("$ref"), str):
-            waiting.append(_target(root, inner["$ref"]))
-    return found
+            stack.append(_target(root, inner["$ref"]))
+    return count
 
 
 def _optional(schema: Mapping[str, Any]) -> int:
@@ -167,8 +167,10 @@ def _optional(schema: Mapping[str, Any]) -> int:
     values = schema.get("enum")
     count = 0
     if isinstance(properties, dict):
-        needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-        count += sum(name not in set(needed) for name in properties)
+        required_names = (
+            [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        )
+        count += sum(name not in set(required_names) for name in properties)
     if isinstance(values, list):
         count += sum(isinstance(value, (dict, list)) for value in values)
     return count
@@ -239,9 +241,9 @@ def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _grammar_problem(text: str) -> str | None:
-    found = next(_problems_in_lark(text), None)
-    if found is not None:
-        return found
+    problem = next(_problems_in_lark(text), None)
+    if problem is not None:
+        return problem
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
     if is_error:
         return _worded(messages[0])
@@ -269,9 +271,9 @@ def _problems_in_lark(text: str) -> Iterator[str]:
 
 def _embedded_schemas(text: str) -> Iterator[dict[str, Any]]:
     """Of %json. One that is not JSON is left to the library, or is inside of a string."""
-    for found in re.finditer(r"%json\s*", text):
+    for match in re.finditer(r"%json\s*", text):
         try:
-            schema = json.JSONDecoder().raw_decode(text, found.end())[0]
+            schema = json.JSONDecoder().raw_decode(text, match.end())[0]
         except (ValueError, RecursionError):
             continue
         if isinstance(schema, dict):

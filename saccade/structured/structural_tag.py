@@ -73,15 +73,15 @@ class _Rules:
     def _made(self, form: Any) -> str:
         kind = str(form.get("type")) if isinstance(form, Mapping) else "nothing"
         if kind not in self._makers:
-            known = ", ".join(self._makers)
-            raise ValueError(f"a format must be an object whose type is one of {known}, not {kind[:40]!r}")
+            kinds = ", ".join(self._makers)
+            raise ValueError(f"a format must be an object whose type is one of {kinds}, not {kind[:40]!r}")
         self._num_parts += 1
         self._depth += 1
         if self._depth > _MAX_DEPTH or self._num_parts > _MAX_PARTS:
             raise ValueError(f"it may have {_MAX_PARTS} parts, nested {_MAX_DEPTH} deep; make it simpler")
-        made = self._makers[kind](form)
+        rule = self._makers[kind](form)
         self._depth -= 1
-        return f"({made})"
+        return f"({rule})"
 
     def _rule(self, body: str, attributes: str = "") -> str:
         name = f"part_{len(self._lines)}"
@@ -116,10 +116,10 @@ class _Rules:
                 raise ValueError(f"the tag that begins with {begin[:40]!r} has no trigger")
             by_trigger[trigger].append(self._tag(tag, trigger))
         options = []
-        for trigger, rest in by_trigger.items():
-            if rest:
-                found = self._rule(f"{_TEXT} {quoted_text(trigger)}", "[lazy]")
-                options.append(f"{found} ({' | '.join(rest)})")
+        for trigger, options_of_trigger in by_trigger.items():
+            if options_of_trigger:
+                prefix = self._rule(f"{_TEXT} {quoted_text(trigger)}", "[lazy]")
+                options.append(f"{prefix} ({' | '.join(options_of_trigger)})")
         return f"({' | '.join(options)}){_times(form)}" + (
             "" if form.get("stop_after_first") else f" {_TEXT}"
         )
@@ -151,14 +151,14 @@ def _string(form: Mapping[str, Any], name: str) -> str:
 
 
 def _list(form: Mapping[str, Any], name: str) -> Sequence[Any]:
-    given = form.get(name)
-    if not isinstance(given, (list, tuple)) or not 1 <= len(given) <= _MAX_PARTS:
+    entries = form.get(name)
+    if not isinstance(entries, (list, tuple)) or not 1 <= len(entries) <= _MAX_PARTS:
         raise ValueError(f"it needs a list of 1 to {_MAX_PARTS} entries under {name}")
-    return given
+    return entries
 
 
 def _strings(form: Mapping[str, Any], name: str) -> Sequence[str]:
-    given = _list(form, name)
-    if not all(isinstance(text, str) and text for text in given):
+    texts = _list(form, name)
+    if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"it needs strings that are not empty under {name}")
-    return given
+    return texts

@@ -43,34 +43,34 @@ def structured_from(response_format: Any, scope: str = "") -> str | None:
 
 
 def _schema_in(response_format: Mapping[str, Any]) -> Any:
-    given = response_format.get("json_schema")
-    schema = given.get("schema") if isinstance(given, Mapping) else None
+    json_schema = response_format.get("json_schema")
+    schema = json_schema.get("schema") if isinstance(json_schema, Mapping) else None
     if not isinstance(schema, Mapping):
         message = "response_format of the type json_schema needs an object under json_schema.schema"
         raise RequestError(message, code="invalid_json_schema", param="response_format")
     return schema
 
 
-def structured_of(given: Any, *, param: str = "structured_outputs", scope: str = "") -> str | None:
+def structured_of(options: Any, *, param: str = "structured_outputs", scope: str = "") -> str | None:
     """Of an object with one of `KINDS`: a mapping, or `StructuredOutputsParams`. None if it has none.
 
     RequestError with `param`.KIND if the engine cannot enforce it.
     """
-    if is_dataclass(given) and not isinstance(given, type):
-        given = {item.name: getattr(given, item.name) for item in fields(given)}
-    if not isinstance(given, Mapping):
-        raise _invalid(f"{param} must be an object, not {quoted(given)}", param)
-    asked = {name: value for name, value in given.items() if value is not None and value is not False}
-    for name in asked:
+    if is_dataclass(options) and not isinstance(options, type):
+        options = {item.name: getattr(options, item.name) for item in fields(options)}
+    if not isinstance(options, Mapping):
+        raise _invalid(f"{param} must be an object, not {quoted(options)}", param)
+    settings = {name: value for name, value in options.items() if value is not None and value is not False}
+    for name in settings:
         if name not in KINDS and name not in _INERT:
             message = (
                 f"{param} takes one of {', '.join(KINDS)}, and {quoted(name)} is not supported; leave it out"
             )
             raise RequestError(message, code="unsupported", param=f"{param}.{str(name)[:64]}")
-    kinds = [name for name in asked if name in KINDS]
+    kinds = [name for name in settings if name in KINDS]
     if len(kinds) > 1:
         raise _invalid(f"{param} takes one kind of structure, but has {' and '.join(kinds)}", param)
-    return structured_as(kinds[0], asked[kinds[0]], f"{param}.{kinds[0]}", scope) if kinds else None
+    return structured_as(kinds[0], settings[kinds[0]], f"{param}.{kinds[0]}", scope) if kinds else None
 
 
 def structured_as(kind: str, value: Any, param: str, scope: str = "") -> str:

@@ -47,11 +47,11 @@ class ThinkingGate:
             return []
         close = self._thinking.close.encode()
         text = self._tail + self._tokenizer.decode_bytes([token])
-        _, found, rest = text.partition(close)
+        _, marker, answer = text.partition(close)
         self._tail = text[-len(close) + 1 :]
-        self.is_open = not found
-        rest = rest.lstrip()  # such as the brace of a token ">{"
-        return self._tokenizer.tokenize_bytes(rest) if rest else []
+        self.is_open = not marker
+        answer = answer.lstrip()  # such as the brace of a token ">{"
+        return self._tokenizer.tokenize_bytes(answer) if answer else []
 
 
 class ThinkingBudget:

@@ -81,13 +81,13 @@ class BatchStore:
     def check_conservation(self) -> None:
         """What is counted is what the folder has."""
         with self._lock:
-            held: Counter[str] = Counter()
+            sizes: Counter[str] = Counter()
             for file in self._files.values():
-                held[file.owner] += self.data(file.id).stat().st_size
+                sizes[file.owner] += self.data(file.id).stat().st_size
             for batch in self._batches.values():
                 results = self.results(batch)
-                held[batch.owner] += results.stat().st_size if results.exists() else 0
-            assert +self._bytes == +held, (self._bytes, held)
+                sizes[batch.owner] += results.stat().st_size if results.exists() else 0
+            assert +self._bytes == +sizes, (self._bytes, sizes)
             assert +self._num_files == Counter(file.owner for file in self._files.values())
 
     # --- files ----------------------------------------------------------------------------------------------
@@ -126,15 +126,15 @@ class BatchStore:
     def check_bytes(self, owner: str, more: int) -> None:
         """RequestError if the owner, or the server, may not store so many more."""
         drafts = list(self._drafts.items())
-        held = self._bytes[owner] + sum(draft.size for draft, of in drafts if of == owner)
-        if held + more > self._max_bytes:
+        size = self._bytes[owner] + sum(draft.size for draft, of in drafts if of == owner)
+        if size + more > self._max_bytes:
             limit = f"{self._max_bytes} may be (--batch-storage-mb)"
-            message = f"your files have {held} bytes, {more} would be added and {limit}; delete some"
+            message = f"your files have {size} bytes, {more} would be added and {limit}; delete some"
             raise RequestError(message, code="storage_full")
-        held = self._bytes.total() + sum(draft.size for draft, _ in drafts)
-        if held + more > self._max_all_bytes:
+        size = self._bytes.total() + sum(draft.size for draft, _ in drafts)
+        if size + more > self._max_all_bytes:
             limit = f"{self._max_all_bytes} may be (--batch-dir-mb)"
-            message = f"the files of all clients have {held} bytes, {more} would be added and {limit}"
+            message = f"the files of all clients have {size} bytes, {more} would be added and {limit}"
             raise RequestError(message, code="storage_full")
 
     def add_file(self, record: FileRecord) -> None:
@@ -285,8 +285,8 @@ class BatchStore:
     def suspend(self, record: BatchRecord, failure: OSError) -> None:
         """The disk is full: it has failed for this run of the server. On the disk it stays as it is."""
         with self._lock:
-            kept = "its results so far are kept, and the next start of the server goes on"
-            record.error = f"the folder of --batch-dir cannot be written: {failure.strerror}; {kept}"
+            remedy = "its results so far are kept, and the next start of the server goes on"
+            record.error = f"the folder of --batch-dir cannot be written: {failure.strerror}; {remedy}"
             record.output_file_id = record.error_file_id = None
             record.status = "failed"
             self._count_results(record)
@@ -328,8 +328,8 @@ class FileDraft:
         self._out.flush()
         os.fsync(self._out.fileno())
         os.replace(self._partial, self._store.data(self._id))
-        shown = "".join(char for char in filename if char.isprintable())[:_MAX_NAME_CHARS]
-        record = FileRecord(self._id, self._owner, shown, purpose, self.size, int(time.time()))
+        name = "".join(char for char in filename if char.isprintable())[:_MAX_NAME_CHARS]
+        record = FileRecord(self._id, self._owner, name, purpose, self.size, int(time.time()))
         try:
             self._store.add_file(record)
         except OSError:

@@ -39,9 +39,9 @@ class _Panel(NamedTuple):
 
 def distributions(groups: Mapping[str, Sequence[Result]], slo: Slo) -> str:
     """The share of first tokens, and of gaps between tokens, that came within a time: a curve a group."""
-    good = {name: [r for r in some if r.sample.error is None] for name, some in groups.items()}
-    first = {name: [ttft_ms(r) for r in some] for name, some in good.items()}
-    between = {name: [ms for r in some for ms in gaps_ms(r)] for name, some in good.items()}
+    good = {name: [r for r in group if r.sample.error is None] for name, group in groups.items()}
+    first = {name: [ttft_ms(r) for r in group] for name, group in good.items()}
+    between = {name: [ms for r in group for ms in gaps_ms(r)] for name, group in good.items()}
     parts: list[str] = []
     panels = (("first token", first, slo.ttft_ms), ("between tokens", between, slo.itl_ms))
     for place, (title, times, level) in enumerate(panels):
@@ -61,14 +61,14 @@ def rates(trials: Sequence[Trial], slo: Slo) -> str:
     parts: list[str] = []
     panels = (("first token", "ttft_ms", slo.ttft_ms), ("between tokens", "itl_ms", slo.itl_ms))
     for place, (title, kind, level) in enumerate(panels):
-        found = [
+        marks = [
             (trial, getattr(trial.figures, kind)[-1]) for trial in trials if getattr(trial.figures, kind)
         ]
-        panel = _Panel(70 + place * _PANEL, (0.0, highest), (0.0, max([2 * level, *(ms for _, ms in found)])))
+        panel = _Panel(70 + place * _PANEL, (0.0, highest), (0.0, max([2 * level, *(ms for _, ms in marks)])))
         parts += _frame(panel, f"{title}: p99 in milliseconds", "requests/s")
         parts += _level(panel.at(highest, level), panel.at(0, level), level, anchor="start")
-        parts.append(curve([panel.at(trial.rate, ms) for trial, ms in found], COLORS[place]))
-        parts += [_mark(panel.at(trial.rate, ms), COLORS[place], trial.is_kept) for trial, ms in found]
+        parts.append(curve([panel.at(trial.rate, ms) for trial, ms in marks], COLORS[place]))
+        parts += [_mark(panel.at(trial.rate, ms), COLORS[place], trial.is_kept) for trial, ms in marks]
     words = "filled: within both service levels, without errors"
     return document(_WIDTH, 380, [*parts, text(70, 365, words)])
 
@@ -83,7 +83,7 @@ def _shares(values: Sequence[float]) -> list[Point]:
 
 def _decades(times: Mapping[str, Sequence[float]], level: float) -> tuple[float, float]:
     """Powers of ten around all times and the service level."""
-    values = [max(value, _MIN_MS) for some in times.values() for value in some] + [level]
+    values = [max(value, _MIN_MS) for group in times.values() for value in group] + [level]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     return 10.0**low, 10.0 ** max(high, low + 1)
 

@@ -36,10 +36,10 @@ def saturated(measure: Callable[[int], Figures], clients: int) -> float:
     """Requests/s of closed loops with more and more clients, while that helps."""
     best = 0.0
     while True:
-        found = measure(clients)
-        gain, best = found.requests_per_s / max(best, 1e-9), max(best, found.requests_per_s)
+        figures = measure(clients)
+        gain, best = figures.requests_per_s / max(best, 1e-9), max(best, figures.requests_per_s)
         clients *= _MORE_CLIENTS
-        if gain < _GAIN or found.errors or clients > min(_MAX_CLIENTS, best * _WAVE_SECONDS):
+        if gain < _GAIN or figures.errors or clients > min(_MAX_CLIENTS, best * _WAVE_SECONDS):
             return best
 
 
@@ -57,8 +57,8 @@ class _Search:
         return len(self.trials) >= MAX_TRIALS or self._clock() >= self._end
 
     def keeps(self, rate: float) -> bool:
-        found = self._measure(rate)
-        self.trials.append(Trial(rate, found, found.keeps(self._slo)))
+        figures = self._measure(rate)
+        self.trials.append(Trial(rate, figures, figures.keeps(self._slo)))
         return self.trials[-1].is_kept
 
     def up(self, rate: float) -> tuple[float, float] | None:
@@ -107,13 +107,13 @@ def best(trials: list[Trial]) -> Trial | None:
 
 def summary(trials: list[Trial], slo: Slo) -> str:
     """The goodput, and how far the search came."""
-    found = best(trials)
-    rate = found.rate if found else 0.0
+    winner = best(trials)
+    rate = winner.rate if winner else 0.0
     words = f"goodput: {rate:.2f} requests/s within {slo.ttft_ms:g} and {slo.itl_ms:g} ms at p99"
     missed = [trial.rate for trial in trials if not trial.is_kept and trial.rate > rate]
     if not missed:
         return f"{words}; the search ended before a rate was missed, so the limit is higher"
     lowest = min(missed)
-    if found and lowest - rate > _PRECISION * lowest:
+    if winner and lowest - rate > _PRECISION * lowest:
         return f"{words}; the search ended early: the limit is below {lowest:.2f}"
     return words

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from saccade.apps.evaluation.questions import QuestionSet
-from saccade.apps.evaluation.tune import Advice, Measured
+from saccade.apps.evaluation.tune import Advice, Measurement
 from saccade.apps.svg import COLORS, curve, document, text
 
 _BAR = 20  # characters
 _MAX_BARS = 2  # groups beside the whole; more do not fit a terminal
 
 
-def tuned_table(measured: Sequence[Measured]) -> str:
+def tuned_table(measured: Sequence[Measurement]) -> str:
     lines = ["max_pixels  accuracy  worst skill       tokens/picture  first token  requests in KV"]
     for one in measured:
         skill, share = one.worst()
@@ -26,13 +26,13 @@ def tuned_table(measured: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-def text_chart(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) -> str:
+def text_chart(measured: Sequence[Measurement], advice: Advice, questions: QuestionSet) -> str:
     """A bar per setting for all questions, and for the groups that lose most."""
     groups = questions.grouped()
-    shown = [cliff.group for cliff in advice.cliffs][:_MAX_BARS]
-    lines = ["max_pixels  " + "  ".join(f"{name:<{_BAR + 5}}" for name in ["all", *shown]).rstrip()]
+    names = [cliff.group for cliff in advice.cliffs][:_MAX_BARS]
+    lines = ["max_pixels  " + "  ".join(f"{name:<{_BAR + 5}}" for name in ["all", *names]).rstrip()]
     for one in measured:
-        shares = [one.accuracy, *(one.of(groups[name]) for name in shown)]
+        shares = [one.accuracy, *(one.of(groups[name]) for name in names)]
         bars = "  ".join(f"{_bar(share)} {share:>4.0%}" for share in shares)
         mark = "  <- recommended" if one.max_pixels == advice.max_pixels else ""
         lines.append(f"{one.max_pixels:>10,}  {bars}{mark}")
@@ -62,7 +62,7 @@ class _Frame(NamedTuple):
         return self.bottom - (self.bottom - self.top) * share
 
 
-def svg(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) -> str:
+def svg(measured: Sequence[Measurement], advice: Advice, questions: QuestionSet) -> str:
     """Accuracy of each group against pixels on a logarithmic axis, the recommendation marked."""
     sizes = [one.max_pixels for one in measured]
     frame = _Frame(min(sizes), max(sizes))
@@ -93,7 +93,7 @@ def _mark(frame: _Frame, pixels: int) -> Iterator[str]:
     yield text(x, frame.top - 8, f"recommended: {pixels:,}", anchor)
 
 
-def _curves(frame: _Frame, measured: Sequence[Measured], questions: QuestionSet) -> Iterator[str]:
+def _curves(frame: _Frame, measured: Sequence[Measurement], questions: QuestionSet) -> Iterator[str]:
     """Curves with a legend, ordered by accuracy at the left end, since they meet at the right."""
     lowest = min(measured, key=lambda one: one.max_pixels)
     groups = sorted(questions.grouped().items(), key=lambda item: -lowest.of(item[1]))

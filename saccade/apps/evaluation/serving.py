@@ -41,8 +41,8 @@ def serving(options: Options, *, show_log: bool = False) -> Iterator[str]:
         config = Path(folder) / "options.json"
         config.write_text(json.dumps(dataclasses.asdict(options)))
         flags = ["--config", str(config), "--no-access-log"]
-        with serving_with(flags, env, show_log=show_log, hint=" (--debug shows its log)") as served:
-            yield served.url
+        with serving_with(flags, env, show_log=show_log, hint=" (--debug shows its log)") as server:
+            yield server.url
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from saccade.apps.plan.planner import Plan
+from saccade.apps.plan.planner import DeploymentPlan
 from saccade.apps.plan.throughput import load_at
 from saccade.apps.svg import COLORS, Point, curve, document, text
 
@@ -29,8 +29,8 @@ class _Frame(NamedTuple):
         return x, self.bottom - (self.bottom - self.top) * min(ms / self.ms, 1.0)
 
 
-def svg(plan: Plan) -> str:
-    given = plan.deployment
+def svg(plan: DeploymentPlan) -> str:
+    deployment = plan.deployment
     rates = [plan.saturated * _SHOWN * step / _POINTS for step in range(1, _POINTS + 1)]
     idle = plan.demand.first * 1e3
     curves: dict[str, list[Point]] = {"first token, mean": [], "first token, p99": [], "between tokens": []}
@@ -39,9 +39,9 @@ def svg(plan: Plan) -> str:
             times = (idle + load.wait * 1e3, idle + load.wait_p99 * 1e3, load.between * 1e3)
             for points, ms in zip(curves.values(), times, strict=True):
                 points.append((rate, ms))
-    highest = max([5 * idle, *filter(None, (given.workload.ttft_ms, given.workload.itl_ms))])
+    highest = max([5 * idle, *filter(None, (deployment.workload.ttft_ms, deployment.workload.itl_ms))])
     frame = _Frame(max(plan.saturated, 1e-9), highest * 1.1)
-    title = f"{given.checkpoint.path} on {given.hardware.name}: milliseconds against requests/s"
+    title = f"{deployment.checkpoint.path} on {deployment.hardware.name}: milliseconds against requests/s"
     parts = [
         text(frame.left, 22, title, size=15),
         *_axes(frame),
@@ -62,7 +62,7 @@ def _axes(frame: _Frame) -> Iterator[str]:
     yield text((frame.left + frame.right) / 2, frame.bottom + 40, "requests/s", anchor="middle")
 
 
-def _marks(frame: _Frame, plan: Plan) -> Iterator[str]:
+def _marks(frame: _Frame, plan: DeploymentPlan) -> Iterator[str]:
     """The sustained rate, and the service level."""
     x = frame.at(plan.rate, 0)[0]
     yield f'<path d="M{x:.1f} {frame.top}V{frame.bottom}" stroke="#333333" stroke-dasharray="4 4"/>'

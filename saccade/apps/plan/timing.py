@@ -44,7 +44,7 @@ class Precision(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class TimeModel:
     """Seconds on one hardware. Text alone skips the layers that attend to images."""
 
     model: ModelConfig
@@ -117,18 +117,20 @@ class Timing:
         text = self.model.text
         head = text.vocab_size * text.hidden_size
         experts = costs.read_expert_params(text, math.ceil(tokens))
-        used = costs.active_layer_params(text) - costs.dense_params(text)
+        routed_params = costs.active_layer_params(text) - costs.dense_params(text)
         dense = costs.dense_params(text) * self._layers
         read = (dense * self.precision.read_bytes + head * costs.dtype_bytes(self.dtype)) / self._bandwidth
         compute = (2 * tokens * dense + attention_flops) / self._flops
-        routed = experts * self.precision.read_bytes / self._bandwidth + 2 * tokens * used / self._flops
+        routed = (
+            experts * self.precision.read_bytes / self._bandwidth + 2 * tokens * routed_params / self._flops
+        )
         return math.hypot(read, compute) + routed + self._launches(text)
 
     def _launches(self, text: TextConfig) -> float:
-        given = self.calibration
-        experts = len(text.experts.layers) * given.expert_layer_us if text.experts else 0
-        latent = text.num_layers * given.latent_layer_us if text.mla else 0
-        return (text.num_layers * self._layers * given.layer_us + experts + latent) / 1e6
+        calibration = self.calibration
+        experts = len(text.experts.layers) * calibration.expert_layer_us if text.experts else 0
+        latent = text.num_layers * calibration.latent_layer_us if text.mla else 0
+        return (text.num_layers * self._layers * calibration.layer_us + experts + latent) / 1e6
 
 
 def tower_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
@@ -137,5 +139,5 @@ def tower_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
     if not has_tiles or text.num_cross_layers:
         return costs.encode_flops(vision, text, patches)
     tile = square(vision).patches
-    rest = costs.encode_flops(vision, text, patches % tile) if patches % tile else 0
-    return patches // tile * costs.encode_flops(vision, text, tile) + rest
+    last_flops = costs.encode_flops(vision, text, patches % tile) if patches % tile else 0
+    return patches // tile * costs.encode_flops(vision, text, tile) + last_flops

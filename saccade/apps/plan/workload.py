@@ -82,7 +82,7 @@ def request_cost(checkpoint: Checkpoint, options: Options, workload: Workload) -
     if workload.images and family.image_token_id is None:
         raise ConfigError(f"{reads_text_only(workload.images).message}: --images 0")
     _check_limits(options, workload)
-    found: list[ImageCost] = []
+    image_costs: list[ImageCost] = []
     limits = limits_among(family, images.limits, max(1, workload.images))
     total = sum(item.share for item in workload.sizes)
     for size, share in workload.sizes if workload.images else ():
@@ -90,23 +90,23 @@ def request_cost(checkpoint: Checkpoint, options: Options, workload: Workload) -
             geometry = family.geometry(size, limits.min_pixels, limits.max_pixels)
         except RequestError as error:
             raise ConfigError(f"--image {size.width}x{size.height}: {error.message}") from None
-        found.append(ImageCost(size, share / total, geometry))
+        image_costs.append(ImageCost(size, share / total, geometry))
     return RequestCost(
-        images=tuple(found),
-        num_images=workload.images if found else 0,
+        images=tuple(image_costs),
+        num_images=workload.images if image_costs else 0,
         text_tokens=workload.input_tokens,
         output_tokens=workload.output_tokens,
-        is_cross_attended=any(family.expand(image.geometry).is_cross_attended for image in found),
+        is_cross_attended=any(family.expand(image.geometry).is_cross_attended for image in image_costs),
     )
 
 
 def _check_limits(options: Options, workload: Workload) -> None:
     """What a server with these options would refuse."""
-    allowed = options.limit_mm_per_prompt.get("image", 0)
-    if workload.images > allowed:
+    maximum = options.limit_mm_per_prompt.get("image", 0)
+    if workload.images > maximum:
         remedy = f"lower it or add --limit-mm-per-prompt image={workload.images}"
         raise ConfigError(
-            f"--images {workload.images} is above limit_mm_per_prompt image={allowed}; {remedy}"
+            f"--images {workload.images} is above limit_mm_per_prompt image={maximum}; {remedy}"
         )
     for size, _ in workload.sizes if workload.images else ():
         pixels = size.width * size.height

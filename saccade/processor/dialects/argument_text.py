@@ -45,13 +45,13 @@ class ArgumentWriter:
             emit = _Trimmed(emit)
         if streams:
             self._sink.arguments('"')
-        found = yield from reader.copy_until(ends, emit)
-        if not found:
+        end = yield from reader.copy_until(ends, emit)
+        if not end:
             self._sink.arguments("".join(pieces))
             raise Unreadable("incomplete")
         types = frozenset[str]() if is_string is False else self._types
         self._sink.arguments('"' if streams else as_json("".join(pieces), types))
-        return found
+        return end
 
     def close(self) -> None:
         self._sink.arguments("{}" if self._is_empty else "}")

@@ -53,14 +53,14 @@ def types_of(schema: Any, parameters: Mapping[str, Any]) -> frozenset[str]:
     schema = resolved(schema, parameters)
     if not isinstance(schema, Mapping):
         return frozenset()
-    found = set(_kinds(schema))
+    types = set(_kinds(schema))
     for name in ("anyOf", "oneOf"):
         for choice in _listed(schema.get(name))[:_MAX_DEPTH]:
             kind = choice.get("type") if isinstance(choice, Mapping) else None
-            found |= {kind} if isinstance(kind, str) else set()
-    if not found and _listed(schema.get("enum")):
-        found = {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
-    return frozenset(found)
+            types |= {kind} if isinstance(kind, str) else set()
+    if not types and _listed(schema.get("enum")):
+        types = {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
+    return frozenset(types)
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -105,14 +105,14 @@ class _Check:
         return all(self.fits(entry, items, depth - 1) for entry in entries)
 
     def _object_fits(self, value: dict[str, Any], schema: Mapping[str, Any], depth: int) -> bool:
-        known = schema.get("properties")
-        known = known if isinstance(known, Mapping) else {}
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
         if any(isinstance(name, str) and name not in value for name in _listed(schema.get("required"))):
             return False
         other = schema.get("additionalProperties", True)
         if schema.get("patternProperties"):
             other = True
-        return all(self.fits(entry, known.get(name, other), depth) for name, entry in value.items())
+        return all(self.fits(entry, properties.get(name, other), depth) for name, entry in value.items())
 
 
 def _kinds(schema: Mapping[str, Any]) -> list[str]:
@@ -122,8 +122,8 @@ def _kinds(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
-    known = [kind for kind in _kinds(schema) if kind in _TYPES]
-    return not known or any(_is(value, kind) for kind in known)
+    kinds = [kind for kind in _kinds(schema) if kind in _TYPES]
+    return not kinds or any(_is(value, kind) for kind in kinds)
 
 
 def _is(value: Any, kind: str) -> bool:
@@ -136,8 +136,8 @@ def _is(value: Any, kind: str) -> bool:
 def _is_listed(value: Any, schema: Mapping[str, Any]) -> bool:
     if "const" in schema and value != schema["const"]:
         return False
-    allowed = schema.get("enum")
-    return not isinstance(allowed, (list, tuple)) or value in allowed
+    values = schema.get("enum")
+    return not isinstance(values, (list, tuple)) or value in values
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -34,9 +34,9 @@ _FRAME = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
 
 
 def read_deepseek(reader: TextReader, sink: EventSink) -> Reading[None]:
-    while opened := (yield from reader.copy_until((CALLS, _CALLS_END, CALL), sink.content)):
-        if opened == CALL:
-            yield from read_or_refuse(reader, sink, opened, _call(reader, sink), _CALL_END)
+    while marker := (yield from reader.copy_until((CALLS, _CALLS_END, CALL), sink.content)):
+        if marker == CALL:
+            yield from read_or_refuse(reader, sink, marker, _call(reader, sink), _CALL_END)
 
 
 def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
@@ -59,9 +59,9 @@ def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
 
 
 def read_deepseek_tags(reader: TextReader, sink: EventSink) -> Reading[None]:
-    while opened := (yield from reader.copy_until((*_FRAME, _INVOKE), sink.content)):
-        if opened == _INVOKE:
-            yield from read_or_refuse(reader, sink, opened, _invoke(reader, sink), _INVOKE_END)
+    while marker := (yield from reader.copy_until((*_FRAME, _INVOKE), sink.content)):
+        if marker == _INVOKE:
+            yield from read_or_refuse(reader, sink, marker, _invoke(reader, sink), _INVOKE_END)
 
 
 def _invoke(reader: TextReader, sink: EventSink) -> Reading[None]:

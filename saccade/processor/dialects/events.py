@@ -100,12 +100,12 @@ class EventSink:
         return not self._space and not self._drops_space
 
     def reasoning(self, text: str) -> None:
-        if shown := self._without_outer_space(text):
-            self._add_text(Reasoning, shown)
+        if content := self._without_outer_space(text):
+            self._add_text(Reasoning, content)
 
     def content(self, text: str) -> None:
-        if shown := self._without_outer_space(text):
-            self._add_text(Content, shown)
+        if content := self._without_outer_space(text):
+            self._add_text(Content, content)
 
     def begin_text(self) -> None:
         """Thinking begins or has ended: white space here belongs to nothing."""
@@ -155,10 +155,10 @@ class EventSink:
     def _problem(self) -> Problem | None:
         if self._name not in self.parameters:
             return "unknown_tool"
-        given = parsed_object("".join(self._arguments))
-        if given is None:
+        arguments = parsed_object("".join(self._arguments))
+        if arguments is None:
             return "syntax"
-        return None if fits(given, self.parameters[self._name]) else "schema"
+        return None if fits(arguments, self.parameters[self._name]) else "schema"
 
     def _without_outer_space(self, text: str) -> str:
         if self._drops_space:
@@ -167,10 +167,10 @@ class EventSink:
         if not text.strip():  # a list, since a model may write nothing else for a long time
             self._space += [text] if text else []
             return ""
-        shown = text.rstrip()
-        told = "".join(self._space) + shown
-        self._space = [text[len(shown) :]] if len(text) > len(shown) else []
-        return told
+        content = text.rstrip()
+        words = "".join(self._space) + content
+        self._space = [text[len(content) :]] if len(text) > len(content) else []
+        return words
 
     def _add_text(self, kind: type[Reasoning] | type[Content], text: str) -> None:
         last = self._events[-1] if self._events else None

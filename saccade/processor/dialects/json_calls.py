@@ -89,7 +89,7 @@ def read_json_calls(reader: TextReader, sink: EventSink, *, known_only: bool = F
 
 
 def read_or_refuse(
-    reader: TextReader, sink: EventSink, opened: str, read: Reading[None], *closes: str
+    reader: TextReader, sink: EventSink, marker: str, read: Reading[None], *closes: str
 ) -> Reading[str]:
     """Read what begins after `opened`. What is no call is told as text.
 
@@ -97,7 +97,7 @@ def read_or_refuse(
     what the model wrote. What reads several calls notes anew after each, so that none is told twice.
     """
     close = ""
-    reader.note(opened)
+    reader.note(marker)
     try:
         yield from read
     except Unreadable as error:

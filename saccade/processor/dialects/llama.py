@@ -25,16 +25,16 @@ def read_llama(reader: TextReader, sink: EventSink) -> Reading[None]:
             yield from _calls(reader, sink, marker)
 
 
-def _calls(reader: TextReader, sink: EventSink, opened: str) -> Reading[None]:
+def _calls(reader: TextReader, sink: EventSink, marker: str) -> Reading[None]:
     space: list[str] = []
     while (yield from reader.peek()).isspace():
         space.append(reader.skip(1))
     first = yield from reader.peek()
     if first in ("{", "["):
         read = _objects(reader, sink) if first == "{" else _listed(reader, sink)
-        yield from read_or_refuse(reader, sink, opened + "".join(space), read, _END)
+        yield from read_or_refuse(reader, sink, marker + "".join(space), read, _END)
     else:
-        sink.content(opened + "".join(space))
+        sink.content(marker + "".join(space))
 
 
 def _objects(reader: TextReader, sink: EventSink) -> Reading[None]:
