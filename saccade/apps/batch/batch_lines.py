@@ -114,7 +114,8 @@ def batch_lines(
                 raise ConfigError(f"the lines from {start.line} on cannot be read: {reason}")
             piece = msgspec.msgpack.decode(reply.body, type=Piece)
             lines.add(piece)
-            start, is_last = piece.end, piece.is_last
+            start = piece.end
+            is_last = piece.is_last
             if max_lines is not None and start.line - 1 > max_lines:
                 raise ConfigError(f"the file has more than {max_lines} lines; split it")
         yield lines

@@ -85,8 +85,7 @@ class BatchStore:
             for file in self._files.values():
                 sizes[file.owner] += self.data(file.id).stat().st_size
             for batch in self._batches.values():
-                results = self.results(batch)
-                sizes[batch.owner] += results.stat().st_size if results.exists() else 0
+                sizes[batch.owner] += self._results_size(batch)
             assert +self._bytes == +sizes, (self._bytes, sizes)
             assert +self._num_files == Counter(file.owner for file in self._files.values())
 
@@ -234,6 +233,10 @@ class BatchStore:
     def results(self, record: BatchRecord) -> Path:
         return self._folder / "batches" / f"{record.id}.jsonl"
 
+    def _results_size(self, record: BatchRecord) -> int:
+        results = self.results(record)
+        return results.stat().st_size if results.exists() else 0
+
     def check_results(self, record: BatchRecord) -> None:
         """RequestError if its results so far are more than may be stored."""
         self._count_results(record)
@@ -241,8 +244,7 @@ class BatchStore:
 
     def _count_results(self, record: BatchRecord) -> None:
         with self._lock:
-            results = self.results(record)
-            size = results.stat().st_size if results.exists() else 0
+            size = self._results_size(record)
             self._add_bytes(record.owner, size - self._results.pop(record.id, 0))
             if size:
                 self._results[record.id] = size

@@ -37,7 +37,8 @@ def saturated(measure: Callable[[int], Figures], clients: int) -> float:
     best = 0.0
     while True:
         figures = measure(clients)
-        gain, best = figures.requests_per_s / max(best, 1e-9), max(best, figures.requests_per_s)
+        gain = figures.requests_per_s / max(best, 1e-9)
+        best = max(best, figures.requests_per_s)
         clients *= _MORE_CLIENTS
         if gain < _GAIN or figures.errors or clients > min(_MAX_CLIENTS, best * _WAVE_SECONDS):
             return best
@@ -67,22 +68,28 @@ class _Search:
         while not self.is_over():
             if not self.keeps(rate * factor):
                 return rate, rate * factor
-            rate, factor = rate * factor, factor * _FACTOR
+            rate *= factor
+            factor *= _FACTOR
         return None
 
     def down(self, rate: float) -> tuple[float, float] | None:
         """From a rate that was missed."""
-        low, lowest = rate / _FACTOR, rate / _LOWEST
+        low = rate / _FACTOR
+        lowest = rate / _LOWEST
         while low >= lowest and not self.is_over():
             if self.keeps(low):
                 return low, rate
-            low, rate = low / _DOWN, low
+            rate = low
+            low /= _DOWN
         return None
 
     def between(self, low: float, high: float) -> None:
         while high - low > _PRECISION * high and not self.is_over():
             middle = (low + high) / 2
-            low, high = (middle, high) if self.keeps(middle) else (low, middle)
+            if self.keeps(middle):
+                low = middle
+            else:
+                high = middle
 
 
 def find_goodput(

@@ -97,7 +97,8 @@ def run_load(
     ServerAddress(server.url, server.api_key)  # a bad address fails here, once
     most = max(part.clients or part.jobs for part in parts)
     number = max(1, min(processes or min(MAX_PROCESSES, os.cpu_count() or 1), most))
-    num_jobs, num_answers = _context.Value("L", 0), _context.Value("L", 0)
+    num_jobs = _context.Value("L", 0)
+    num_answers = _context.Value("L", 0)
     barrier = _context.Barrier(number + 1)
     queues: list[Queue[LoadResult]] = [_context.Queue() for _ in range(number)]
     arguments = [

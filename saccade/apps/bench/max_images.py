@@ -28,13 +28,16 @@ class MaxImages(NamedTuple):
 
 def find_max_images(attempt: Callable[[int], Attempt], up_to: int) -> MaxImages:
     """A failure, other than a refusal, ends the search: a server that broke is not asked again."""
-    low, high, limit = 0, 1, None
+    low = 0
+    high = 1
+    limit: Attempt | None = None
     while limit is None and low < up_to:
         outcome = attempt(high)
         if outcome.error is not None:
             limit = outcome
         else:
-            low, high = high, min(2 * high, up_to)
+            low = high
+            high = min(2 * high, up_to)
     while limit is not None and limit.is_refusal and limit.images - low > 1:
         outcome = attempt((low + limit.images) // 2)
         if outcome.error is None:

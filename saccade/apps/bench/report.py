@@ -43,9 +43,9 @@ class Figures(NamedTuple):
 
     def keeps(self, slo: Slo) -> bool:
         """Whether the 99th percentiles do, and nothing failed."""
-        if self.errors or not self.requests:
+        if self.errors or not self.requests or self.ttft_ms[-1] > slo.ttft_ms:
             return False
-        return self.ttft_ms[-1] <= slo.ttft_ms and (not self.itl_ms or self.itl_ms[-1] <= slo.itl_ms)
+        return not self.itl_ms or self.itl_ms[-1] <= slo.itl_ms
 
 
 def figures(results: Sequence[Result], slo: Slo, within: Sequence[Result] | None = None) -> Figures:

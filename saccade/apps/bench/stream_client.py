@@ -14,6 +14,7 @@ import msgspec
 from saccade.errors import ConfigError
 
 CONNECT_SECONDS = 10.0
+_PORTS = {"http": 80, "https": 443}
 _ERROR_BYTES = 4096  # of an answer that is not a stream
 _ERROR_CHARACTERS = 300  # of it that are shown
 
@@ -70,12 +71,12 @@ class ServerAddress:
             port = url.port
         except ValueError as error:
             raise ConfigError(f"the address of the server is {base_url!r}: {error}") from None
-        if url.scheme not in ("http", "https") or not url.hostname:
+        if url.scheme not in _PORTS or not url.hostname:
             raise ConfigError(
                 f"the address of the server is {base_url!r}; give one such as http://localhost:8000"
             )
         self.host = url.hostname
-        self.port = port or (443 if url.scheme == "https" else 80)
+        self.port = port or _PORTS[url.scheme]
         self.tls = ssl.create_default_context() if url.scheme == "https" else None
         self.path = url.path.rstrip("/").removesuffix("/v1")
         self._headers = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"

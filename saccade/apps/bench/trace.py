@@ -83,7 +83,7 @@ def _at(fields: dict[str, Any]) -> float:
     if "at" not in fields:
         raise ConfigError("at is missing; give the time of arrival in seconds")
     at = fields["at"]
-    if isinstance(at, bool) or not isinstance(at, (int, float)) or not math.isfinite(at):
+    if type(at) not in (int, float) or not math.isfinite(at):
         raise ConfigError(f"at is {at!r}; give the time of arrival in seconds")
     return float(at)
 
@@ -92,7 +92,7 @@ def _count(fields: dict[str, Any], name: str) -> int | None:
     if name not in fields:
         return None
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more")
     return value
 
@@ -105,8 +105,8 @@ def _sizes(fields: dict[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 def _size(index: int, size: Any) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", size) if isinstance(size, str) else None
-    sides = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not all(1 <= side <= _MAX_SIDE for side in sides):
-        raise ConfigError(f'images[{index}] is {size!r}; give a size such as "1280x720"')
-    return sides
+    if match := re.fullmatch(r"(\d{1,5})x(\d{1,5})", str(size)):
+        sides = (int(match[1]), int(match[2]))
+        if all(1 <= side <= _MAX_SIDE for side in sides):
+            return sides
+    raise ConfigError(f'images[{index}] is {size!r}; give a size such as "1280x720"')

@@ -35,7 +35,8 @@ def mp4(frames: np.ndarray[Any, Any], fps: int) -> bytes:
         stream.pix_fmt = "yuv420p"
         for index, image in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(image, format="rgb24")
-            frame.pts, frame.time_base = index, Fraction(1, fps)
+            frame.pts = index
+            frame.time_base = Fraction(1, fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return file.getvalue()

@@ -75,10 +75,10 @@ class Client:
             self._fail(status, _MODELS, content)
         cards = _get(_decoded(content), "data", list)
         by_id = {str(card["id"]): card for card in cards if isinstance(card, dict) and "id" in card}
-        if not by_id or (model is not None and model not in by_id):
+        name = next(iter(by_id), "") if model is None else model
+        if name not in by_id:
             problem = "no model" if model is None else f"no model {model!r}"
             raise ConfigError(f"{self.url} serves {problem}; it names {', '.join(by_id) or 'none'}")
-        name = model or next(iter(by_id))
         return _server_info(name, by_id[name])
 
     async def ask(self, body: Mapping[str, Any]) -> ModelReply:
@@ -148,12 +148,14 @@ def _server_info(name: str, card: Mapping[str, Any]) -> ServerInfo:
 
 
 def _reply(answer: Mapping[str, Any]) -> ModelReply:
-    choices = _get(answer, "choices", list)
-    if not choices or not isinstance(choices[0], dict):
-        return ModelReply("", "the server's answer has no choices")
+    match answer.get("choices"):
+        case [dict() as choice, *_]:
+            text = _said(_get(choice, "message", dict))
+        case _:
+            return ModelReply("", "the server's answer has no choices")
     usage = _get(answer, "usage", dict)
     return ModelReply(
-        _said(_get(choices[0], "message", dict)),
+        text,
         prompt_tokens=usage.get("prompt_tokens") or 0,
         answer_tokens=usage.get("completion_tokens") or 0,
         image_tokens=_get(usage, "prompt_tokens_details", dict).get("image_tokens"),
@@ -164,7 +166,7 @@ def _said(message: Mapping[str, Any]) -> str:
     """The text of a reply; calls of tools follow in Hermes' form, whatever the model's own is."""
     text = str(message.get("content") or "")
     for call in _get(message, "tool_calls", list):
-        function = _get(call, "function", dict) if isinstance(call, dict) else {}
+        function = _get(call, "function", dict)
         arguments = function.get("arguments") or "{}"
         text += (
             f'<tool_call>{{"name": {json.dumps(function.get("name"))}, "arguments": {arguments}}}</tool_call>'
@@ -195,10 +197,11 @@ def _decoded(content: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _get(value: Mapping[str, Any], name: str, kind: type) -> Any:
+def _get(value: Any, name: str, kind: type) -> Any:
     """A member of a server's response, or an empty value if it is missing or of another type."""
-    member = value.get(name)
-    return member if isinstance(member, kind) else kind()
+    if isinstance(value, Mapping) and isinstance(value.get(name), kind):
+        return value[name]
+    return kind()
 
 
 def _number(text: str | None) -> float:

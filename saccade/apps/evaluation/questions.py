@@ -185,16 +185,18 @@ def _request(raw: Mapping[str, Any], at: str) -> Mapping[str, Any]:
 def _image(root: Root, entry: Any, at: str) -> ImageRef:
     if isinstance(entry, str):
         return ImageRef(_file(root, entry, at))
-    grain = entry.get("grain") if isinstance(entry, dict) else None
-    if not isinstance(grain, dict) or set(entry) != {"file", "grain"}:
-        message = f"{at}: a picture is the name of a file, or an object with file and grain, not {entry!r}"
-        raise ConfigError(message)
+    match entry:
+        case {"file": file, "grain": dict() as grain, **more} if not more:
+            pass
+        case _:
+            kinds = "the name of a file, or an object with file and grain"
+            raise ConfigError(f"{at}: a picture is {kinds}, not {entry!r}")
     numbers: list[Any] = [grain.get(name) for name in Grain._fields]
     if set(grain) != {"field", *Grain._fields} or not all(type(n) is int and n >= 0 for n in numbers):
         names = ", ".join(Grain._fields)
         message = f"{at}: grain has field, the name of a file, and {names}, whole numbers, not {grain!r}"
         raise ConfigError(message)
-    return ImageRef(_file(root, entry["file"], at), _file(root, grain["field"], at), Grain(*numbers))
+    return ImageRef(_file(root, file, at), _file(root, grain["field"], at), Grain(*numbers))
 
 
 def _file(root: Root, name: Any, at: str) -> str:
@@ -245,14 +247,8 @@ def _about(root: Root, where: Path) -> dict[str, Any]:
 
 
 def _is_about(about: dict[str, Any]) -> bool:
-    goals = about.get("goals", {})
-    groups = about.get("groups", {})
-    return (
-        about.keys() <= {"name", "goals", "groups", "refusal"}
-        and isinstance(about.get("name"), str)
-        and isinstance(about.get("refusal", ""), str)
-        and isinstance(goals, dict)
-        and all(isinstance(goal, (int, float)) for goal in goals.values())
-        and isinstance(groups, dict)
-        and all(isinstance(skills, list) for skills in groups.values())
-    )
+    match {"refusal": "", "goals": {}, "groups": {}, **about}:
+        case {"name": str(), "refusal": str(), "goals": dict() as goals, "groups": dict() as groups, **more}:
+            are_shares = all(isinstance(goal, (int, float)) for goal in goals.values())
+            return not more and are_shares and all(isinstance(skills, list) for skills in groups.values())
+    return False

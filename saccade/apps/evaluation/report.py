@@ -38,7 +38,9 @@ class Score:
 
     @property
     def verdict(self) -> str:
-        return "" if self.goal is None else f"{self.goal:.0%} {'missed' if self.is_missed else 'met'}"
+        if self.goal is None:
+            return ""
+        return f"{self.goal:.0%} {'missed' if self.is_missed else 'met'}"
 
 
 def scores(answers: Sequence[ScoredReply], questions: QuestionSet) -> list[Score]:
@@ -80,8 +82,10 @@ def _json_scores(skill: str, mine: Sequence[ScoredReply], goals: Mapping[str, fl
         return []
     rules = [one.question.rule for one in mine]
     each = [json_fields(one.question.rule.reply, one.reply.text) for one in mine]
-    fields, valid = f"{skill} fields", f"{skill} valid"
-    right, total = sum(one.right for one in each), sum(one.total for one in each)
+    fields = f"{skill} fields"
+    valid = f"{skill} valid"
+    right = sum(one.right for one in each)
+    total = sum(one.total for one in each)
     return [
         Score(fields, right, total, field_chance(rules), goals.get(fields), is_group=True),
         Score(valid, sum(one.is_valid for one in each), len(each), 1.0, goals.get(valid), is_group=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -101,7 +101,7 @@ def _same_json(expected: str, reply: str) -> bool:
     except ValueError:
         return False
     is_call, expected_value = _parsed(expected)
-    return call == is_call and bool(_unordered(value) == _unordered(expected_value))
+    return (call, _unordered(value)) == (is_call, _unordered(expected_value))
 
 
 def _parsed(text: str) -> tuple[bool, Any]:
@@ -115,13 +115,23 @@ def _parsed(text: str) -> tuple[bool, Any]:
 
 def _values(value: Any, path: tuple[str | int, ...] = ()) -> dict[tuple[str | int, ...], Any]:
     """The values that hold no others, by the way to them; an empty object or list counts as a value."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    leaves = {where: one for key, part in pairs for where, one in _values(part, (*path, key)).items()}
+    leaves: dict[tuple[str | int, ...], Any] = {}
+    for key, part in _members(value):
+        leaves |= _values(part, (*path, key))
     return leaves or {path: value}
 
 
+def _members(value: Any) -> Iterable[tuple[str | int, Any]]:
+    match value:
+        case dict():
+            return value.items()
+        case list():
+            return enumerate(value)
+    return ()
+
+
 def _is_same(one: Any, two: Any) -> bool:
-    return bool(one == two) and isinstance(one, bool) == isinstance(two, bool)  # 1 is not true
+    return (one, isinstance(one, bool)) == (two, isinstance(two, bool))  # 1 is not true
 
 
 def _unordered(value: Any) -> Any:

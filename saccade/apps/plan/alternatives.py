@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from saccade import costs
 from saccade.apps.plan.planner import Deployment, DeploymentPlan, make_plan, restore_seconds
 from saccade.apps.plan.workload import is_fixed_size, max_resized_pixels
 from saccade.errors import ConfigError
 
+_CHECK = "check accuracy with saccade eval"
 _CACHE_TIMES = 4  # the encoder cache
 _DISK_GB_S = 0.8  # 4.8 MB in 5.9 ms (docs/experiments/040)
 _STORE_GB_S = 2.5  # a Valkey server over 25 Gb/s, most of it
@@ -44,19 +46,9 @@ def _changes(plan: DeploymentPlan) -> Iterator[tuple[str, Deployment | None, str
         yield _half_pixels(plan)
     if not deployment.hardware.is_cpu:
         if not (deployment.fp8_params or deployment.int4):
-            options = replace(deployment.options, quantization="fp8")
-            yield (
-                "--quantization fp8",
-                replace(deployment, options=options),
-                "check accuracy with saccade eval",
-            )
+            yield "--quantization fp8", _with_options(deployment, quantization="fp8"), _CHECK
         if deployment.kv_dtype != costs.FP8:
-            options = replace(deployment.options, kv_cache_dtype="fp8")
-            yield (
-                "--kv-cache-dtype fp8",
-                replace(deployment, options=options),
-                "check accuracy with saccade eval",
-            )
+            yield "--kv-cache-dtype fp8", _with_options(deployment, kv_cache_dtype="fp8"), _CHECK
     if plan.cost.num_images:
         yield from _embeddings(plan)
 
@@ -68,19 +60,20 @@ def _half_pixels(plan: DeploymentPlan) -> tuple[str, Deployment | None, str]:
     if is_fixed_size(deployment.checkpoint, deployment.options):
         return name, None, "no effect: every image costs the same in this model"
     lowest = deployment.options.min_pixels
-    options = replace(deployment.options, max_pixels=pixels, min_pixels=lowest and min(lowest, pixels))
-    note = "half of the largest image; check accuracy with saccade tune"
-    return name, replace(deployment, options=options), note
+    smaller = _with_options(deployment, max_pixels=pixels, min_pixels=lowest and min(lowest, pixels))
+    return name, smaller, "half of the largest image; check accuracy with saccade tune"
+
+
+def _with_options(deployment: Deployment, **changes: Any) -> Deployment:
+    return replace(deployment, options=replace(deployment.options, **changes))
 
 
 def _embeddings(plan: DeploymentPlan) -> Iterator[tuple[str, Deployment | None, str]]:
     deployment = plan.deployment
     repeats = "" if deployment.workload.repeated else "helps only repeated images: see --repeated"
     scheduler = plan.capacity.scheduler
-    size = _CACHE_TIMES * scheduler.encoder_cache_slots * scheduler.slot_bytes / costs.GIB
-    size = round(size, 1)
-    options = replace(deployment.options, encoder_cache_gb=size)
-    yield f"--encoder-cache-gb {size:g}", replace(deployment, options=options), repeats
+    size = round(_CACHE_TIMES * scheduler.encoder_cache_slots * scheduler.slot_bytes / costs.GIB, 1)
+    yield f"--encoder-cache-gb {size:g}", _with_options(deployment, encoder_cache_gb=size), repeats
     yield "--encoders apart", replace(deployment, encoders_apart=True), "counts the GPUs that only encode"
     for name, speed in (("--embedding-dir (disk)", _DISK_GB_S), ("--embedding-store (25 Gb/s)", _STORE_GB_S)):
         changed = replace(deployment, store_gb_s=speed)

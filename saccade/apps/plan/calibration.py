@@ -35,8 +35,9 @@ def calibration_for(hardware: Hardware) -> Calibration:
     """The GPU's own, or the one for all others."""
     calibrations: Mapping[str, Any] = json.loads(_FILE.read_text("utf-8"))
     names = [name for name, preset in PRESETS.items() if preset.name == hardware.name]
-    preset_values = next((calibrations[name] for name in names if name in calibrations), None)
-    return read_values(preset_values or calibrations["cpu" if hardware.is_cpu else "default"], str(_FILE))
+    names.append("cpu" if hardware.is_cpu else "default")
+    values = next(calibrations[name] for name in names if name in calibrations)
+    return read_values(values, str(_FILE))
 
 
 def read_calibration(path: Path) -> tuple[Calibration, Hardware | None]:
@@ -46,8 +47,12 @@ def read_calibration(path: Path) -> tuple[Calibration, Hardware | None]:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--calibration {path} cannot be read ({error})") from None
-    machine = values.pop("hardware", None) if isinstance(values, dict) else None
-    return read_values(values, str(path)), read_hardware(machine, str(path)) if machine else None
+    match values:
+        case {"hardware": machine, **values} if machine:
+            return read_values(values, str(path)), read_hardware(machine, str(path))
+        case {"hardware": _, **values}:
+            pass
+    return read_values(values, str(path)), None
 
 
 def read_values(values: Any, file: str) -> Calibration:

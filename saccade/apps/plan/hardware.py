@@ -31,8 +31,9 @@ class Hardware:
 
     def flops(self, dtype: str) -> float:
         """A second, of GEMMs in this dtype."""
-        is_slow = dtype == "float32" and self.float32_tflops is not None
-        return 1e12 * (self.float32_tflops or 0.0 if is_slow else self.tflops)
+        if dtype != "float32" or self.float32_tflops is None:
+            return 1e12 * self.tflops
+        return 1e12 * self.float32_tflops
 
     def free_bytes(self, share: float) -> int:
         """What an engine may take on an idle machine, as `runner/device_memory.py` finds it."""

@@ -150,8 +150,11 @@ def make_plan(deployment: Deployment) -> DeploymentPlan:
     new = cost.num_images * _new_share(deployment, timing, cost, capacity)
     demand = _demand(deployment, timing, cost, capacity, first, new)
     level = Level(_seconds(deployment.workload.ttft_ms), _seconds(deployment.workload.itl_ms))
-    rate, bound_by = sustained(demand, level) if capacity.running else (0.0, capacity.bound_by)
-    saturated, _ = sustained(demand) if capacity.running else (0.0, "")
+    rate = saturated = 0.0
+    bound_by = capacity.bound_by
+    if capacity.running:
+        rate, bound_by = sustained(demand, level)
+        saturated, _ = sustained(demand)
     copies = _copies(deployment.workload, rate, has_level=level != Level())
     load = _load(deployment.workload, demand, copies)
     alone = replace(timing, hardware=deployment.hardware)  # a tower is on one GPU, whatever a copy takes

@@ -57,13 +57,10 @@ def _rows(plan: DeploymentPlan) -> Iterator[tuple[str, str]]:
     parts = f"{images}, {cost.text_tokens:,} tokens of text, {cost.output_tokens:,} out"
     yield "request", f"{cost.tokens:,} tokens ({parts}), {blocks}"
     yield "memory, GiB", _memory(plan)
-    running = (
-        f", of which {capacity.running:,} run (max_num_seqs)"
-        if capacity.running < capacity.concurrent
-        else ""
-    )
-    limit = "" if running else f" ({capacity.bound_by})"
-    yield "fit at once", f"{capacity.concurrent:,} requests{limit}{running}"
+    limit = f" ({capacity.bound_by})"
+    if capacity.running < capacity.concurrent:
+        limit = f", of which {capacity.running:,} run (max_num_seqs)"
+    yield "fit at once", f"{capacity.concurrent:,} requests{limit}"
     first = plan.first_token
     stages = f"preprocess {first.preprocess:.1f}, encode {first.encode:.1f}, prefill {first.prefill:.1f}"
     yield (

@@ -80,7 +80,8 @@ def load_at(demand: RequestDemand, rate: float) -> GpuLoad | None:
 
 def _p99(busy: float) -> float:
     """Of the wait in an M/D/1 queue, in services: by its exponential tail, P(wait > t) = c * exp(-d * t)."""
-    low, high = 0.0, _MAX_DECAY
+    low = 0.0
+    high = _MAX_DECAY
     for _ in range(_ROUNDS):
         decay = (low + high) / 2
         if busy * math.expm1(decay) < decay:

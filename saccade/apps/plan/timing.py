@@ -39,8 +39,9 @@ class Precision(NamedTuple):
     @property
     def read_bytes(self) -> float:
         """For a weight of the decoder's layers, in bytes at the bandwidth of the dtype."""
-        is_kept = self.fp8_params or self.int4
-        return self.layer_bytes / _QUANTIZED_BANDWIDTH if is_kept else self.layer_bytes
+        if self.fp8_params or self.int4:
+            return self.layer_bytes / _QUANTIZED_BANDWIDTH
+        return self.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,12 @@ class TimeModel:
 
     def _launches(self, text: TextConfig) -> float:
         calibration = self.calibration
-        experts = len(text.experts.layers) * calibration.expert_layer_us if text.experts else 0
-        latent = text.num_layers * calibration.latent_layer_us if text.mla else 0
-        return (text.num_layers * self._layers * calibration.layer_us + experts + latent) / 1e6
+        microseconds = text.num_layers * self._layers * calibration.layer_us
+        if text.experts:
+            microseconds += len(text.experts.layers) * calibration.expert_layer_us
+        if text.mla:
+            microseconds += text.num_layers * calibration.latent_layer_us
+        return microseconds / 1e6
 
 
 def tower_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:

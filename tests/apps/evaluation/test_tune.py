@@ -68,7 +68,7 @@ def measured(max_pixels: int, right: Sequence[bool], **more: Any) -> Measurement
 
 
 def questions_of(one: Measurement) -> QuestionSet:
-    return QuestionSet("test", Path(), [answered.question for answered in one.answered])
+    return QuestionSet("test", Path(), [answered.question for answered in one.answers])
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
