@@ -114,10 +114,11 @@ def check_inputs(processor: Any, path: Path, model_type: str, token: str) -> Non
     """ConfigError if the model takes more inputs than pixel values. Called before any weight is read."""
     parameters = inspect.signature(_model_class(path, model_type).forward).parameters
     inputs = processed(processor, token, Image.new("RGB", _TRIED))
-    names = ", ".join(name for name in inputs if name in parameters and name not in _HANDLED)
+    common = inputs.keys() & parameters.keys()
+    names = ", ".join(name for name in inputs if name in common - _HANDLED)
     if "pixel_values" not in inputs:
         raise refusal(model_type, f"its processor makes {names or 'nothing'} of a picture, not pixel_values")
-    if _BIDIRECTIONAL in inputs and _BIDIRECTIONAL in parameters:
+    if _BIDIRECTIONAL in common:
         reason = "its pictures are read in both directions, and our attention looks back only"
         raise refusal(model_type, reason)
     if names:

@@ -80,10 +80,11 @@ class Quantization:
 
 def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None:
     """None: the weights are not quantised. ConfigError names the field that cannot be read."""
-    places = (raw, raw.get("text_config") or {}, {"quantization_config": _of_modelopt_file(folder)})
-    config = next(
-        (entry for place in places if (entry := place.get("quantization_config")) is not None), None
-    )
+    config = raw.get("quantization_config")
+    if config is None:
+        config = (raw.get("text_config") or {}).get("quantization_config")
+    if config is None:
+        config = _of_modelopt_file(folder)
     if config is None:
         return None
     if not isinstance(config, Mapping):
@@ -100,9 +101,9 @@ def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None
         problem = f"is not known; take the checkpoint in bfloat16, or one in a known one ({methods})"
         raise ConfigError(f"quant_method {method!r} in quantization_config {problem}")
     quantization = _READERS[method](config)
-    if quantization is not None and quantization.is_int4 and _leaves_out_experts(config):
-        return replace(quantization, group=0)  # memory is planned as if all were dequantised
-    return quantization
+    if quantization is None or not quantization.is_int4 or not _leaves_out_experts(config):
+        return quantization
+    return replace(quantization, group=0)  # memory is planned as if all were dequantised
 
 
 def _leaves_out_experts(config: Mapping[str, Any]) -> bool:
@@ -137,7 +138,7 @@ def _fbgemm(config: Mapping[str, Any]) -> Quantization:
 
 def _modelopt(config: Mapping[str, Any]) -> Quantization | None:
     """An algorithm of null: only the KV cache was quantised, or nothing."""
-    if "quant_algo" in config and config["quant_algo"] is None:
+    if config.get("quant_algo", "") is None:
         return None
     algorithm = _word(config, "quant_algo").upper()
     _check_among("quant_algo", algorithm, _MODELOPT)
@@ -199,11 +200,12 @@ def _compressed(config: Mapping[str, Any]) -> Quantization:
 
 
 def _group_block(name: str, group: Any) -> Any:
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping):
-        raise ConfigError(f"config_groups.{name} of quantization_config lacks weights")
-    if weights.get("num_bits") not in _BITS:
-        bits = weights.get("num_bits")
+    match group:
+        case {"weights": Mapping() as weights}:
+            bits = weights.get("num_bits")
+        case _:
+            raise ConfigError(f"config_groups.{name} of quantization_config lacks weights")
+    if bits not in _BITS:
         raise ConfigError(f"config_groups.{name}.weights.num_bits is {bits!r}; 4 and 8 can be read")
     return _block(weights, "block_structure") if weights.get("block_structure") else None
 
@@ -243,8 +245,8 @@ def _check_bits(config: Mapping[str, Any], widths: Sequence[int]) -> int:
 
 def _group(config: Mapping[str, Any]) -> int:
     """0: whole rows, or another size than whole numbers of columns."""
-    value = config.get("group_size", config.get("q_group_size"))
-    return value if isinstance(value, int) and value > 0 else 0
+    size = config.get("group_size", config.get("q_group_size"))
+    return max(0, size) if isinstance(size, int) else 0
 
 
 def _block(config: Mapping[str, Any], name: str) -> tuple[int, int]:

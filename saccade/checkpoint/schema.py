@@ -41,34 +41,32 @@ def first_wrong(values: Mapping[str, Any], table: Table, inside: str = "") -> st
 def _sentence(name: str, value: Any, description: str) -> str:
     text = repr(value)
     sentence = f"{name} is {text[:80]}{'...' * (len(text) > 80)}, but {description} is needed"
-    if isinstance(value, list) and len(value) > _MAXIMUM:
-        return f"{sentence}, with at most {_MAXIMUM} values, not {len(value)}"
+    match value:
+        case list() if len(value) > _MAXIMUM:
+            return f"{sentence}, with at most {_MAXIMUM} values, not {len(value)}"
     return sentence
 
 
 def whole(minimum: int, maximum: int) -> Kind:
     """An integer. The bounds are far beyond published values; they keep a typo from filling the memory."""
     description = f"{minimum}" if minimum == maximum else f"a whole number from {minimum} to {maximum}"
-    return Kind(
-        description, lambda v: isinstance(v, int) and not isinstance(v, bool) and minimum <= v <= maximum
-    )
+    return Kind(description, lambda v: type(v) is int and minimum <= v <= maximum)
 
 
 def number(*, above: float = -math.inf, minimum: float = -math.inf, maximum: float = math.inf) -> Kind:
     bounds = {"above": above, "of at least": minimum, "of at most": maximum}
     description = "a number" + "".join(f" {words} {at}" for words, at in bounds.items() if math.isfinite(at))
-    return Kind(description, lambda v: _is_number(v) and v > above and minimum <= v <= maximum)
+    return Kind(description, lambda v: _is_number(v) and above < v and minimum <= v <= maximum)
 
 
 def list_of(kind: Kind, count: int | None = None) -> Kind:
-    description = f"a list of {'' if count is None else f'{count} times '}{kind.description}"
-    return Kind(
-        description, lambda v: isinstance(v, list) and _fits(len(v), count) and all(map(kind.takes, v))
+    times, lengths = (
+        ("", range(_MAXIMUM + 1)) if count is None else (f"{count} times ", range(count, count + 1))
     )
-
-
-def _fits(length: int, count: int | None) -> bool:
-    return length <= _MAXIMUM if count is None else length == count
+    return Kind(
+        f"a list of {times}{kind.description}",
+        lambda v: isinstance(v, list) and len(v) in lengths and all(map(kind.takes, v)),
+    )
 
 
 def either(*kinds: Kind) -> Kind:
@@ -86,9 +84,8 @@ def sides(kind: Kind) -> Kind:
 
 
 def _is_number(value: Any) -> bool:
-    """The first bound keeps out whole numbers that no float can hold."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
+    """The bound keeps out whole numbers that no float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.checkpoint.files import TOKENIZER_BYTES, read_json, read_text
+from saccade.checkpoint.files import TOKENIZER_BYTES, read_json, read_optional, read_text
 from saccade.errors import ConfigError
 
 Ranks = dict[bytes, int]
@@ -71,8 +71,7 @@ def as_markup(spec: str, names: Collection[str]) -> str:
 
 def _has_tower(folder: Path) -> bool:
     """Whether the checkpoint has a vision tower, and so tokens for images."""
-    config = folder / "config.json"
-    return config.is_file() and bool(read_json(config).get("visual"))
+    return bool(read_optional(folder / "config.json").get("visual"))
 
 
 def _converted(file: Path, conventions: Conventions, *, has_tower: bool) -> str:
@@ -150,8 +149,11 @@ def _pair(token: bytes, ranks: Ranks, rank: int) -> tuple[bytes, bytes] | None:
     cuts = [i for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
     if len(cuts) == 1:
         return token[: cuts[0]], token[cuts[0] :]
-    parts = _parts(token, ranks, rank) if cuts else []
-    return (parts[0], parts[1]) if len(parts) == 2 else None
+    if cuts:
+        match _parts(token, ranks, rank):
+            case [head, tail]:
+                return head, tail
+    return None
 
 
 def _parts(token: bytes, ranks: Ranks, below: int) -> list[bytes]:
