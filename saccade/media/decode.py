@@ -18,6 +18,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from saccade.errors import RequestError
+from saccade.media.image_headers import turned
 from saccade.media.png_rows import has_all_rows
 from saccade.media.rgb import BAND, MIRRORED, as_image, to_rgb, upright
 from saccade.media.video_reader import VideoReaders
@@ -82,8 +83,9 @@ def decode(item: MediaItem, new: NewPixels = new_pixels) -> Pixels:  # [height, 
         return np.frombuffer(item.data, np.uint8).reshape(height, width, 3)
     assert item.page is None, "a media_worker renders pages"
     with refuse_faults(item):
-        decoded = _decode_jpeg(item, new)
-        pixels = _decode_file(item) if decoded is None else decoded
+        pixels = _decode_jpeg(item, new)
+        if pixels is None:
+            pixels = _decode_file(item)
     if Size(pixels.shape[1], pixels.shape[0]) != reduce_size(item.header.size, item.reduction):
         raster = f"{pixels.shape[1]}x{pixels.shape[0]} were decoded"
         message = f"the picture's header says {width}x{height} pixels but {raster}"
@@ -124,7 +126,7 @@ def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
     if simplejpeg is None or item.header.format != "jpeg":
         return None
     orientation = item.header.orientation
-    raw_size = item.header.size if orientation < 5 else Size(*reversed(item.header.size))
+    raw_size = turned(item.header.size, orientation)
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(item.data)
         if colours not in ("YCbCr", "Gray") or Size(width, height) != raw_size:

@@ -22,6 +22,7 @@ import pybase64
 from PIL import Image, ImageFile
 
 from saccade.errors import RequestError
+from saccade.media.image_headers import turned
 from saccade.media.probe import check_bytes, check_pixels, probe
 from saccade.media.rgb import to_rgb, upright
 from saccade.options.engine import MediaPolicy
@@ -161,12 +162,10 @@ def _still_compressed(image: Image.Image, policy: MediaPolicy) -> Loaded | None:
         return None  # a format that only Pillow reads
     except (OSError, ValueError):
         return None
-    return loaded if _stored(loaded.header) == (image.size, image.mode) else None
-
-
-def _stored(header: Header) -> tuple[tuple[int, int], str]:
-    width, height = header.size
-    return ((height, width) if header.orientation >= 5 else (width, height)), header.mode
+    header = loaded.header
+    if (turned(header.size, header.orientation), header.mode) != (image.size, image.mode):
+        return None
+    return loaded
 
 
 def _decoded(image: Image.Image, policy: MediaPolicy) -> Loaded:
@@ -224,7 +223,9 @@ def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 def _rgb(pixels: npt.NDArray[np.uint8]) -> bytes:
     """From [height, width, 1, 3 or 4]."""
-    channels = pixels.shape[2]
-    if channels == 4:
-        return to_rgb(Image.fromarray(pixels, "RGBA")).tobytes()
-    return np.repeat(pixels, 3, axis=2).tobytes() if channels == 1 else pixels.tobytes()
+    match pixels.shape[2]:
+        case 1:
+            return np.repeat(pixels, 3, axis=2).tobytes()
+        case 4:
+            return to_rgb(Image.fromarray(pixels, "RGBA")).tobytes()
+    return pixels.tobytes()

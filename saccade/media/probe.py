@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from saccade.errors import RequestError
-from saccade.media.image_headers import MAX_SCANS, PARSERS, Outline, exif_orientation
+from saccade.media.image_headers import MAX_SCANS, PARSERS, Outline, exif_orientation, turned
 from saccade.options.engine import MediaPolicy
 from saccade.types.media import Header, Size
 
@@ -101,7 +101,7 @@ def _check_passes(header: Header, policy: MediaPolicy) -> None:
 
 
 def _sniff(data: bytes) -> str:
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+    if data[:4] + data[8:12] == b"RIFFWEBP":
         return "webp"
     for name, starts in _MAGIC.items():
         if data.startswith(starts):
@@ -113,11 +113,11 @@ def _sniff(data: bytes) -> str:
 def guess_format(data: bytes) -> str:
     """What bytes that cannot be read seem to be, for errors."""
     if data[4:8] == b"ftyp":
-        names = [name for name, brands in _BRANDS.items() if data[8:12] in brands]
-        return names[0] if names else "MP4 or a relative of it"
+        names = (name for name, brands in _BRANDS.items() if data[8:12] in brands)
+        return next(names, "MP4 or a relative of it")
     start = data[:512].lstrip()
-    names = [name for name, starts in _OTHERS.items() if start.startswith(starts)]
-    return names[0] if names else "of an unknown format"
+    names = (name for name, starts in _OTHERS.items() if start.startswith(starts))
+    return next(names, "of an unknown format")
 
 
 def _header(name: str, data: bytes) -> Header:
@@ -126,12 +126,11 @@ def _header(name: str, data: bytes) -> Header:
         size, mode = _size_and_mode(name, data, outline)
     except _BROKEN as error:
         raise _refusal(name, data, error) from None
-    if not (0 < size.width <= _MAX_SIDE and 0 < size.height <= _MAX_SIDE):
+    if not all(0 < side <= _MAX_SIDE for side in size):
         message = f"the {name.upper()} header says {size.width}x{size.height} pixels, which is no picture"
         raise RequestError(message, code="image_parse_error")
     orientation = exif_orientation(outline.exif) if outline.exif else 1
-    upright = Size(size.height, size.width) if orientation >= 5 else size
-    return Header(name, upright, orientation, outline.frames, mode, outline.passes)
+    return Header(name, turned(size, orientation), orientation, outline.frames, mode, outline.passes)
 
 
 def _size_and_mode(name: str, data: bytes, outline: Outline) -> tuple[Size, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from saccade.errors import RequestError
+from saccade.media.image_headers import turned
 from saccade.media.jobs import VideoHeader
 from saccade.media.media_workers import MEDIA, Fault, MediaWorkers, Task
 from saccade.media.video_file import CODECS, check_available, open_video, video_stream
@@ -107,7 +108,7 @@ def _sniff(data: bytes) -> str:
         return "mov"
     if data.startswith(b"\x1aE\xdf\xa3"):
         return "matroska"
-    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+    if data[:4] + data[8:12] == b"RIFFAVI ":
         return "avi"
     raise _unsupported("of an unknown format")
 
@@ -137,8 +138,7 @@ def _read(container: av.container.InputContainer, name: str, data: bytes) -> Vid
         raise RequestError(message, code="invalid_video")
     stamps, keys = _stamps(container, stream, name)
     orientation = _orientation(data) if name == "mov" else 1
-    upright = Size(size.height, size.width) if orientation >= 5 else size
-    return VideoInfo(name, upright, orientation, stamps, keys, _rate(stream, stamps))
+    return VideoInfo(name, turned(size, orientation), orientation, stamps, keys, _rate(stream, stamps))
 
 
 def _stamps(
