@@ -32,8 +32,7 @@ def check_schema(schema: Any, *, param: str = "response_format", scope: str = ""
     """The schema as text. RequestError if the engine cannot enforce it."""
     _check_available(param)
     text = _as_text(schema, param)
-    problem = _problem(text, scope) if text != ANY_OBJECT else None
-    if problem is not None:
+    if text != ANY_OBJECT and (problem := _problem(text, scope)) is not None:
         raise _refused(f"the JSON schema cannot be used: {problem}", param)
     return text
 
@@ -149,7 +148,9 @@ class SchemaChecks:
                 "the process that checks schemas cannot be started, stands still or was killed; try again"
             )
             raise EngineUnavailable(message, _RETRY_SECONDS)
-        return reply.body.decode() or None if reply.outcome is Outcome.DONE else TOO_COMPLEX
+        if reply.outcome is not Outcome.DONE:
+            return TOO_COMPLEX
+        return reply.body.decode() or None
 
     def close(self) -> None:
         """End the processes. Another check starts one again."""

@@ -95,7 +95,8 @@ class _Rules:
         """What follows the trigger, which is the beginning of the tag's own `begin`."""
         begin = _string(form, "begin").removeprefix(trigger)
         ends = form.get("end", "")
-        ends = [ends] if isinstance(ends, str) else ends
+        if isinstance(ends, str):
+            ends = [ends]
         if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends) or not ends:
             raise ValueError("the end of a tag must be a string, or a list of strings")
         end = f"({' | '.join(map(quoted_text, ends))})"
@@ -120,9 +121,8 @@ class _Rules:
             if options_of_trigger:
                 prefix = self._rule(f"{_TEXT} {quoted_text(trigger)}", "[lazy]")
                 options.append(f"{prefix} ({' | '.join(options_of_trigger)})")
-        return f"({' | '.join(options)}){_times(form)}" + (
-            "" if form.get("stop_after_first") else f" {_TEXT}"
-        )
+        calls = f"({' | '.join(options)}){_times(form)}"
+        return calls if form.get("stop_after_first") else f"{calls} {_TEXT}"
 
     def _separated(self, form: Mapping[str, Any]) -> str:
         tags = " | ".join(self._tag(tag if isinstance(tag, Mapping) else {}) for tag in _list(form, "tags"))
