@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from saccade.costs import MAX_GPU_JPEG_PIXELS, MIN_GPU_JPEG_PIXELS, blocks_for
 from saccade.errors import RequestError, quoted
@@ -51,6 +51,7 @@ class ImageInput:
 
 PrefetchMedia = Callable[[Sequence[MediaItem]], None]
 """Called with images in prompt order before the prompt is tokenized, so that decoding can start early."""
+Default = TypeVar("Default", int, None)
 _Source = tuple[int, str]  # id of the object as given, and detail
 
 
@@ -166,8 +167,8 @@ class Images:
             reason = "the size of this model's pictures cannot be chosen"
             message = f"{reason}, so mm_processor_kwargs must be left out"
             raise RequestError(message, param="mm_processor_kwargs")
-        highest = whole_number(kwargs, "max_pixels", self.limits.max_pixels) or self.limits.max_pixels
-        lowest = whole_number(kwargs, "min_pixels", highest) or min(self.limits.min_pixels, highest)
+        highest = whole_number(kwargs, "max_pixels", self.limits.max_pixels, self.limits.max_pixels)
+        lowest = whole_number(kwargs, "min_pixels", highest, min(self.limits.min_pixels, highest))
         return ImageLimits(lowest, highest)
 
 
@@ -186,17 +187,19 @@ def page_size(page: PdfPage, family: Family, policy: MediaPolicy, limits: ImageL
 
 def jpeg_reduction(header: Header, resized: Size) -> int:
     """The lowest scale of a JPEG that is not below the resized size; 1 for other formats."""
+    if header.format != "jpeg":
+        return 1
     width, height = header.size
-    scales = (8, 4, 2) if header.format == "jpeg" else ()
-    fits = [scale for scale in scales if resized.width * scale <= width and resized.height * scale <= height]
-    return max(fits, default=1)
+    most = min(width // resized.width, height // resized.height)
+    return next((scale for scale in (8, 4, 2) if scale <= most), 1)
 
 
 def is_for_gpu(data: bytes, header: Header) -> bool:
     """Whether nvJPEG may decode it. Its header tells: the content key says so before a pixel is decoded."""
     pixels = header.size.width * header.size.height
-    is_in_range = MIN_GPU_JPEG_PIXELS <= pixels <= MAX_GPU_JPEG_PIXELS
-    return header.format == "jpeg" and is_in_range and is_plain_jpeg(data, header)
+    if header.format != "jpeg" or not MIN_GPU_JPEG_PIXELS <= pixels <= MAX_GPU_JPEG_PIXELS:
+        return False
+    return is_plain_jpeg(data, header)
 
 
 def reads_text_only(images: int, param: str | None = None) -> RequestError:
@@ -226,25 +229,28 @@ def _source(image: ImageInput) -> _Source:
 
 
 def _check_detail(image: ImageInput) -> None:
-    if not isinstance(image.detail, str) or image.detail not in _DETAILS:
+    if image.detail not in _DETAILS:
         message = f"detail must be one of {', '.join(_DETAILS)}, but {quoted(image.detail)} was given"
         raise RequestError(message, param=image.param)
 
 
 def _check_names(kwargs: Any) -> None:
-    unknown = sorted(set(kwargs) - {"min_pixels", "max_pixels"}) if isinstance(kwargs, Mapping) else [kwargs]
+    param = "mm_processor_kwargs"
+    unknown = [kwargs]
+    if isinstance(kwargs, Mapping):
+        unknown = sorted(set(kwargs) - {"min_pixels", "max_pixels"})
+        param += "".join(f".{name[:64]}" for name in unknown[:1])
     if unknown:
         names = ", ".join(map(quoted, unknown[:4]))
-        param = "mm_processor_kwargs" + (f".{unknown[0][:64]}" if isinstance(kwargs, Mapping) else "")
         raise RequestError(f"mm_processor_kwargs takes min_pixels and max_pixels, not {names}", param=param)
 
 
-def whole_number(kwargs: Mapping[str, Any], name: str, ceiling: int) -> int | None:
-    """A value of mm_processor_kwargs; None if it is not given."""
+def whole_number(kwargs: Mapping[str, Any], name: str, ceiling: int, default: Default) -> int | Default:
+    """A value of mm_processor_kwargs."""
     value = kwargs.get(name)
     if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= ceiling:
+        return default
+    if type(value) is not int or not 1 <= value <= ceiling:
         rule = f"{name} must be a whole number from 1 to {ceiling}, the limit in force"
         raise RequestError(f"{rule}, but {quoted(value)} was given", param=f"mm_processor_kwargs.{name}")
     return value

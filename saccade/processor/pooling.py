@@ -126,22 +126,30 @@ PAIR_KWARGS = {"enable_thinking": False}
 def content_of(side: Side) -> list[Mapping[str, Any]]:
     """The parts of a message."""
     content: Any = side.get("content") if isinstance(side, Mapping) else side
-    if isinstance(content, str) and content:
-        return [_text(content)]
-    if isinstance(content, (list, tuple)) and content and all(isinstance(part, Mapping) for part in content):
-        texts = [part.get("text") for part in content if part.get("type") == "text"]
-        if all(isinstance(text, str) for text in texts):
+    match content:
+        case str(text) if text:
+            return [_text(text)]
+        case [_, *_] if all(map(_is_part, content)):
             return list(content)
     expected = 'a text that is not empty or {"content": [parts of a message]}'
     raise RequestError(f"a query or a document must be {expected}, not {quoted(side)}")
 
 
+def _is_part(part: Any) -> bool:
+    match part:
+        case {"type": "text"}:
+            return isinstance(part.get("text"), str)
+    return isinstance(part, Mapping)
+
+
 def sides_of(content: Any) -> list[Side]:
     """One or several: a text, an object, a list of them, or vLLM's {"content": [...]}, each part a side."""
-    if isinstance(content, Mapping) and isinstance(content.get("content"), (list, tuple)):
-        return [{"content": [part]} for part in content["content"]]
-    many = content if isinstance(content, (list, tuple)) else [content]
-    return [_side(one) for one in many]
+    match content:
+        case {"content": list() | tuple() as parts}:
+            return [{"content": [part]} for part in parts]
+        case list() | tuple():
+            return [_side(one) for one in content]
+    return [_side(content)]
 
 
 def _side(side: Any) -> Side:

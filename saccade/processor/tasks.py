@@ -26,16 +26,17 @@ def task_of(option: str, model: str | None, path: Path, config: Mapping[str, Any
         return "embed"
     if option in get_args(Task):
         return cast(Task, option)
-    task = _found(model, path, config)
-    return "embed" if option == "pooling" and task == "generate" else task
+    return _found(model, path, config, "embed" if option == "pooling" else "generate")
 
 
-def _found(model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
+def _found(model: str | None, path: Path, config: Mapping[str, Any], default: Task) -> Task:
     """By the files of Sentence Transformers, vLLM's `classifier_from_token`, or the model's name."""
     name = path.resolve().name if model is None or Path(model).is_dir() else model.rpartition("/")[2]
     if (path / "1_LogitScore").is_dir() or "classifier_from_token" in config or _RERANKERS.search(name):
         return "score"
-    return "embed" if (path / "1_Pooling").is_dir() or _EMBEDDERS.search(name) else "generate"
+    if (path / "1_Pooling").is_dir() or _EMBEDDERS.search(name):
+        return "embed"
+    return default
 
 
 def check_task(task: Task, *tasks: Task) -> None:

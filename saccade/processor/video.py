@@ -116,18 +116,18 @@ class Videos:
         """From mm_processor_kwargs, which may lower the deployment's limits but not raise them."""
         limits = self.pixel_limits
         fps = kwargs.get("fps")
-        num_frames = whole_number(kwargs, "num_frames", self.max_frames)
+        num_frames = whole_number(kwargs, "num_frames", self.max_frames, None)
         if fps is not None and not (_is_number(fps) and 0 < fps <= _HIGHEST_RATE):
             message = f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {quoted(fps)}"
             raise RequestError(message, param="mm_processor_kwargs.fps")
         if fps is not None and num_frames is not None:
             raise RequestError("give either fps or num_frames, not both", param="mm_processor_kwargs.fps")
-        highest = whole_number(kwargs, "max_frames", self.max_frames) or self.max_frames
-        pixels = whole_number(kwargs, "max_video_pixels", limits.max_pixels)
-        limits = self.rules.limits(pixels) if pixels else limits
-        rate = None if fps is None else float(fps)
-        sampling = Sampling(self.policy.video.fps if rate is None else rate, highest, num_frames)
-        return VideoOptions(sampling, limits, rate, self._pruning(kwargs))
+        highest = whole_number(kwargs, "max_frames", self.max_frames, self.max_frames)
+        pixels = whole_number(kwargs, "max_video_pixels", limits.max_pixels, None)
+        if pixels is not None:
+            limits = self.rules.limits(pixels)
+        sampling = Sampling(float(self.policy.video.fps if fps is None else fps), highest, num_frames)
+        return VideoOptions(sampling, limits, None if fps is None else float(fps), self._pruning(kwargs))
 
     def _pruning(self, kwargs: Mapping[str, Any]) -> float:
         """A request may prune more tokens than the deployment does, not fewer."""
@@ -277,7 +277,7 @@ def split_kwargs(kwargs: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) in (int, float)
 
 
 def _check_pixels(size: Size, frames: int, maximum: int, where: str) -> None:
@@ -297,9 +297,10 @@ def _common_size(frames: Mapping[int, Loaded]) -> Size:
     for other, frame in tail:
         other_size = frame.header.size
         if other_size != size:
-            sizes = (
-                f"{size.width}x{size.height} and frame {other + 1} is {other_size.width}x{other_size.height}"
+            size_text = f"{size.width}x{size.height}"
+            other_text = f"frame {other + 1} is {other_size.width}x{other_size.height}"
+            message = (
+                f"the frames of a video have one size, but frame {first + 1} is {size_text} and {other_text}"
             )
-            message = f"the frames of a video have one size, but frame {first + 1} is {sizes}"
             raise RequestError(message, code="invalid_video")
     return size

@@ -56,11 +56,12 @@ def types_of(schema: Any, parameters: Mapping[str, Any]) -> frozenset[str]:
     types = set(_kinds(schema))
     for name in ("anyOf", "oneOf"):
         for choice in _listed(schema.get(name))[:_MAX_DEPTH]:
-            kind = choice.get("type") if isinstance(choice, Mapping) else None
-            types |= {kind} if isinstance(kind, str) else set()
-    if not types and _listed(schema.get("enum")):
-        types = {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
-    return frozenset(types)
+            match choice:
+                case {"type": str(kind)}:
+                    types.add(kind)
+    if types:
+        return frozenset(types)
+    return frozenset({"string"} if {*map(type, _listed(schema.get("enum")))} == {str} else ())
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -98,16 +99,18 @@ class _Check:
         choices = _listed(schema.get("anyOf")) or _listed(schema.get("oneOf"))
         if choices and not any(self.fits(value, choice, depth - 1) for choice in choices):
             return False
-        if isinstance(value, dict):
-            return self._object_fits(value, schema, depth - 1)
-        items = schema.get("items")
-        entries = value if isinstance(value, list) and items is not None else ()
-        return all(self.fits(entry, items, depth - 1) for entry in entries)
+        match value:
+            case dict():
+                return self._object_fits(value, schema, depth - 1)
+            case list() if "items" in schema:
+                return all(self.fits(entry, schema["items"], depth - 1) for entry in value)
+        return True
 
     def _object_fits(self, value: dict[str, Any], schema: Mapping[str, Any], depth: int) -> bool:
         properties = schema.get("properties")
-        properties = properties if isinstance(properties, Mapping) else {}
-        if any(isinstance(name, str) and name not in value for name in _listed(schema.get("required"))):
+        if not isinstance(properties, Mapping):
+            properties = {}
+        if not value.keys() >= {name for name in _listed(schema.get("required")) if isinstance(name, str)}:
             return False
         other = schema.get("additionalProperties", True)
         if schema.get("patternProperties"):
@@ -118,7 +121,9 @@ class _Check:
 def _kinds(schema: Mapping[str, Any]) -> list[str]:
     """The types that a schema names. It is unchecked: they may be anything."""
     kinds = schema.get("type")
-    return [kinds] if isinstance(kinds, str) else [kind for kind in _listed(kinds) if isinstance(kind, str)]
+    if isinstance(kinds, str):
+        return [kinds]
+    return [kind for kind in _listed(kinds) if isinstance(kind, str)]
 
 
 def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -129,8 +134,9 @@ def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
 def _is(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
-    is_whole = kind == "integer" and isinstance(value, float) and value.is_integer()
-    return is_whole or isinstance(value, _TYPES[kind])
+    if isinstance(value, float) and kind == "integer":
+        return value.is_integer()
+    return isinstance(value, _TYPES[kind])
 
 
 def _is_listed(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -147,9 +153,11 @@ def _listed(value: Any) -> Sequence[Any]:
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """A schema, or what its `$ref` names inside of `root`; anything is allowed where that leads nowhere."""
     for _ in range(8):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            return schema
+        match schema:
+            case {"$ref": str(reference)}:
+                pass
+            case _:
+                return schema
         if len(reference) > _MAX_REFERENCE:
             break
         schema = root

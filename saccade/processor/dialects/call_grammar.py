@@ -174,8 +174,8 @@ class GrammarWriter:
             if name in schema and not set(schema) - NOTES - {name}:
                 first = _first_string(schema[name], root)
                 return self.string(first, root, end, or_null=or_null, lines=lines)
-        if "enum" in schema or "const" in schema:
-            choices = schema["enum"] if "enum" in schema else [schema["const"]]
+        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if choices is not None:
             texts = ["null" if choice is None and or_null else choice for choice in choices]
             if not all(isinstance(text, str) and text and end not in text for text in texts):
                 raise Inexpressible
@@ -191,7 +191,9 @@ class GrammarWriter:
     def _text_until(self, end: str, low: int, high: int | None, lines: bool) -> str:
         """Text of `low` to `high` letters. What would end it must not come too early."""
         more = "*" if high is None else f"{{0,{max(0, high - low)}}}"
-        letters = (rf"[^<\n]{{{low}}}" if low else "") + rf"(.|\n){more}" + (r"\n?" if lines else "")
+        letters = rf"[^<\n]{{{low}}}(.|\n){more}" if low else rf"(.|\n){more}"
+        if lines:
+            letters += r"\n?"
         head, *later = self._split(end)
         if head in self._ids:  # no text contains it
             return f"/{letters}/ {self.literal(end)}"

@@ -126,11 +126,11 @@ class EventSink:
             return
         text = _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
         self._arguments.append(text)
-        last = self._events[-1] if self._events else None
-        if isinstance(last, CallArguments):
-            self._events[-1] = CallArguments(last.index, last.text + text)
-        else:
-            self._events.append(CallArguments(self.num_calls - 1, text))
+        match self._events:
+            case [*_, CallArguments(index, before)]:
+                self._events[-1] = CallArguments(index, before + text)
+            case _:
+                self._events.append(CallArguments(self.num_calls - 1, text))
 
     def end(self, problem: Problem | None = None) -> None:
         """The call is over. Its arguments are checked against the parameters of its tool."""
@@ -158,7 +158,9 @@ class EventSink:
         arguments = parsed_object("".join(self._arguments))
         if arguments is None:
             return "syntax"
-        return None if fits(arguments, self.parameters[self._name]) else "schema"
+        if not fits(arguments, self.parameters[self._name]):
+            return "schema"
+        return None
 
     def _without_outer_space(self, text: str) -> str:
         if self._drops_space:
