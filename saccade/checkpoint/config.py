@@ -159,7 +159,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] = Mapping
 
 
 def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls, which would hide a default, except for names where null has a meaning."""
+    """The fields without nulls, which would hide a default, except where null has a meaning."""
     values: dict[str, Any] = {}
     for name, value in raw.items():
         if value is not None or name in _NULL_IS_MEANT:

@@ -49,7 +49,7 @@ def import_transformers(model_type: str) -> Any:
 
 
 def load_processor(path: Path, model_type: str) -> Any:
-    """For images and text; the video processor is left out, as it needs torchvision."""
+    """The processor of images and text; that of videos is left out, as it needs torchvision."""
     transformers = import_transformers(model_type)
     try:
         return _load(transformers, path)

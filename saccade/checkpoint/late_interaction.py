@@ -13,7 +13,7 @@ from typing import Any
 from saccade.errors import ConfigError
 
 TOKEN_DIM = "late_interaction_dim"
-"""In an unwrapped config: numbers in a token's vector."""
+"""A field of an unwrapped config: numbers in a token's vector."""
 
 _WIDTHS = ("embedding_dim", "embed_dim", "dims", "dim")
 _DEFAULT_DIM = 128

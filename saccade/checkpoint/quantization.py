@@ -74,7 +74,7 @@ class Quantization:
 
     @property
     def int4_bytes(self) -> float:
-        """Of a weight that stays in INT4, with its part of a scale (16 bits) and a zero point (8 bits)."""
+        """Bytes of a weight in INT4, with its part of a scale (16 bits) and a zero point (8 bits)."""
         return 0.5 + (3 if self.has_zeros else 2) / self.group if self.is_int4 else 0.0
 
 

@@ -76,7 +76,7 @@ def either(*kinds: Kind) -> Kind:
 
 
 def sides(kind: Kind) -> Kind:
-    """Of a picture, by name."""
+    """The sides of an image, by name."""
     return Kind(
         f"an object with {kind.description} for each side",
         lambda v: isinstance(v, Mapping) and all(side is None or kind.takes(side) for side in v.values()),

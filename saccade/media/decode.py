@@ -122,7 +122,7 @@ def draft(image: ImageFile, reduction: int) -> None:
 
 
 def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
-    """As Pillow, without its copies and the GIL; None unless intact, of the header's size, colour or grey."""
+    """Pillow's pixels, without its copies and the GIL; None unless intact and of the header's size."""
     if simplejpeg is None or item.header.format != "jpeg":
         return None
     orientation = item.header.orientation

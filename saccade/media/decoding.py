@@ -68,7 +68,7 @@ class MediaDecoder:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that run."""
+        """The processes that run."""
         return (*self._workers.pids, *self._heavy.pids)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class MediaDecoder:
 
 
 class IsolatedJpeg:
-    """As `StreamedJpeg`, in another process, with threads of its own."""
+    """A `StreamedJpeg` in another process, with threads of its own."""
 
     def __init__(self, item: MediaItem, resized: Callable[[Size, int], Pixels]) -> None:
         width, height = reduce_size(item.header.size, item.reduction)

@@ -34,7 +34,7 @@ class PdfPage:
     box: Box
 
     def size(self, policy: DocumentPolicy, max_pixels: int) -> Size:
-        """In pixels: at the deployment's resolution, or smaller to stay within `max_pixels`."""
+        """The size in pixels: at the deployment's resolution, or smaller to stay within `max_pixels`."""
         scale = policy.dpi / _POINTS_PER_INCH
         area = self.box.width * self.box.height * scale**2
         scale *= min(1.0, math.sqrt(min(policy.max_page_pixels, max_pixels) / area))

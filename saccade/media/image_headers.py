@@ -28,7 +28,7 @@ class Outline(NamedTuple):
 
 
 MAX_SCANS = 500
-"""Of a JPEG; more are not counted. Programs write about ten."""
+"""Scans of a JPEG; more are not counted. Programs write about ten."""
 
 _SLOW_PASSES = 2  # of what is inflated, however its pixels are stored
 _TIFF_PASSES = 4  # any of a dozen codecs
@@ -67,7 +67,7 @@ def parse_jpeg(data: bytes) -> Outline:
 
 
 def _num_scans(data: bytes, at: int) -> int:
-    """Of a JPEG, whose first scan has its pixels there. A library reads all of them before it shows one."""
+    """Scans of a JPEG, whose first has its pixels there. A library reads all of them before it shows one."""
     num_scans = 1
     for _ in range(MAX_STEPS):
         match = _AFTER_PIXELS.search(data, at)

@@ -222,7 +222,7 @@ def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 
 def _rgb(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """From [height, width, 1, 3 or 4]."""
+    """The pixels of [height, width, 1, 3 or 4]."""
     match pixels.shape[2]:
         case 1:
             return np.repeat(pixels, 3, axis=2).tobytes()

@@ -137,7 +137,7 @@ class MediaWorkers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that run."""
+        """The processes that run."""
         return tuple(pid for worker in self._workers if (pid := worker.process.pid) is not None)
 
     def ask(self, task: Task, ticket: Ticket | None = None) -> bytes:
@@ -185,4 +185,4 @@ class MediaWorkers:
 
 
 MEDIA = MediaWorkers(min(MAX_PROCESSES, os.cpu_count() or 1))
-"""Of this process, for headers and documents."""
+"""The workers of this process, for headers and documents."""

@@ -17,9 +17,9 @@ from saccade.media.media_workers import MEDIA, Fault, MediaWorkers, Task
 MAX_TEXT_CHARS = 200_000  # of a page
 MEMORY_MB = 1024
 SECONDS = 5.0
-"""Of CPU time: to read the boxes of a document, and to render or read one page."""
+"""CPU time to read the boxes of a document, and to render or read one page."""
 REQUEST_SECONDS = 10.0
-"""Of CPU time: after which no more boxes and texts are read for one request."""
+"""CPU time after which no more boxes and texts are read for one request."""
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,7 @@ _INPUT = 1 << 12  # what is left of it is copied for each piece
 
 
 def has_all_rows(data: bytes) -> bool:
-    """Of a PNG whose header was read before."""
+    """Whether a PNG, whose header was read before, is whole."""
     width, height, depth, colour, _, _, interlace = struct.unpack_from(">IIBBBBB", data, 16)
     passes = _ADAM7 if interlace else ((0, 0, 1, 1),)
     num_bytes = 0

@@ -144,7 +144,7 @@ def _read(container: av.container.InputContainer, name: str, data: bytes) -> Vid
 def _stamps(
     container: av.container.InputContainer, stream: av.VideoStream, name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of all frames and of key frames: from the packets, as a header's count may be missing or wrong."""
+    """Timestamps of all frames and of key frames, from the packets: a header's count may be wrong."""
     stamps: list[int] = []
     keys: list[int] = []
     num_packets = 0
@@ -187,7 +187,7 @@ _ORIENTATIONS = {  # signs of a track's matrix (a, b, c, d) -> EXIF orientation
 
 
 def _orientation(data: bytes) -> int:
-    """From the video track's header: phones store videos unrotated."""
+    """The orientation in the video track's header: phones store videos unrotated."""
     for start, end in _boxes(data, 0, len(data), b"moov"):
         for first, last in _boxes(data, start, end, b"trak"):
             if _is_video(data, first, last):

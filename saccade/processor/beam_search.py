@@ -52,7 +52,7 @@ Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
 def best_sequences(
     prompt: str | Mapping[str, Any], params: BeamSearchParams, processor: Processor, generate: Generate
 ) -> BeamSearchOutput:
-    """Of one prompt, of which `generate` computes one more token for all beams at a time."""
+    """The best beams of one prompt, of which `generate` computes one more token for all beams at a time."""
     fields = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     text = fields.pop("prompt", None)
     ids = list(fields.pop("prompt_token_ids", ()) if text is None else processor.tokenizer.encode(text))

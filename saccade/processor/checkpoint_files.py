@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,12 +110,13 @@ def open_checkpoint(
     )
 
 
-def _media_settings(path: Path, *, is_checked: bool) -> Iterable[dict[str, Any]]:
+def _media_settings(path: Path, *, is_checked: bool) -> Iterator[dict[str, Any]]:
     """Those of `_MEDIA_FILES`. Not checked for the fallback: Transformers reads them itself."""
-    settings = {name: files.read_optional(path / name) for name in _MEDIA_FILES}
-    for name, table in _MEDIA_FILES.items() if is_checked else ():
-        check_values(name, settings[name], table)
-    return settings.values()
+    for name, table in _MEDIA_FILES.items():
+        settings = files.read_optional(path / name)
+        if is_checked:
+            check_values(name, settings, table)
+        yield settings
 
 
 def _for_task(
@@ -139,8 +140,9 @@ def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     merged = dict(config)
     for name, value in changes.items():
         old = merged.get(name)
-        is_nested = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[name] = overridden(dict(old), value) if is_nested and old else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = overridden(old, value)
+        merged[name] = value
     return merged
 
 
@@ -223,9 +225,8 @@ def _check_complete(path: Path, weights: bool) -> None:
         weight_files = files.weight_files(index)
         absent = [name for name in weight_files if not (path / name).is_file()]
         if absent:
-            reason = (
-                f"{len(absent)} of {len(weight_files)} weight files are missing, the first is {absent[0]}"
-            )
+            number = f"{len(absent)} of {len(weight_files)} weight files"
+            reason = f"{number} are missing, the first is {absent[0]}"
             raise ConfigError(f"{path} is half-downloaded: {reason}; download it again")
 
 
@@ -264,14 +265,14 @@ def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | Non
     template = files.read_optional(path / "chat_template.json").get("chat_template")
     template = template or tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        defaults = [
-            entry for entry in template if isinstance(entry, Mapping) and entry.get("name") == "default"
-        ]
-        template = defaults[-1].get("template") if defaults else None
-    if isinstance(template, str) and len(template) > files.TEMPLATE_BYTES:
+        entries = [entry for entry in reversed(template) if isinstance(entry, Mapping)]
+        template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+    if not isinstance(template, str):
+        return None
+    if len(template) > files.TEMPLATE_BYTES:
         length = f"{len(template)} characters; at most {files.TEMPLATE_BYTES} are read"
         raise ConfigError(f"{path} has a chat template of {length}")
-    return template if isinstance(template, str) else None
+    return template
 
 
 def _identifying(path: Path) -> Iterator[bytes]:

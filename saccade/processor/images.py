@@ -173,14 +173,14 @@ class Images:
 
 
 def limits_among(family: Family, limits: ImageLimits, images: int) -> ImageLimits:
-    """For each of so many images of one prompt."""
+    """The limits for each of so many images of one prompt."""
     if not isinstance(family, ManyImagesPolicy):
         return limits
     return limits.lowered(family.max_pixels_for(images, limits.max_pixels))
 
 
 def page_size(page: PdfPage, family: Family, policy: MediaPolicy, limits: ImageLimits) -> Size:
-    """Of the page in pixels, before the model's own resizing."""
+    """The page's size in pixels, before the model's own resizing."""
     highest = policy.max_image_pixels
     return page.size(policy.document, highest if family.is_fixed_size else min(highest, limits.max_pixels))
 

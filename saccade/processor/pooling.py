@@ -52,7 +52,7 @@ def pooling_params(pooling: Pooling, **more: Any) -> SamplingParams:
 
 
 def token_dim(processor: Processor) -> int | None:
-    """Of late interaction; None: a model with one vector for an input."""
+    """The width of a token's vector in late interaction; None: a model with one vector for an input."""
     return processor.checkpoint.config.text.token_dim
 
 
@@ -61,7 +61,7 @@ def embedding_pooling(processor: Processor) -> Pooling:
 
 
 def embedding(pooled: bytes, dimensions: int | None = None, dim: int | None = None) -> Vector:
-    """Of length 1; with `dimensions` the first so many (Matryoshka). With `dim` one for each token."""
+    """A vector of length 1, cut to `dimensions` (Matryoshka). With `dim` one for each token."""
     if dim is not None:
         return token_vectors(pooled, dim)
     vector = np.frombuffer(pooled, np.float32)[:dimensions]
@@ -88,7 +88,7 @@ def similarity(first: bytes, second: bytes, dim: int | None = None) -> float:
 
 
 def relevance(pooled: bytes) -> float:
-    """From the logits of the tokens for no and yes: the probability of yes among the two."""
+    """The probability of yes among the logits of the tokens for no and yes."""
     no, yes = np.frombuffer(pooled, np.float32).astype(np.float64)
     return 1 / (1 + math.exp(min(no - yes, 700.0)))
 
@@ -120,7 +120,7 @@ def pair_messages(processor: Processor, query: Side, document: Side, instruction
 
 
 PAIR_KWARGS = {"enable_thinking": False}
-"""Of the chat template: a score is read where the answer begins."""
+"""Arguments of the chat template: a score is read where the answer begins."""
 
 
 def content_of(side: Side) -> list[Mapping[str, Any]]:

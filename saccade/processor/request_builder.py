@@ -85,7 +85,7 @@ class RequestBuilder:
 
 
 def _with_budget(params: SamplingParams, thinking: Thinking | None) -> SamplingParams:
-    """Without the budget where there is no thinking. RequestError if thinking cannot be closed."""
+    """Drop the budget where there is no thinking. RequestError if thinking cannot be closed."""
     if params.thinking_token_budget is None:
         return params
     if thinking is None:

@@ -30,7 +30,7 @@ def task_of(option: str, model: str | None, path: Path, config: Mapping[str, Any
 
 
 def _found(model: str | None, path: Path, config: Mapping[str, Any], default: Task) -> Task:
-    """By the files of Sentence Transformers, vLLM's `classifier_from_token`, or the model's name."""
+    """The task by the files of Sentence Transformers, vLLM's `classifier_from_token`, or the model's name."""
     name = path.resolve().name if model is None or Path(model).is_dir() else model.rpartition("/")[2]
     if (path / "1_LogitScore").is_dir() or "classifier_from_token" in config or _RERANKERS.search(name):
         return "score"

@@ -29,7 +29,7 @@ from saccade.processor.template_worker import (
 
 MAX_SLOW = 8
 THREADS = MAX_SLOW + 4
-"""Of the caller: slow chats cannot occupy all of them."""
+"""Threads of the caller: slow chats cannot occupy all of them."""
 
 _QUICK_PROCESSES = 2
 _SLOW_PROCESSES = 2
@@ -61,7 +61,7 @@ class TemplatePool:
         self._broken: ConfigError | None = None
 
     def render(self, **context: Any) -> str:
-        """From any thread. RequestError if the template refuses, is too slow or writes too much."""
+        """Any thread may call it. RequestError if the template refuses, is too slow or writes too much."""
         required(self._template)
         if self._broken is not None:
             raise self._broken

@@ -61,7 +61,7 @@ class Tokenizer:
         return _encode(self._inner, text, add_special_tokens)
 
     def encode_text(self, text: str) -> list[int]:
-        """Without special tokens around it."""
+        """The ids without special tokens around them."""
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -139,7 +139,7 @@ class _Shield:
     def __init__(self, protected: Mapping[str, int]) -> None:
         # Digits between private-use characters: no template filter (case, strip) changes them.
         self.marker = f"\ue0f0{secrets.randbits(128):039d}\ue0f1"
-        self._whole = re.compile(f"(?={_any_of(protected)})") if protected else None
+        self._whole = re.compile(f"(?={_any_of(protected)})")
         self._heads = {token[:n] for token in protected for n in range(1, len(token))}
         self._tails = {token[n:] for token in protected for n in range(1, len(token))}
         self._longest = max(map(len, protected), default=1) - 1
@@ -153,7 +153,7 @@ class _Shield:
 
     def _cuts(self, text: str) -> list[int]:
         """Where markers go: inside control tokens, prefixes of one at the end, suffixes at the start."""
-        inside = {match.start() + 1 for match in self._whole.finditer(text)} if self._whole else set()
+        inside = {match.start() + 1 for match in self._whole.finditer(text)}
         reach = range(1, min(self._longest, len(text)) + 1)
         at_end = {len(text) - n + 1 for n in reach if text[-n:] in self._heads}
         at_start = {n - 1 for n in reach if text[:n] in self._tails}
@@ -167,7 +167,7 @@ class _AliasTokenizer:
         """Both share the vocabulary, most of the memory of a tokenizer. `spec` is the tokenizer.json."""
         nonce = f"{secrets.randbits(128):039d}"
         self._aliases = {token: f"\ue0f2{nonce}{i:08d}\ue0f3" for token, i in protected.items()}
-        self._written = re.compile(_any_of(protected)) if protected else None
+        self._written = re.compile(_any_of(protected))
         self._names = {i: token for token, i in protected.items()}
         self._inner = self._renamed(real)
         self._real_ids = self._map_ids(real)
@@ -195,8 +195,7 @@ class _AliasTokenizer:
         return {i: real_id for i, real_id in ids.items() if real_id is not None}
 
     def encode(self, rendered: str, marker: str) -> list[int]:
-        if self._written is not None:
-            rendered = self._written.sub(lambda match: self._aliases[match[0]], rendered)
+        rendered = self._written.sub(lambda match: self._aliases[match[0]], rendered)
         ids = _encode(self._inner, rendered.replace(marker, ""), add_special_tokens=False)
         forged = self._forged.intersection(ids)
         if forged:
@@ -262,7 +261,8 @@ class DecodeStream:
 
     def _emit(self, text: str) -> str:
         new = text[len(self._shown) :]
-        self._shown = text if new else self._shown
+        if new:
+            self._shown = text
         return new
 
 
@@ -286,7 +286,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _open(spec: str) -> tokenizers.Tokenizer:
-    """Without truncation and padding, which a file may carry from training."""
+    """A tokenizer without truncation and padding, which a file may carry from training."""
     tokenizer = tokenizers.Tokenizer.from_str(spec)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -294,7 +294,7 @@ def _open(spec: str) -> tokenizers.Tokenizer:
 
 
 def _unknown_id(spec: str, tokenizer: tokenizers.Tokenizer) -> int | None:
-    """Of a Unigram model only the text tells; in its tokens quotes are escaped. To parse it takes 100 MiB."""
+    """Only the text tells that of a Unigram model, whose tokens have escaped quotes. Parsing takes 100 MiB."""
     if not isinstance(tokenizer.model, Unigram):
         return tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
     match = re.search(r'(?<!\\)"unk_id"\s*:\s*(\d+)', spec)
@@ -328,7 +328,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """As a batch of one, which releases the GIL; `encode` would hold it."""
+    """Encode a batch of one, which releases the GIL; `encode` would hold it."""
     try:
         return inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except TypeError:
@@ -337,5 +337,5 @@ def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) ->
 
 
 def _any_of(tokens: Iterable[str]) -> str:
-    """A pattern of these tokens, longest first as the tokenizer matches."""
-    return "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+    """A pattern of these tokens, longest first as the tokenizer matches; for none, of nothing."""
+    return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"

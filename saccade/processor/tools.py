@@ -64,7 +64,7 @@ def tools_for_template(
 def _own_grammar(
     tools: Sequence[Tool], formats: OutputFormats | None, scope: str, *, many: bool
 ) -> str | None:
-    """Of calls in the model's own dialect. None where it has no grammar for them that can be enforced.
+    """A grammar of calls in the model's own dialect. None where it has none that can be enforced.
 
     It is checked with its markers as text: token ids mean nothing to the process that checks it.
     """

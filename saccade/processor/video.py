@@ -56,7 +56,7 @@ class FrameGroups(NamedTuple):
 
 
 def _passes(info: VideoInfo, group: Sequence[int]) -> int:
-    """Of decoding a group, by frame of it: all since a key frame, if no decoder stands in between."""
+    """Passes to decode a group, by frame of it: all since a key frame, if no decoder stands in between."""
     key = bisect_right(info.keys, info.stamps[group[0]])
     first = bisect_left(info.stamps, info.keys[key - 1]) if key else 0
     num_decoded = group[-1] - first + 1
@@ -113,7 +113,7 @@ class Videos:
         return self.rules.limits(maximum)
 
     def options(self, kwargs: Mapping[str, Any]) -> VideoOptions:
-        """From mm_processor_kwargs, which may lower the deployment's limits but not raise them."""
+        """Options from mm_processor_kwargs, which may lower the deployment's limits but not raise them."""
         limits = self.pixel_limits
         fps = kwargs.get("fps")
         num_frames = whole_number(kwargs, "num_frames", self.max_frames, None)

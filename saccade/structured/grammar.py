@@ -331,7 +331,7 @@ _TOO_COSTLY = f"the answers were held to {_COSTLY}; make it simpler"
 
 
 def _code(structured: str) -> str:
-    """Of errors, the same as where the server checks it."""
+    """The code of its errors, the same as where the server checks it."""
     return "invalid_json_schema" if is_schema(structured) else "invalid_grammar"
 
 

@@ -165,7 +165,7 @@ def _choices(schema: Mapping[str, Any], root: Any) -> int:
 
 
 def _entries(schema: Mapping[str, Any], name: str) -> list[Any]:
-    """Of a list in a schema; none where something else stands there."""
+    """The entries of a list in a schema; none where something else stands there."""
     entries = schema.get(name)
     return entries if isinstance(entries, list) else []
 
@@ -274,7 +274,7 @@ def _problems_in_lark(text: str) -> Iterator[str]:
 
 
 def _embedded_schemas(text: str) -> Iterator[dict[str, Any]]:
-    """Of %json. One that is not JSON is left to the library, or is inside of a string."""
+    """The schemas of %json. One that is not JSON is left to the library, or is inside of a string."""
     for match in re.finditer(r"%json\s*", text):
         try:
             schema = json.JSONDecoder().raw_decode(text, match.end())[0]
@@ -313,7 +313,7 @@ def main() -> None:
 
 
 def _answer(body: bytes, fds: Sequence[int]) -> bytes:
-    """In a thread, since it has the stack."""
+    """Answer in a thread, since it has the stack."""
     replies: list[str] = []
     thread = threading.Thread(target=lambda: replies.append(_reply(body.decode())))
     thread.start()

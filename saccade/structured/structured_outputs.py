@@ -51,7 +51,7 @@ def _schema_in(response_format: Mapping[str, Any]) -> Any:
 
 
 def structured_of(options: Any, *, param: str = "structured_outputs", scope: str = "") -> str | None:
-    """Of an object with one of `KINDS`: a mapping, or `StructuredOutputsParams`. None if it has none.
+    """The structure of an object with one of `KINDS`: a mapping, or `StructuredOutputsParams`; None: none.
 
     RequestError with `param`.KIND if the engine cannot enforce it.
     """

@@ -254,7 +254,7 @@ class BatchStore:
             _write(self._folder / "batches" / f"{record.id}.json", msgspec.json.encode(record))
 
     def move(self, record: BatchRecord, status: str) -> bool:
-        """Into another status; whether the disk has it. One that ends stays as it is."""
+        """Move it into another status; return whether the disk has it. One that ends stays as it is."""
         with self._lock:
             if record.is_final or (status == "cancelling" and record.status not in STOPPABLE):
                 return False
@@ -346,7 +346,7 @@ class FileDraft:
 
 
 def _load(folder: Path, kind: type[Record]) -> dict[str, Record]:
-    """In the order of creation."""
+    """The records, in the order of creation."""
     records = []
     for path in folder.glob("*.json"):
         try:

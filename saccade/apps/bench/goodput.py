@@ -63,7 +63,7 @@ class _Search:
         return self.trials[-1].is_kept
 
     def up(self, rate: float) -> tuple[float, float] | None:
-        """From a rate that was kept: a kept and a missed one."""
+        """A kept and a missed rate, above one that was kept."""
         factor = _FACTOR
         while not self.is_over():
             if not self.keeps(rate * factor):
@@ -73,7 +73,7 @@ class _Search:
         return None
 
     def down(self, rate: float) -> tuple[float, float] | None:
-        """From a rate that was missed."""
+        """The same, below a rate that was missed."""
         low = rate / _FACTOR
         lowest = rate / _LOWEST
         while low >= lowest and not self.is_over():

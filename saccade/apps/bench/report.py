@@ -28,7 +28,7 @@ class Slo(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Of some requests. Percentiles are those of `SHARES`."""
+    """Figures of some requests. Percentiles are those of `SHARES`."""
 
     requests: int
     errors: int
@@ -72,7 +72,7 @@ def figures(results: Sequence[Result], slo: Slo, within: Sequence[Result] | None
 
 
 def groups(results: Sequence[Result], names: Sequence[str]) -> dict[str, list[Result]]:
-    """By part. One that mixes requests with and without images is also split by that."""
+    """Results by part. One that mixes requests with and without images is also split by that."""
     by_name: dict[str, list[Result]] = {}
     for part, name in enumerate(names):
         members = [result for result in results if result.part == part]
@@ -112,7 +112,7 @@ def errors_of(results: Sequence[Result]) -> dict[str, int]:
 
 
 def client_warning(load: LoadResult) -> str | None:
-    """Where the clients were too busy for their own times."""
+    """A warning if the clients were too busy for their own times."""
     late = 1e3 * float(np.percentile(load.lag, 99)) if load.lag else 0.0
     if late <= LATE_MS:
         return None

@@ -37,7 +37,7 @@ class TraceRequest(NamedTuple):
 
 
 def read_trace(path: Path) -> tuple[TraceRequest, ...]:
-    """In the order of arrival. ConfigError with the line and the field where one cannot be used."""
+    """Requests in the order of arrival. ConfigError names the line and the field that cannot be used."""
     text = read_text(path, _MAX_BYTES, f"the trace {path}")
     requests = sorted(_requests(path, text), key=lambda request: request.at)
     if not requests:

@@ -15,7 +15,7 @@ _CODECS = ("libx264", "mpeg4")  # the first that this build of PyAV has
 
 
 def check_av() -> None:
-    """Before a load: in a process of clients it would be too late to say so."""
+    """Check before a load: in a process of clients it would be too late."""
     if find_spec("av") is None:
         remedy = (
             "install it with `pip install saccade[video]`, or send the frames as images (image --images 16)"

@@ -33,7 +33,7 @@ class ClientJob(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestShape:
-    """Of the requests of a workload."""
+    """The shape of a workload's requests."""
 
     model: str
     sizes: tuple[tuple[int, int], ...] = ((1280, 720),)  # of images, in turn

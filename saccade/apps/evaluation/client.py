@@ -69,7 +69,7 @@ class Client:
         await self._pool.aclose()
 
     async def info(self, model: str | None = None) -> ServerInfo:
-        """About `model`, or the first one that is served."""
+        """What the server says about `model`, or about its first one."""
         status, _, content = await self._send("GET", _MODELS, None)
         if status != 200:
             self._fail(status, _MODELS, content)

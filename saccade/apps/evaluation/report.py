@@ -44,7 +44,7 @@ class Score:
 
 
 def scores(answers: Sequence[ScoredReply], questions: QuestionSet) -> list[Score]:
-    """By skill, in the order of the set; then the groups with a goal of their own."""
+    """Scores by skill, in the order of the set; then the groups with a goal of their own."""
     by_skill: dict[str, list[ScoredReply]] = {question.skill: [] for question in questions.questions}
     for one in answers:
         by_skill[one.question.skill].append(one)
@@ -61,7 +61,7 @@ def scores(answers: Sequence[ScoredReply], questions: QuestionSet) -> list[Score
 
 
 def _refusal_score(answers: Sequence[ScoredReply], questions: QuestionSet) -> list[Score]:
-    """Of images and videos that can be answered about: how many replies do not refuse."""
+    """How many replies do not refuse, of those about images and videos that can be answered about."""
     if not questions.refusal:
         return []
     refuses = AnswerRule((questions.refusal,)).is_right
@@ -77,7 +77,7 @@ def _refusal_score(answers: Sequence[ScoredReply], questions: QuestionSet) -> li
 
 
 def _json_scores(skill: str, mine: Sequence[ScoredReply], goals: Mapping[str, float]) -> list[Score]:
-    """Of replies in JSON: how many values are right, and how many replies are JSON at all."""
+    """How many values of replies in JSON are right, and how many replies are JSON at all."""
     if not mine:
         return []
     rules = [one.question.rule for one in mine]

@@ -66,7 +66,7 @@ def serving_with(
 def _start(
     flags: Sequence[str], url: str, env: Mapping[str, str] | None, log: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C does not end the server before its requests are done."""
+    """The server has a session of its own: Ctrl-C does not end it before its requests are done."""
     where = ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     return subprocess.Popen(
         [sys.executable, "-m", "saccade.cli", "serve", *flags, *where],

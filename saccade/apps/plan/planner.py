@@ -36,7 +36,7 @@ class Deployment:
 
     @property
     def dtype(self) -> str:
-        """On a CPU float32, unless asked: few multiply bfloat16."""
+        """The dtype asked; a CPU's is float32 otherwise, as few multiply bfloat16."""
         dtype = self.options.dtype
         if dtype == "auto":
             dtype = "float32" if self.hardware.is_cpu else self.checkpoint.config.dtype
@@ -57,7 +57,7 @@ class Deployment:
 
     @property
     def fp8_params(self) -> int:
-        """Where a GPU multiplies no FP8, or Transformers' code runs, an engine dequantises a checkpoint."""
+        """Weights in FP8: none where a GPU multiplies no FP8, or Transformers' code runs."""
         is_stored = self.stored is not None and self.stored.becomes_fp8
         is_wanted = is_stored or self.options.quantization == "fp8"
         if not (self.hardware.has_fp8 and is_known(self.checkpoint.config) and is_wanted):
@@ -114,7 +114,7 @@ class DeploymentPlan:
 
     @property
     def encoder_gpus(self) -> int:
-        """Beside those of the copies."""
+        """GPUs beside those of the copies."""
         return math.ceil(self.encode_apart * (self.deployment.workload.rate or self.rate) / MAX_LOAD)
 
     @property
@@ -197,7 +197,7 @@ def _check_fp8(deployment: Deployment) -> None:
 
 
 def first_token(deployment: Deployment, timing: TimeModel, cost: RequestCost) -> FirstToken:
-    """On an idle server. Images of a request are decoded in parallel and encoded one after the other."""
+    """The first token on an idle server. Images are decoded in parallel and encoded one after the other."""
     rounds = math.ceil(cost.num_images / _threads(deployment.options))
     preprocess = rounds * timing.preprocess(cost.megapixels)
     encode = cost.num_images * _encode(timing, cost)
@@ -230,7 +230,7 @@ def _demand(
 def _new_share(
     deployment: Deployment, timing: TimeModel, cost: RequestCost, capacity: MemoryCapacity
 ) -> float:
-    """Of images that are encoded: new ones, and repeated ones that neither memory nor a store gives back."""
+    """The share of images that are encoded: new ones, and repeated ones that nothing gives back."""
     repeated = deployment.workload.repeated
     cached_share = min(1.0, capacity.encoder_cache_images / deployment.workload.catalogue)
     if deployment.store_gb_s and restore_seconds(deployment, cost) < _encode(timing, cost):
@@ -262,7 +262,7 @@ def _copies(workload: Workload, rate: float, *, has_level: bool) -> int:
 
 
 def _load(workload: Workload, demand: RequestDemand, copies: int) -> GpuLoad:
-    """At the rate asked; without one a single request."""
+    """The load at the rate asked; without one a single request."""
     alone = GpuLoad(1.0, demand.decode(1.0) if demand.steps else 0.0, 0.0, 0.0)
     if workload.rate is None or not copies:
         return alone

@@ -79,7 +79,7 @@ def load_at(demand: RequestDemand, rate: float) -> GpuLoad | None:
 
 
 def _p99(busy: float) -> float:
-    """Of the wait in an M/D/1 queue, in services: by its exponential tail, P(wait > t) = c * exp(-d * t)."""
+    """The p99 wait of an M/D/1 queue, in services: its tail is P(wait > t) = c * exp(-d * t)."""
     low = 0.0
     high = _MAX_DECAY
     for _ in range(_ROUNDS):

@@ -33,12 +33,12 @@ class Precision(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Of GEMMs, times that of the dtype."""
+        """The speed of GEMMs, times that of the dtype."""
         return _FP8_SPEED if self.fp8_params else 1.0
 
     @property
     def read_bytes(self) -> float:
-        """For a weight of the decoder's layers, in bytes at the bandwidth of the dtype."""
+        """The cost of reading a weight of the decoder's layers, in bytes at the bandwidth of the dtype."""
         if self.fp8_params or self.int4:
             return self.layer_bytes / _QUANTIZED_BANDWIDTH
         return self.layer_bytes
@@ -81,7 +81,7 @@ class TimeModel:
         return flops / speed + vision.num_layers * self.calibration.tower_layer_us / 1e6
 
     def preprocess(self, megapixels: float) -> float:
-        """On one core of the host."""
+        """Seconds on one core of the host."""
         return megapixels * self.calibration.megapixel_ms / 1e3
 
     @property
@@ -104,7 +104,7 @@ class TimeModel:
 
     @property
     def _attention_flops(self) -> int:
-        """Of one query and one key, in all layers."""
+        """FLOPs of one query and one key, in all layers."""
         text = self.model.text
         return 4 * text.num_kv_layers * text.num_heads * text.head_dim
 

@@ -71,7 +71,7 @@ class RequestCost:
 
     @property
     def max_tokens(self) -> int:
-        """With the largest of the sizes."""
+        """Tokens with the largest of the sizes."""
         largest = max((image.geometry.tokens for image in self.images), default=0)
         return self.text_tokens + self.num_images * largest + self.output_tokens
 

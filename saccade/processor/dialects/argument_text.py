@@ -40,11 +40,12 @@ class ArgumentWriter:
         """
         streams = self._types == {"string"} if is_string is None else is_string
         pieces: list[str] = []
-        emit: Emit = self._escape if streams else pieces.append
-        if lines:
-            emit = _Trimmed(emit)
+        emit: Emit = pieces.append
         if streams:
             self._sink.arguments('"')
+            emit = self._escape
+        if lines:
+            emit = _Trimmed(emit)
         end = yield from reader.copy_until(ends, emit)
         if not end:
             self._sink.arguments("".join(pieces))

@@ -41,7 +41,7 @@ def parsed_object(text: str) -> dict[str, Any] | None:
 
 
 def no_constant(name: str) -> NoReturn:
-    """For `json.loads`, which would take NaN and Infinity."""
+    """A hook for `json.loads`, which would take NaN and Infinity."""
     raise ValueError(f"{name} is not JSON")
 
 

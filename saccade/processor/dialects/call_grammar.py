@@ -58,7 +58,7 @@ def parameters_of_call(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def members_of(schema: Mapping[str, Any]) -> list[Member]:
-    """In the schema's order. Names that are not listed are left out, even where the schema allows them."""
+    """Members in the schema's order. Names that it allows but does not list are left out."""
     properties = schema.get("properties") or {}
     required = schema.get("required") or ()
     is_map = not properties and schema.get("additionalProperties") not in (None, False)
@@ -87,7 +87,7 @@ class GrammarWriter:
         return marker in self._ids
 
     def grammar(self, calls: str) -> str:
-        """After thinking most models break the line."""
+        """The whole grammar. Most models break the line after thinking."""
         return "\n".join([f"start: SPACE? {calls}", r"SPACE: /[ \n]{1,4}/", *self._lines])
 
     def rule(self, body: str, attributes: str = "") -> str:
@@ -209,7 +209,7 @@ class GrammarWriter:
 
 
 def _first_string(choices: Sequence[Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of choices: one that has none itself, since a schema may refer to itself."""
+    """The first choice of a string that has no choices itself, since a schema may refer to itself."""
     for choice in choices:
         option = resolved(choice, root)
         if "string" in types_of(option, root) and not any(name in option for name in _CHOICES):

@@ -74,7 +74,7 @@ read_deepseek_tags = partial(read_each, _INVOKE, _invoke, _INVOKE_END, frame=_FR
 
 
 def write_deepseek(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
-    """As V3 or as V3.1: the model takes the one that it knows."""
+    """The form of V3 or of V3.1: the model takes the one that it knows."""
     options = []
     for name, parameters in functions:
         arguments = writer.rule(writer.json(parameters))

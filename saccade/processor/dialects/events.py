@@ -19,7 +19,7 @@ class Reasoning:
     text: str
 
     def delta(self) -> dict[str, Any]:
-        """As it stands in an OpenAI chunk. Clients read one of the two names."""
+        """The delta of an OpenAI chunk. Clients read one of the two names."""
         return {"reasoning_content": self.text, "reasoning": self.text}
 
 

@@ -104,7 +104,7 @@ class _Values:
             yield from self._copy_scalar()
 
     def _copy_text(self) -> Reading[None]:
-        """Up to the closing quote, which is the same as the opening one."""
+        """Copy up to the closing quote, which is the same as the opening one."""
         self._emit('"')
         if not (yield from self._reader.copy_until((self._quote,), self._escape)):
             raise Unreadable("incomplete")

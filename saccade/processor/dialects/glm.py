@@ -48,7 +48,7 @@ def _next(reader: TextReader) -> Reading[str]:
 
 
 def write_glm(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
-    """With line breaks as GLM-4.5, or without as GLM-4.7."""
+    """Calls with line breaks as GLM-4.5, or without as GLM-4.7."""
     call = writer.any_of([_written(writer, function) for function in functions])
     return writer.repeated(call, BREAK, many)
 

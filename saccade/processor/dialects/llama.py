@@ -18,7 +18,7 @@ MARKERS = (PYTHON_TAG, _START, _END)
 
 
 def read_llama(reader: TextReader, sink: EventSink) -> Reading[None]:
-    """Without a token before it, only the whole output can be a call: text may hold JSON."""
+    """Only the whole output can be a call without a token before it: text may hold JSON."""
     yield from _calls(reader, sink, "")
     while marker := (yield from reader.copy_until(MARKERS, sink.content)):
         if marker != _END:

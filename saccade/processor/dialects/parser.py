@@ -88,7 +88,7 @@ def output_formats(
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
 ) -> OutputFormats:
-    """Of a checkpoint, by its chat template or by names."""
+    """The formats of a checkpoint, by its chat template or by names."""
     calls = tool_dialect(tool_call_parser, template)
     return OutputFormats(calls, thinking_dialect(reasoning_parser, template), token_id)
 
@@ -98,7 +98,7 @@ def _no_token(_: str) -> None:
 
 
 PLAIN = OutputFormat()
-"""Of outputs without thinking, with calls in the most common dialect."""
+"""The format of outputs without thinking, with calls in the most common dialect."""
 
 
 class OutputParser:

@@ -94,7 +94,7 @@ _Dialect = TypeVar("_Dialect", ToolDialect, ThinkingDialect)
 
 
 def tool_dialect(name: str, template: str | None) -> ToolDialect | None:
-    """By name, or for `auto` by the chat template; Hermes where that says nothing. None for `none`."""
+    """The dialect by name, or for `auto` by the chat template, else Hermes. None for `none`."""
     return _find("tool_call_parser", name, TOOL_DIALECTS, _sign(_TOOL_SIGNS, template) or "hermes")
 
 
