@@ -47,9 +47,10 @@ def _is_ycbcr(adobe: bytes) -> bool:
 
 def plain_length(data: bytes) -> int:
     """The length of a plain JPEG up to its end. Phones put further images there, and name them (MPF)."""
-    has_several, end = False, 0
+    has_several = False
+    end = 0
     for marker, body, after in jpeg_segments(data):
-        has_several = has_several or (marker == _SEVERAL and bytes(body[:4]) == b"MPF\0")
+        has_several |= marker == _SEVERAL and bytes(body[:4]) == b"MPF\0"
         end = after
     marker_at = data.find(END, end) if has_several else data.rfind(END, end)  # the latter takes no time
     return marker_at + len(END)

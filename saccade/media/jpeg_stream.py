@@ -40,8 +40,9 @@ OnBand = Callable[[int, int], None]
 def is_streamed(item: MediaItem) -> bool:
     """Whether it is a JPEG in colour, large, and becomes narrower."""
     width, height = item.header.size
-    is_colour_jpeg = item.kind == "image" and item.header.format == "jpeg" and item.header.mode == "RGB"
-    return is_colour_jpeg and width * height >= _MIN_PIXELS and item.geometry.resized.width < width
+    if (item.kind, item.header.format, item.header.mode) != ("image", "jpeg", "RGB"):
+        return False
+    return width * height >= _MIN_PIXELS and item.geometry.resized.width < width
 
 
 class StreamedJpeg:

@@ -54,16 +54,17 @@ def load_image(
 
 
 def _load(source: Any, policy: MediaPolicy, allow_paths: bool) -> Loaded:
-    if isinstance(source, Image.Image):
-        return _still_compressed(source, policy) or _decoded(source, policy)
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_bytes(bytes(source), policy)
-    if isinstance(source, np.ndarray):
-        return _from_array(source, policy)
-    if isinstance(source, str):
-        return _from_string(source, policy, allow_paths)
-    if isinstance(source, Path) and allow_paths:
-        return _from_file(source, policy)
+    match source:
+        case Image.Image():
+            return _still_compressed(source, policy) or _decoded(source, policy)
+        case bytes() | bytearray() | memoryview():
+            return _from_bytes(bytes(source), policy)
+        case np.ndarray():
+            return _from_array(source, policy)
+        case str():
+            return _from_string(source, policy, allow_paths)
+        case Path() if allow_paths:
+            return _from_file(source, policy)
     kinds = "a PIL image, a path, bytes, a NumPy array or a data: URL"
     raise RequestError(f"a picture is {kinds}, not {type(source).__name__}", code="invalid_image")
 
@@ -73,12 +74,13 @@ def _from_bytes(data: bytes, policy: MediaPolicy) -> Loaded:
 
 
 def _from_string(text: str, policy: MediaPolicy, allow_paths: bool) -> Loaded:
-    scheme = _SCHEME.match(text)
-    if scheme and scheme[1].lower() == "data":
-        return _from_bytes(decode_data_url(text, policy), policy)
-    if scheme and (text[scheme.end() : scheme.end() + 2] == "//" or not allow_paths):
-        message = f"a picture cannot be fetched from a {scheme[1].lower()}: URL here; send it as a data: URL"
-        raise RequestError(message, code="invalid_image_url")
+    if scheme := _SCHEME.match(text):
+        name = scheme[1].lower()
+        if name == "data":
+            return _from_bytes(decode_data_url(text, policy), policy)
+        if text.startswith("//", scheme.end()) or not allow_paths:
+            message = f"a picture cannot be fetched from a {name}: URL here; send it as a data: URL"
+            raise RequestError(message, code="invalid_image_url")
     if not allow_paths:
         raise RequestError("the picture's URL must be a data: URL with base64 data", code="invalid_image_url")
     return _from_file(text, policy)

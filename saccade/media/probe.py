@@ -81,16 +81,17 @@ def check_pixels(size: Size, policy: MediaPolicy) -> None:
 
 def _check_passes(header: Header, policy: MediaPolicy) -> None:
     """What decoding costs, beside the pixels that come out."""
+    is_jpeg = header.format == "jpeg"
     pixels = header.size.width * header.size.height
     limit = _MAX_PASSES * policy.max_image_pixels
-    has_few = header.format != "jpeg" or header.passes <= MAX_SCANS
-    if pixels * header.passes <= limit and has_few:
+    most = min(limit // pixels, MAX_SCANS) if is_jpeg else limit // pixels
+    if header.passes <= most:
         return
     image = f"the {header.format.upper()} picture of {header.size.width}x{header.size.height} pixels"
-    if header.format == "jpeg":
+    if is_jpeg:
         scans = f"{MAX_SCANS} or more" if header.passes > MAX_SCANS else str(header.passes)
         image += f" has {scans} scans, each of which is decoded"
-        limit_text = f"at most {min(MAX_SCANS, limit // pixels)} are allowed at its size"
+        limit_text = f"at most {most} are allowed at its size"
         remedy = "save it as a plain JPEG"
     else:
         image += f" takes as long to decode as {pixels * header.passes} pixels of a plain JPEG"

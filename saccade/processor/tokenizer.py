@@ -294,7 +294,7 @@ def _open(spec: str) -> tokenizers.Tokenizer:
 
 
 def _unknown_id(spec: str, tokenizer: tokenizers.Tokenizer) -> int | None:
-    """Only the text tells that of a Unigram model, whose tokens have escaped quotes. Parsing takes 100 MiB."""
+    """Only the text tells it of a Unigram model, whose tokens have escaped quotes. Parsing takes 100 MiB."""
     if not isinstance(tokenizer.model, Unigram):
         return tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
     match = re.search(r'(?<!\\)"unk_id"\s*:\s*(\d+)', spec)
