@@ -21,6 +21,7 @@ from saccade.apps.bench.video import mp4
 WORDS = ("the", "a", "picture", "of", "what", "which", "colour", "is", "there", "how", "many", "people",
          "left", "right", "above", "large", "small", "read", "name", "number", "list", "every")  # fmt: skip
 ANSWER = "It is a picture."  # of the assistant, in conversations
+_TYPES = {"image_url": "image/jpeg", "video_url": "video/mp4"}
 _TILE = 40  # pixels of a random patch of colour
 _QUALITY = 90
 _PAN = 8  # pixels from one frame of a video to the next
@@ -52,21 +53,21 @@ Workload = Callable[[RequestShape, int, random.Random], ClientJob]
 
 
 def text(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
-    return ClientJob([_body(shape, [_user([_text(shape, rng)])])], has_images=False)
+    return ClientJob([_body(shape, [_question(shape, rng, [])])], has_images=False)
 
 
 def image(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
     """New images in every request."""
-    parts = [_image(jpeg(_size(shape, number + i), rng)) for i in range(shape.images)]
-    return ClientJob([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
+    parts = [_media("image_url", jpeg(_size(shape, number + i), rng)) for i in range(shape.images)]
+    return ClientJob([_body(shape, [_question(shape, rng, parts)])], has_images=True)
 
 
 def catalogue(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
     """Questions about a catalogue of images, few of which are asked about most."""
     weights = [1 / rank**shape.zipf for rank in range(1, shape.catalogue + 1)]
     ranks = rng.choices(range(shape.catalogue), weights, k=shape.images)
-    parts = [_image(jpeg(_size(shape, rank), random.Random(rank))) for rank in ranks]
-    return ClientJob([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
+    parts = [_media("image_url", jpeg(_size(shape, rank), random.Random(rank))) for rank in ranks]
+    return ClientJob([_body(shape, [_question(shape, rng, parts)])], has_images=True)
 
 
 def conversation(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
@@ -74,7 +75,8 @@ def conversation(shape: RequestShape, number: int, rng: random.Random) -> Client
     messages: list[dict[str, Any]] = []
     bodies = []
     for turn in range(shape.turns):
-        messages.append(_user([_image(jpeg(_size(shape, number + turn), rng)), _text(shape, rng)]))
+        image = _media("image_url", jpeg(_size(shape, number + turn), rng))
+        messages.append(_question(shape, rng, [image]))
         bodies.append(_body(shape, messages))
         messages.append({"role": "assistant", "content": ANSWER})
     return ClientJob(bodies, has_images=True)
@@ -82,8 +84,8 @@ def conversation(shape: RequestShape, number: int, rng: random.Random) -> Client
 
 def video(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
     """New videos in every request."""
-    parts = [_video(_film(shape, _size(shape, number + i), rng)) for i in range(shape.images)]
-    return ClientJob([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
+    parts = [_media("video_url", _film(shape, _size(shape, number + i), rng)) for i in range(shape.images)]
+    return ClientJob([_body(shape, [_question(shape, rng, parts)])], has_images=True)
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -122,22 +124,14 @@ def _size(shape: RequestShape, number: int) -> tuple[int, int]:
     return shape.sizes[number % len(shape.sizes)]
 
 
-def _text(shape: RequestShape, rng: random.Random) -> dict[str, Any]:
-    return {"type": "text", "text": " ".join(rng.choices(WORDS, k=shape.words))}
+def _media(kind: str, data: bytes) -> dict[str, Any]:
+    url = f"data:{_TYPES[kind]};base64,{base64.b64encode(data).decode()}"
+    return {"type": kind, kind: {"url": url}}
 
 
-def _image(data: bytes) -> dict[str, Any]:
-    url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def _video(data: bytes) -> dict[str, Any]:
-    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
-    return {"type": "video_url", "video_url": {"url": url}}
-
-
-def _user(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"role": "user", "content": parts}
+def _question(shape: RequestShape, rng: random.Random, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    text = {"type": "text", "text": " ".join(rng.choices(WORDS, k=shape.words))}
+    return {"role": "user", "content": [*parts, text]}
 
 
 def _body(shape: RequestShape, messages: list[dict[str, Any]]) -> bytes:

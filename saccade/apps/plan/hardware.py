@@ -44,12 +44,12 @@ class Hardware:
         self, memory_gib: float | None, bandwidth_gb_s: float | None, tflops: float | None
     ) -> Hardware:
         """The same with other numbers, as far as they are given."""
-        return replace(
-            self,
-            memory_gib=memory_gib or self.memory_gib,
-            bandwidth_gb_s=bandwidth_gb_s or self.bandwidth_gb_s,
-            tflops=tflops or self.tflops,
-        )
+        changes: dict[str, Any] = {
+            "memory_gib": memory_gib,
+            "bandwidth_gb_s": bandwidth_gb_s,
+            "tflops": tflops,
+        }
+        return replace(self, **{name: value for name, value in changes.items() if value})
 
     def times(self, number: int) -> Hardware:
         """So many of them as one, without a cost for their exchange."""

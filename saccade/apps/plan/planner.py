@@ -164,9 +164,7 @@ def make_plan(deployment: Deployment) -> DeploymentPlan:
         cost=cost,
         capacity=capacity,
         demand=demand,
-        first_token=FirstToken(
-            first.preprocess, first.encode, first.prefill, load.wait * 1e3, load.wait_p99 * 1e3
-        ),
+        first_token=replace(first, queue=load.wait * 1e3, queue_p99=load.wait_p99 * 1e3),
         seen_ms=first.prefill,
         between_ms=load.between * 1e3,
         rate=rate,
