@@ -32,7 +32,7 @@ from saccade.util.logs import FORMAT_VARIABLE, LEVEL_VARIABLE
 from saccade.util.logs import set_up as set_up_logs
 
 if TYPE_CHECKING:
-    from saccade.apps.evaluation.commands import EvaluationTarget
+    from saccade.apps.evaluation.commands import EvalTarget
 
 _SEVERAL = "latest flag that takes several values"  # an attribute of the parsed arguments
 
@@ -395,8 +395,8 @@ def _check_results(args: argparse.Namespace, *flags: str) -> None:
             check_writable(f"--{flag}", Path(path))
 
 
-def _target(args: argparse.Namespace) -> EvaluationTarget:
-    from saccade.apps.evaluation.commands import EvaluationTarget
+def _target(args: argparse.Namespace) -> EvalTarget:
+    from saccade.apps.evaluation.commands import EvalTarget
 
     given = given_options(args, Options)
     if args.url is None:
@@ -408,7 +408,7 @@ def _target(args: argparse.Namespace) -> EvaluationTarget:
             message = f"{unused} cannot change the server at {args.url}; leave it out, or leave --url"
             raise ConfigError(message)
         options = Options(**given)
-    return EvaluationTarget(
+    return EvalTarget(
         options,
         url=args.url,
         api_key=args.api_key,

@@ -60,9 +60,8 @@ def defaults_line(defaults: Mapping[str, Any]) -> str:
 def _override(options: Options) -> Mapping[str, Any]:
     override = options.override_generation_config
     if not isinstance(override, Mapping):
-        raise ConfigError(
-            f"override_generation_config must be an object of names and values, not {override!r}"
-        )
+        rule = "override_generation_config must be an object of names and values"
+        raise ConfigError(f"{rule}, not {override!r}")
     names = (*_FIELDS, _GREEDY)
     unknown = sorted(str(name) for name in override if name not in names)
     if unknown:

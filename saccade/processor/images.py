@@ -120,13 +120,11 @@ class Images:
         sizes = [item.header.size for item in items.values()]
         total = sum(size.width * size.height for size in sizes)
         if total > self.policy.max_request_pixels:
-            sizes_text = [f"{width}x{height}" for width, height in sizes[:8]] + ["..."] * (len(sizes) > 8)
-            listed = ", ".join(sizes_text)
-            images = (
-                f"the first {len(sizes)} different pictures of the request ({listed}) have {total} pixels"
-            )
+            texts = [f"{width}x{height}" for width, height in sizes[:8]] + ["..."] * (len(sizes) > 8)
+            images = f"the first {len(sizes)} different pictures of the request ({', '.join(texts)})"
             limit = f"at most {self.policy.max_request_pixels} are allowed (max_request_pixels)"
-            raise RequestError(f"{images} together, and {limit}", code="context_length_exceeded")
+            message = f"{images} have {total} pixels together, and {limit}"
+            raise RequestError(message, code="context_length_exceeded")
 
     def item(self, image: ImageInput, limits: ImageLimits, salt: bytes = b"") -> MediaItem:
         limits = limits.lowered(LOW_DETAIL_PIXELS) if image.detail == "low" else limits

@@ -18,7 +18,7 @@ from saccade.apps.evaluation.chart import svg, text_chart, tuned_table
 from saccade.apps.evaluation.client import Client
 from saccade.apps.evaluation.questions import QuestionSet, load_questions
 from saccade.apps.evaluation.report import as_json, check_markers, rewrite, scores, table, wrong_answers
-from saccade.apps.evaluation.run import RequestSettings, ScoredReply, ask_all
+from saccade.apps.evaluation.run import AskSettings, ScoredReply, ask_all
 from saccade.apps.evaluation.serving import serving
 from saccade.apps.evaluation.tune import (
     Measurement,
@@ -37,7 +37,7 @@ _INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationTarget:
+class EvalTarget:
     """The server and the questions."""
 
     options: Options  # of the server to start; with a url only the model's name counts
@@ -108,7 +108,7 @@ class _Progress:
         self.bar.update()
 
 
-def evaluate(target: EvaluationTarget, output: ReportFiles) -> int:
+def evaluate(target: EvalTarget, output: ReportFiles) -> int:
     """The exit status: 1 if a goal is missed."""
     questions = target.load()
     for file in output.markdown:
@@ -137,11 +137,11 @@ def evaluate(target: EvaluationTarget, output: ReportFiles) -> int:
 
 
 async def _ask(
-    target: EvaluationTarget, url: str, questions: QuestionSet, progress: _Progress
+    target: EvalTarget, url: str, questions: QuestionSet, progress: _Progress
 ) -> list[ScoredReply]:
     async with Client(url, target.api_key, target.concurrency) as client:
         info = await client.info(target.model)
-        settings = RequestSettings(info.model, target.max_tokens, target.concurrency)
+        settings = AskSettings(info.model, target.max_tokens, target.concurrency)
         return await ask_all(client, questions, settings, progress.add)
 
 
@@ -163,7 +163,7 @@ def _write_eval(
         rewrite(file, "saccade eval", f"```\n{table(scores(answers, questions))}\n{summary}\n```")
 
 
-def tune(target: EvaluationTarget, sizes: Sequence[int] | None, output: ReportFiles) -> int:
+def tune(target: EvalTarget, sizes: Sequence[int] | None, output: ReportFiles) -> int:
     questions = with_images_only(target.load())
     for file in output.markdown:
         check_markers(file, "saccade tune")
@@ -187,7 +187,7 @@ def tune(target: EvaluationTarget, sizes: Sequence[int] | None, output: ReportFi
 
 
 async def _measure(
-    target: EvaluationTarget,
+    target: EvalTarget,
     url: str,
     questions: QuestionSet,
     sizes: Sequence[int] | None,
@@ -198,13 +198,11 @@ async def _measure(
         info = await client.info(target.model)
         # A salt of this run: cached images of an earlier run would make first tokens too fast.
         salt = {"cache_salt": f"tune-{uuid.uuid4().hex}"} if info.is_saccade else {}
-        settings = RequestSettings(info.model, target.max_tokens, target.concurrency, salt)
+        settings = AskSettings(info.model, target.max_tokens, target.concurrency, salt)
         for size in choose_sizes(sizes, info, questions):
             with _Progress(len(questions.questions), f"{size:,} pixels") as progress:
-                measurement = await measure(
-                    client, info, questions, with_max_pixels(settings, size), progress.add
-                )
-            measured.append(measurement)
+                setting = with_max_pixels(settings, size)
+                measured.append(await measure(client, info, questions, setting, progress.add))
 
 
 def _print_tuned(measured: Sequence[Measurement], questions: QuestionSet) -> str:

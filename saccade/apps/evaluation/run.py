@@ -20,14 +20,14 @@ class ScoredReply:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestSettings:
+class AskSettings:
     model: str
     max_tokens: int = 256
     concurrency: int = 32
     extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
 
 
-def request_body(questions: QuestionSet, question: Question, settings: RequestSettings) -> dict[str, Any]:
+def request_body(questions: QuestionSet, question: Question, settings: AskSettings) -> dict[str, Any]:
     """Images first, then the video, then the text; greedy."""
     images = [questions.image(ref) for ref in question.images]
     urls = [f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}" for image in images]
@@ -55,7 +55,7 @@ OnAnswer = Callable[[ScoredReply], None]
 
 
 async def ask_all(
-    client: Client, questions: QuestionSet, settings: RequestSettings, on_answer: OnAnswer
+    client: Client, questions: QuestionSet, settings: AskSettings, on_answer: OnAnswer
 ) -> list[ScoredReply]:
     """Replies in the order of the set; `on_answer` is called with each as it arrives."""
     answers: dict[int, ScoredReply] = {}

@@ -11,14 +11,7 @@ from typing import Any
 
 from saccade.apps.evaluation.client import Client, QuestionRefused, ServerInfo
 from saccade.apps.evaluation.questions import QuestionSet
-from saccade.apps.evaluation.run import (
-    OnAnswer,
-    RequestSettings,
-    ScoredReply,
-    accuracy,
-    ask_all,
-    request_body,
-)
+from saccade.apps.evaluation.run import AskSettings, OnAnswer, ScoredReply, accuracy, ask_all, request_body
 from saccade.costs import blocks_for
 from saccade.errors import ConfigError
 
@@ -101,7 +94,7 @@ def _checked(options: Sequence[int], info: ServerInfo) -> list[int]:
 
 
 async def measure(
-    client: Client, info: ServerInfo, questions: QuestionSet, settings: RequestSettings, on_answer: OnAnswer
+    client: Client, info: ServerInfo, questions: QuestionSet, settings: AskSettings, on_answer: OnAnswer
 ) -> Measurement:
     """One setting, given by `asking`. First tokens are timed first, while no image is cached."""
     first_token_ms = await _first_token_ms(client, questions, settings)
@@ -110,21 +103,20 @@ async def measure(
     tokens = sum(one.reply.image_tokens or 0 for one in billed_answers)
     images = sum(len(one.question.images) for one in billed_answers)
     per_image = tokens / images if images else None
-    return Measurement(
-        max_pixels_of(settings), answers, first_token_ms, per_image, _concurrency(info, billed_answers)
-    )
+    fit = _concurrency(info, billed_answers)
+    return Measurement(max_pixels_of(settings), answers, first_token_ms, per_image, fit)
 
 
-def with_max_pixels(settings: RequestSettings, max_pixels: int) -> RequestSettings:
+def with_max_pixels(settings: AskSettings, max_pixels: int) -> AskSettings:
     extra = {**settings.extra, "mm_processor_kwargs": {"max_pixels": max_pixels}}
-    return RequestSettings(settings.model, settings.max_tokens, settings.concurrency, extra)
+    return AskSettings(settings.model, settings.max_tokens, settings.concurrency, extra)
 
 
-def max_pixels_of(settings: RequestSettings) -> int:
+def max_pixels_of(settings: AskSettings) -> int:
     return int(settings.extra["mm_processor_kwargs"]["max_pixels"])
 
 
-async def _first_token_ms(client: Client, questions: QuestionSet, settings: RequestSettings) -> float:
+async def _first_token_ms(client: Client, questions: QuestionSet, settings: AskSettings) -> float:
     every = max(1, len(questions.questions) // _TIMED)
     times: list[float] = []
     refusal = ""

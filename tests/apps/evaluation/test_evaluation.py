@@ -22,7 +22,7 @@ from saccade.apps.evaluation.client import ModelReply, _reply
 from saccade.apps.evaluation.image_noise import Grain, add_grain, field_from_image, field_to_image
 from saccade.apps.evaluation.questions import load_questions
 from saccade.apps.evaluation.report import rewrite, scores
-from saccade.apps.evaluation.run import RequestSettings, request_body, score
+from saccade.apps.evaluation.run import AskSettings, request_body, score
 from saccade.apps.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE, AnswerRule, chance, json_fields
 from saccade.apps.evaluation.serving import serving
 from saccade.cli import main as cli
@@ -465,7 +465,7 @@ def test_skills_may_have_a_goal_together(folder: Path, capsys: pytest.CaptureFix
 def test_frames_of_a_video_are_sent_as_one_video(folder: Path) -> None:
     write_lines(folder, [{"video": ["red.png", "blue.png"], "question": "What changes?", "answer": "color"}])
     questions = load_questions(str(folder))
-    video, text = request_body(questions, questions.questions[0], RequestSettings("m"))["messages"][0]["content"]
+    video, text = request_body(questions, questions.questions[0], AskSettings("m"))["messages"][0]["content"]
     head, *frames = video["video_url"]["url"].split(",")
     assert (video["type"], head, text["text"]) == ("video_url", "data:video/png;base64", "What changes?")
     assert [base64.b64decode(frame) for frame in frames] == [
