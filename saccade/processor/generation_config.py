@@ -10,6 +10,7 @@ from saccade.options.engine import Options
 from saccade.sampling_params import SamplingParams
 
 _FILE = "generation_config.json"
+_OVERRIDE = "override_generation_config"
 _FIELDS: Mapping[str, str] = {  # generation_config.json -> SamplingParams
     "temperature": "temperature",
     "top_p": "top_p",
@@ -33,7 +34,7 @@ def sampling_defaults(options: Options, file: Mapping[str, Any]) -> dict[str, An
         settings.pop(_GREEDY, None)  # do_sample=false means temperature 0, which the override replaces
     checked = {
         **{name: _checked(_FILE, name, settings[name]) for name in settings if name not in override},
-        **{name: _checked("override_generation_config", name, value) for name, value in override.items()},
+        **{name: _checked(_OVERRIDE, name, value) for name, value in override.items()},
     }
     values = {
         _FIELDS[name]: value for name, value in checked.items() if name in _FIELDS and value is not None
@@ -60,12 +61,11 @@ def defaults_line(defaults: Mapping[str, Any]) -> str:
 def _override(options: Options) -> Mapping[str, Any]:
     override = options.override_generation_config
     if not isinstance(override, Mapping):
-        rule = "override_generation_config must be an object of names and values"
-        raise ConfigError(f"{rule}, not {override!r}")
+        raise ConfigError(f"{_OVERRIDE} must be an object of names and values, not {override!r}")
     names = (*_FIELDS, _GREEDY)
     unknown = sorted(str(name) for name in override if name not in names)
     if unknown:
-        raise ConfigError(f"override_generation_config takes {', '.join(names)}, not {', '.join(unknown)}")
+        raise ConfigError(f"{_OVERRIDE} takes {', '.join(names)}, not {', '.join(unknown)}")
     return override
 
 

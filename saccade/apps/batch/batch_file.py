@@ -51,9 +51,11 @@ class BatchResult(NamedTuple):
     def _error(self) -> bytes:
         if not self.is_error:
             return _NO_ERROR
-        error = _error_in(self.body)
-        code = error.get("code") or ("invalid_request" if self.request.problem else "request_failed")
-        message = self.request.problem or error.get("message") or f"the server answered {self.status}"
+        code, message = "invalid_request", self.request.problem
+        if message is None:
+            error = _error_in(self.body)
+            code = error.get("code") or "request_failed"
+            message = error.get("message") or f"the server answered {self.status}"
         return b', "error": %s}\n' % _json({"code": code, "message": message})
 
 

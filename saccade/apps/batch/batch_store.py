@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -92,10 +92,7 @@ class BatchStore:
     # --- files ----------------------------------------------------------------------------------------------
 
     def file(self, owner: str, file_id: str, param: str = "file_id") -> FileRecord:
-        record = self._files.get(file_id)
-        if record is None or record.owner != owner:
-            raise RequestError(f"there is no file {quoted(file_id)}", code="file_not_found", param=param)
-        return record
+        return _owned(self._files, owner, file_id, "file", param)
 
     def files(self, owner: str) -> list[FileRecord]:
         """The newest first."""
@@ -176,11 +173,7 @@ class BatchStore:
     # --- batches --------------------------------------------------------------------------------------------
 
     def batch(self, owner: str, batch_id: str) -> BatchRecord:
-        record = self._batches.get(batch_id)
-        if record is None or record.owner != owner:
-            message = f"there is no batch {quoted(batch_id)}"
-            raise RequestError(message, code="batch_not_found", param="batch_id")
-        return record
+        return _owned(self._batches, owner, batch_id, "batch", "batch_id")
 
     def batches(self, owner: str) -> list[BatchRecord]:
         """The newest first."""
@@ -343,6 +336,13 @@ class FileDraft:
         with suppress(OSError):  # what finds no place is not wanted either
             self._out.close()
         self._partial.unlink(missing_ok=True)
+
+
+def _owned(records: Mapping[str, Record], owner: str, name: str, kind: str, param: str) -> Record:
+    record = records.get(name)
+    if record is None or record.owner != owner:
+        raise RequestError(f"there is no {kind} {quoted(name)}", code=f"{kind}_not_found", param=param)
+    return record
 
 
 def _load(folder: Path, kind: type[Record]) -> dict[str, Record]:

@@ -46,13 +46,9 @@ def read_trace(path: Path) -> tuple[TraceRequest, ...]:
 
 
 def job_of(request: TraceRequest, shape: RequestShape, rng: random.Random) -> ClientJob:
-    shape = replace(
-        shape,
-        words=request.words or shape.words,
-        tokens=request.tokens or shape.tokens,
-        sizes=request.sizes or shape.sizes,
-        images=len(request.sizes),
-    )
+    values: dict[str, Any] = {"words": request.words, "tokens": request.tokens, "sizes": request.sizes}
+    changes = {name: value for name, value in values.items() if value}
+    shape = replace(shape, images=len(request.sizes), **changes)
     return WORKLOADS["image" if request.sizes else "text"](shape, 0, rng)
 
 

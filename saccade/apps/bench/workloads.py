@@ -143,4 +143,6 @@ def _body(shape: RequestShape, messages: list[dict[str, Any]]) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return json.dumps({**body, "ignore_eos": True} if shape.ignore_eos else body).encode()
+    if shape.ignore_eos:
+        body["ignore_eos"] = True
+    return json.dumps(body).encode()

@@ -86,7 +86,9 @@ class Client:
         status, content = await self._ask_until_taken(json.dumps(body).encode())
         if status in (401, 403, 404):
             self._fail(status, _CHAT, content)
-        return _reply(_decoded(content)) if status == 200 else ModelReply("", _message(status, content))
+        if status != 200:
+            return ModelReply("", _message(status, content))
+        return _reply(_decoded(content))
 
     async def first_token(self, body: Mapping[str, Any]) -> float:
         """Time to first token, in seconds."""
@@ -156,8 +158,8 @@ def _reply(answer: Mapping[str, Any]) -> ModelReply:
     usage = _get(answer, "usage", dict)
     return ModelReply(
         text,
-        prompt_tokens=usage.get("prompt_tokens") or 0,
-        answer_tokens=usage.get("completion_tokens") or 0,
+        prompt_tokens=_get(usage, "prompt_tokens", int),
+        answer_tokens=_get(usage, "completion_tokens", int),
         image_tokens=_get(usage, "prompt_tokens_details", dict).get("image_tokens"),
     )
 

@@ -55,9 +55,10 @@ def serving_with(
     """
     url = f"http://127.0.0.1:{_free_port()}"
     with tempfile.TemporaryFile() as log:
-        process = _start(flags, url, env, None if show_log else log)
+        stderr = None if show_log else log
+        process = _start(flags, url, env, stderr)
         try:
-            _wait_ready(process, url, None if show_log else log, hint)
+            _wait_ready(process, url, stderr, hint)
             yield Served(url, process.pid)
         finally:
             _stop(process)

@@ -31,6 +31,10 @@ class Workload:
     ttft_ms: float | None = None  # service level of the first token, at p99
     itl_ms: float | None = None  # and between two tokens
 
+    @property
+    def image_sizes(self) -> tuple[SizeShare, ...]:
+        return self.sizes if self.images else ()
+
 
 class ImageCost(NamedTuple):
     size: Size
@@ -85,7 +89,7 @@ def request_cost(checkpoint: Checkpoint, options: Options, workload: Workload) -
     image_costs: list[ImageCost] = []
     limits = limits_among(family, images.limits, max(1, workload.images))
     total = sum(item.share for item in workload.sizes)
-    for size, share in workload.sizes if workload.images else ():
+    for size, share in workload.image_sizes:
         try:
             geometry = family.geometry(size, limits.min_pixels, limits.max_pixels)
         except RequestError as error:
@@ -108,7 +112,7 @@ def _check_limits(options: Options, workload: Workload) -> None:
         raise ConfigError(
             f"--images {workload.images} is above limit_mm_per_prompt image={maximum}; {remedy}"
         )
-    for size, _ in workload.sizes if workload.images else ():
+    for size, _ in workload.image_sizes:
         pixels = size.width * size.height
         if pixels > options.max_image_pixels:
             limit = f"at most {options.max_image_pixels} pixels are taken (max_image_pixels)"
