@@ -18,7 +18,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from saccade.errors import RequestError
-from saccade.media.image_headers import turned
+from saccade.media.image_headers import rotated_size
 from saccade.media.png_rows import has_all_rows
 from saccade.media.rgb import BAND, MIRRORED, as_image, to_rgb, upright
 from saccade.media.video_reader import VideoReaders
@@ -126,7 +126,7 @@ def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
     if simplejpeg is None or item.header.format != "jpeg":
         return None
     orientation = item.header.orientation
-    raw_size = turned(item.header.size, orientation)
+    raw_size = rotated_size(item.header.size, orientation)
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(item.data)
         if colours not in ("YCbCr", "Gray") or Size(width, height) != raw_size:

@@ -289,7 +289,7 @@ def parse_bmp(data: bytes) -> Outline:
     return Outline(passes=_PYTHON_PASSES * (1 + len(data) // pixels))  # a command may make no pixel
 
 
-def turned(size: Size, orientation: int) -> Size:
+def rotated_size(size: Size, orientation: int) -> Size:
     """A stored size as it is seen upright, or an upright one as it is stored."""
     return Size(size.height, size.width) if orientation >= 5 else size
 

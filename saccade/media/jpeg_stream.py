@@ -24,7 +24,7 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from saccade.media.decode import Pixels, check_stored_size, decode, draft, reduce_size, refuse_faults
-from saccade.media.image_headers import turned
+from saccade.media.image_headers import rotated_size
 from saccade.media.rgb import BAND, MIRRORED, MODE, as_image, upright
 from saccade.types.media import MediaItem, Size
 
@@ -131,7 +131,7 @@ class _StoredJpeg(JpegImageFile):
     def __init__(self, item: MediaItem) -> None:
         super().__init__(io.BytesIO(item.data))
         check_stored_size(Size(*self.size), item)
-        raw_size = turned(item.header.size, item.header.orientation)
+        raw_size = rotated_size(item.header.size, item.header.orientation)
         if (self.mode, self.size) != ("RGB", raw_size):
             raise OSError(f"{self.mode} of {self.size} is not what its header was read as")
         draft(self, item.reduction)

@@ -22,7 +22,7 @@ import pybase64
 from PIL import Image, ImageFile
 
 from saccade.errors import RequestError
-from saccade.media.image_headers import turned
+from saccade.media.image_headers import rotated_size
 from saccade.media.probe import check_bytes, check_pixels, probe
 from saccade.media.rgb import to_rgb, upright
 from saccade.options.engine import MediaPolicy
@@ -165,7 +165,7 @@ def _still_compressed(image: Image.Image, policy: MediaPolicy) -> Loaded | None:
     except (OSError, ValueError):
         return None
     header = loaded.header
-    if (turned(header.size, header.orientation), header.mode) != (image.size, image.mode):
+    if (rotated_size(header.size, header.orientation), header.mode) != (image.size, image.mode):
         return None
     return loaded
 

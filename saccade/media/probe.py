@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from saccade.errors import RequestError
-from saccade.media.image_headers import MAX_SCANS, PARSERS, Outline, exif_orientation, turned
+from saccade.media.image_headers import MAX_SCANS, PARSERS, Outline, exif_orientation, rotated_size
 from saccade.options.engine import MediaPolicy
 from saccade.types.media import Header, Size
 
@@ -84,14 +84,14 @@ def _check_passes(header: Header, policy: MediaPolicy) -> None:
     is_jpeg = header.format == "jpeg"
     pixels = header.size.width * header.size.height
     limit = _MAX_PASSES * policy.max_image_pixels
-    most = min(limit // pixels, MAX_SCANS) if is_jpeg else limit // pixels
-    if header.passes <= most:
+    max_passes = min(limit // pixels, MAX_SCANS) if is_jpeg else limit // pixels
+    if header.passes <= max_passes:
         return
     image = f"the {header.format.upper()} picture of {header.size.width}x{header.size.height} pixels"
     if is_jpeg:
         scans = f"{MAX_SCANS} or more" if header.passes > MAX_SCANS else str(header.passes)
         image += f" has {scans} scans, each of which is decoded"
-        limit_text = f"at most {most} are allowed at its size"
+        limit_text = f"at most {max_passes} are allowed at its size"
         remedy = "save it as a plain JPEG"
     else:
         image += f" takes as long to decode as {pixels * header.passes} pixels of a plain JPEG"
@@ -131,7 +131,7 @@ def _header(name: str, data: bytes) -> Header:
         message = f"the {name.upper()} header says {size.width}x{size.height} pixels, which is no picture"
         raise RequestError(message, code="image_parse_error")
     orientation = exif_orientation(outline.exif) if outline.exif else 1
-    return Header(name, turned(size, orientation), orientation, outline.frames, mode, outline.passes)
+    return Header(name, rotated_size(size, orientation), orientation, outline.frames, mode, outline.passes)
 
 
 def _size_and_mode(name: str, data: bytes, outline: Outline) -> tuple[Size, str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from saccade.errors import RequestError
-from saccade.media.image_headers import turned
+from saccade.media.image_headers import rotated_size
 from saccade.media.jobs import VideoHeader
 from saccade.media.media_workers import MEDIA, Fault, MediaWorkers, Task
 from saccade.media.video_file import CODECS, check_available, open_video, video_stream
@@ -138,7 +138,7 @@ def _read(container: av.container.InputContainer, name: str, data: bytes) -> Vid
         raise RequestError(message, code="invalid_video")
     stamps, keys = _stamps(container, stream, name)
     orientation = _orientation(data) if name == "mov" else 1
-    return VideoInfo(name, turned(size, orientation), orientation, stamps, keys, _rate(stream, stamps))
+    return VideoInfo(name, rotated_size(size, orientation), orientation, stamps, keys, _rate(stream, stamps))
 
 
 def _stamps(

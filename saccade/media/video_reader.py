@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from saccade.errors import RequestError
-from saccade.media.image_headers import turned
+from saccade.media.image_headers import rotated_size
 from saccade.media.rgb import upright
 from saccade.media.video_file import open_video, video_stream
 from saccade.types.media import MediaItem
@@ -144,7 +144,7 @@ def _open(item: MediaItem) -> tuple[av.container.InputContainer, av.VideoStream]
 
 
 def _upright(frame: av.VideoFrame, item: MediaItem) -> Frame:
-    size = turned(item.header.size, item.header.orientation)
+    size = rotated_size(item.header.size, item.header.orientation)
     if (frame.width, frame.height) != size:
         sizes = f"{size.width}x{size.height} pixels but a frame has {frame.width}x{frame.height}"
         raise RequestError(f"the video's header says {sizes}", code="invalid_video")

@@ -188,8 +188,8 @@ def jpeg_reduction(header: Header, resized: Size) -> int:
     if header.format != "jpeg":
         return 1
     width, height = header.size
-    most = min(width // resized.width, height // resized.height)
-    return next((scale for scale in (8, 4, 2) if scale <= most), 1)
+    max_scale = min(width // resized.width, height // resized.height)
+    return next((scale for scale in (8, 4, 2) if scale <= max_scale), 1)
 
 
 def is_for_gpu(data: bytes, header: Header) -> bool:

@@ -95,8 +95,8 @@ def run_load(
     server: Server, parts: Sequence[Part], processes: int | None = None, progress: bool = True
 ) -> LoadResult:
     ServerAddress(server.url, server.api_key)  # a bad address fails here, once
-    most = max(part.clients or part.jobs for part in parts)
-    number = max(1, min(processes or min(MAX_PROCESSES, os.cpu_count() or 1), most))
+    max_workers = max(part.clients or part.jobs for part in parts)
+    number = max(1, min(processes or min(MAX_PROCESSES, os.cpu_count() or 1), max_workers))
     num_jobs = _context.Value("L", 0)
     num_answers = _context.Value("L", 0)
     barrier = _context.Barrier(number + 1)

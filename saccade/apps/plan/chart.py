@@ -9,7 +9,7 @@ from saccade.apps.plan.throughput import load_at
 from saccade.apps.svg import Panel, Point, color_of, curve, dashes, document, legend, steps, text
 
 _POINTS = 60
-_DRAWN_SHARE = 0.98  # of the rate that saturates a GPU: at all of it the queue is endless
+_MAX_SHARE = 0.98  # of the rate that saturates a GPU: at all of it the queue is endless
 
 
 def svg(plan: DeploymentPlan) -> str:
@@ -38,7 +38,7 @@ def _curves(plan: DeploymentPlan) -> dict[str, list[Point]]:
     idle = plan.demand.first * 1e3
     curves: dict[str, list[Point]] = {"first token, mean": [], "first token, p99": [], "between tokens": []}
     for step in range(1, _POINTS + 1):
-        rate = plan.saturated * _DRAWN_SHARE * step / _POINTS
+        rate = plan.saturated * _MAX_SHARE * step / _POINTS
         if load := load_at(plan.demand, rate):
             times = (idle + load.wait * 1e3, idle + load.wait_p99 * 1e3, load.between * 1e3)
             for points, ms in zip(curves.values(), times, strict=True):
