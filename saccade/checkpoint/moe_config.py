@@ -56,7 +56,7 @@ def moe_config(text: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
     choice = text.get("topk_method", "greedy").replace(
         "gready", "greedy"
     )  # a typo in DeepSeek's config class
-    is_grouped = choice != "greedy"
+    groups = {} if choice == "greedy" else text
     per_token = text.get("num_experts_per_tok", 0)
     shared = text.get("shared_expert_intermediate_size", text.get("n_shared_experts", 0) * width)
     # With one expert per token DeepSeek keeps its score as weight, while Qwen normalises it to one.
@@ -68,8 +68,8 @@ def moe_config(text: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
         width=width,
         normalise=bool(text.get("norm_topk_prob", False)) and not is_one_kept,
         scoring=text.get("scoring_func", "softmax"),
-        groups=max(1, text.get("n_group", 1)) if is_grouped else 1,
-        groups_kept=max(1, text.get("topk_group", 1)) if is_grouped else 1,
+        groups=max(1, groups.get("n_group", 1)),
+        groups_kept=max(1, groups.get("topk_group", 1)),
         choice=choice,
         scale=float(text.get("routed_scaling_factor", 1.0)),
         shared=shared,

@@ -28,12 +28,11 @@ def first_wrong(values: Mapping[str, Any], table: Table, inside: str = "") -> st
         if value is None:
             continue
         if isinstance(kind, Kind):
-            wrong = None if kind.takes(value) else _sentence(inside + name, value, kind.description)
-        elif isinstance(value, Mapping):
-            wrong = first_wrong(value, kind, f"{inside}{name}.")
-        else:
-            wrong = _sentence(inside + name, value, "an object")
-        if wrong:
+            if not kind.takes(value):
+                return _sentence(inside + name, value, kind.description)
+        elif not isinstance(value, Mapping):
+            return _sentence(inside + name, value, "an object")
+        elif wrong := first_wrong(value, kind, f"{inside}{name}."):
             return wrong
     return None
 

@@ -20,7 +20,8 @@ def has_all_rows(data: bytes) -> bool:
     for x, y, across, down in passes:
         columns = max(0, -(-(width - x) // across))
         rows = max(0, -(-(height - y) // down))
-        num_bytes += rows * (1 + (columns * depth * _CHANNELS[colour] + 7) // 8) if columns else 0
+        if columns:
+            num_bytes += rows * (1 + (columns * depth * _CHANNELS[colour] + 7) // 8)
     inflate = zlib.decompressobj()
     for part in _pixel_data(data):
         for at in range(0, len(part), _INPUT):

@@ -101,17 +101,16 @@ class _Rules:
             raise ValueError("the end of a tag must be a string, or a list of strings")
         end = f"({' | '.join(map(quoted_text, ends))})"
         content = form.get("content")
-        is_text = isinstance(content, Mapping) and content.get("type") == "any_text"
-        if is_text and all(ends):  # it ends where `end` first comes
-            return f"{quoted_text(begin)} {self._rule(f'{_TEXT} {end}', '[lazy]')}"
+        match content:
+            case {"type": "any_text"} if all(ends):  # it ends where `end` first comes
+                return f"{quoted_text(begin)} {self._rule(f'{_TEXT} {end}', '[lazy]')}"
         return f"{quoted_text(begin)} {self._made(content)} {end}"
 
     def _triggered(self, form: Mapping[str, Any]) -> str:
         triggers = _strings(form, "triggers")
-        tags = _list(form, "tags")
         by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
-        for tag in tags:
-            begin = _string(tag if isinstance(tag, Mapping) else {}, "begin")
+        for tag in _tags(form):
+            begin = _string(tag, "begin")
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
                 raise ValueError(f"the tag that begins with {begin[:40]!r} has no trigger")
@@ -125,10 +124,14 @@ class _Rules:
         return calls if form.get("stop_after_first") else f"{calls} {_TEXT}"
 
     def _separated(self, form: Mapping[str, Any]) -> str:
-        tags = " | ".join(self._tag(tag if isinstance(tag, Mapping) else {}) for tag in _list(form, "tags"))
+        tags = " | ".join(map(self._tag, _tags(form)))
         separator = quoted_text(_string(form, "separator"))
         many = f"({tags})" if form.get("stop_after_first") else f"({tags}) ({separator} ({tags}))*"
         return many if form.get("at_least_one") else f"({many})?"
+
+
+def _tags(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [tag if isinstance(tag, Mapping) else {} for tag in _list(form, "tags")]
 
 
 def _times(form: Mapping[str, Any]) -> str:
