@@ -29,7 +29,7 @@ def search(params: BeamSearchParams, end_ids: Collection[int], next_tokens: Next
     """The best beams, best first. As many as `beam_width`, fewer where the model's tokens do not suffice."""
     width = params.beam_width
     penalty = params.length_penalty
-    ends = frozenset() if params.ignore_eos else frozenset(end_ids)
+    ends = frozenset(() if params.ignore_eos else end_ids)
     complete: list[Beam] = []
     beams = [Beam()]
     for _ in range(params.max_tokens):

@@ -62,8 +62,9 @@ class Detokenizer:
 
     def _first_stop(self, text: str) -> str | None:
         """The stop string that ends first, so that the result does not depend on token boundaries."""
-        ends = [(text.index(s) + len(s), -len(s), s) for s in self._stop if s in text]
-        return min(ends)[2] if ends else None
+        ends = ((text.index(s) + len(s), -len(s), s) for s in self._stop if s in text)
+        _, _, stop = min(ends, default=(0, 0, None))
+        return stop
 
     def _undecided(self, text: str) -> int:
         """Length of the longest suffix of the text that is a prefix of a stop string."""

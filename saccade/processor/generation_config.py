@@ -82,8 +82,9 @@ def _checked(source: str, name: str, value: Any) -> Any:
 def _wrong(name: str, value: Any) -> str | None:
     """What is wrong with a value, in the same words as for a request; None if nothing is."""
     if name == _GREEDY:
-        wrong = f"{name} must be true or false, but {value!r:.80} was given"
-        return None if isinstance(value, bool) else wrong
+        if not isinstance(value, bool):
+            return f"{name} must be true or false, but {value!r:.80} was given"
+        return None
     if name not in _FIELDS:
         return None
     if isinstance(value, int) and abs(value) > _LARGEST:

@@ -177,7 +177,9 @@ def paired(first: Sequence[Side], second: Sequence[Side]) -> list[tuple[Side, Si
 def columns(pairs: Sequence[tuple[Side, Side]]) -> tuple[Sequence[Side], Sequence[Side]]:
     """Both sides; of the first one alone where it is the same in all pairs."""
     first, second = zip(*pairs, strict=True)
-    return (first[:1] if all(side is first[0] for side in first) else first), second
+    if all(side is first[0] for side in first):
+        return first[:1], second
+    return first, second
 
 
 def _text(text: str) -> dict[str, str]:

@@ -53,7 +53,7 @@ class RequestBuilder:
         if params.thinking_token_budget is not None and self._thinking_after is not None:
             thinking = thinking or self._thinking_after(prompt)
         params = _with_budget(params, thinking)
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         if params.bad_words and self._encode is not None:
             params = replace(params, bad_words=None, bad_words_token_ids=self._bad_words(params.bad_words))
         if params.picks_best and params.logprobs is None:

@@ -308,8 +308,12 @@ def _frame_as_asked(
     adds_bos = config.get("add_bos_token")
     if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer") or not isinstance(adds_bos, bool):
         return
-    before = [tokens["bos_token"]] if adds_bos and "bos_token" in tokens else []
-    after = [tokens["eos_token"]] if config.get("add_eos_token") is True and "eos_token" in tokens else []
+    before = []
+    after = []
+    if adds_bos and "bos_token" in tokens:
+        before.append(tokens["bos_token"])
+    if config.get("add_eos_token") is True and "eos_token" in tokens:
+        after.append(tokens["eos_token"])
     ids = [(token, inner.token_to_id(token)) for token in {*before, *after}]
     if all(i is not None for _, i in ids):
         inner.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)

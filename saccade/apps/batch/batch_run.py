@@ -66,7 +66,10 @@ async def run_batch(
 
 async def _worker(requests: Iterator[BatchRequest], send: Send, write: Callable[[BatchResult], None]) -> None:
     for request in requests:  # shared by all workers, which run in one thread
-        write(BatchResult(request, 0, "", b"") if request.problem else await send(request))
+        if request.problem:
+            write(BatchResult(request, 0, "", b""))
+        else:
+            write(await send(request))
 
 
 def _check(lines: BatchLines, results: Path, line: int, custom_id: str | None) -> None:

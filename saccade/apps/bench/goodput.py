@@ -114,13 +114,12 @@ def best(trials: list[Trial]) -> Trial | None:
 
 def summary(trials: list[Trial], slo: Slo) -> str:
     """The goodput, and how far the search came."""
-    winner = best(trials)
-    rate = winner.rate if winner else 0.0
+    rate = max((trial.rate for trial in trials if trial.is_kept), default=0.0)
     words = f"goodput: {rate:.2f} requests/s within {slo.ttft_ms:g} and {slo.itl_ms:g} ms at p99"
     missed = [trial.rate for trial in trials if not trial.is_kept and trial.rate > rate]
     if not missed:
         return f"{words}; the search ended before a rate was missed, so the limit is higher"
     lowest = min(missed)
-    if winner and lowest - rate > _PRECISION * lowest:
+    if rate and lowest - rate > _PRECISION * lowest:
         return f"{words}; the search ended early: the limit is below {lowest:.2f}"
     return words

@@ -113,7 +113,7 @@ def errors_of(results: Sequence[Result]) -> dict[str, int]:
 
 def client_warning(load: LoadResult) -> str | None:
     """A warning if the clients were too busy for their own times."""
-    late = 1e3 * float(np.percentile(load.lag, 99)) if load.lag else 0.0
+    late = 1e3 * _p99(load.lag)
     if late <= LATE_MS:
         return None
     return (

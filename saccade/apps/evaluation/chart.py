@@ -16,12 +16,16 @@ def tuned_table(measured: Sequence[Measurement]) -> str:
     lines = ["max_pixels  accuracy  worst skill       tokens/picture  first token  requests in KV"]
     for one in measured:
         skill, share = one.worst()
-        tokens = "-" if one.tokens_per_image is None else f"{one.tokens_per_image:.1f}"
-        fit = "-" if one.concurrency is None else f"{one.concurrency:,}"
+        tokens = _cell(one.tokens_per_image, ".1f")
+        fit = _cell(one.concurrency, ",")
         quality = f"{one.accuracy:>9.1%}  {f'{skill} {share:.0%}':<17}"
         cost = f"{tokens:>14} {one.first_token_ms:>9.0f} ms {fit:>15}"
         lines.append(f"{one.max_pixels:>10,} {quality} {cost}")
     return "\n".join(lines)
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def text_chart(measured: Sequence[Measurement], advice: Advice, questions: QuestionSet) -> str:

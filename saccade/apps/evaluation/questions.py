@@ -133,7 +133,8 @@ def _root(where: Path) -> Root:
             raise ConfigError(message)
         root = zipfile.Path(where)
         inner = [entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("__")]
-        root = inner[0] if len(inner) == 1 and not (root / QUESTIONS).exists() else root
+        if len(inner) == 1 and not (root / QUESTIONS).exists():
+            root = inner[0]
     if not (root / QUESTIONS).is_file():
         raise ConfigError(f"{where} has no {QUESTIONS}, so it is not a question set; see docs/evaluation.md")
     return root

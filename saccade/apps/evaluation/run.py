@@ -81,4 +81,4 @@ def score(question: Question, reply: ModelReply) -> ScoredReply:
 
 
 def accuracy(answers: Sequence[ScoredReply]) -> float:
-    return sum(a.is_right for a in answers) / len(answers) if answers else 0.0
+    return sum(answer.is_right for answer in answers) / max(1, len(answers))

@@ -47,7 +47,7 @@ def chance(rules: Sequence[AnswerRule]) -> float:
     """The accuracy of the best constant reply, which needs no image."""
     guesses = Counter(rule.reply for rule in rules).most_common(_GUESSES)
     right = [sum(rule.is_right(guess) for rule in rules) for guess, _ in guesses]
-    return max(right) / len(rules) if rules else 0.0
+    return max(right, default=0) / max(1, len(rules))
 
 
 def field_chance(rules: Sequence[AnswerRule]) -> float:
