@@ -11,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from saccade.apps.evaluation.image_noise import Grain
-from saccade.apps.evaluation.scoring import Rule
+from saccade.apps.evaluation.scoring import AnswerRule
 
 SKILLS = (
     "color",
@@ -51,15 +51,15 @@ class Question:
     text: str
     answer: str  # what the model is trained to say; a function of the picture and the question
     keys: tuple[str, ...]  # each must occur, as whole words; where the answer is JSON: the JSON value itself
-    forbidden: tuple[str, ...] = ()  # see Rule
+    forbidden: tuple[str, ...] = ()  # see AnswerRule
     schema: Mapping[str, Any] | None = None  # the server holds the answer to it; the question says nothing of it
     tools: tuple[Tool, ...] = ()  # of the request
     role: str = "user"  # or "tool": the text is what a tool returned
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> AnswerRule:
         is_json = self.skill in _JSON_SKILLS and self.answer[0] in "[{<"
-        return Rule(self.keys, "json" if is_json else "all", self.forbidden)
+        return AnswerRule(self.keys, "json" if is_json else "all", self.forbidden)
 
     @property
     def request(self) -> dict[str, Any]:

@@ -14,8 +14,10 @@ class ConfigFiles(NamedTuple):
 
 def normalize(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ConfigFiles:
     """Convert if needed. Idempotent, since another process reads a converted config again."""
-    given = ConfigFiles(config, generation)
-    return _qwen(given) if config.get("model_type") == "qwen" and "head_dim" not in config else given
+    files = ConfigFiles(config, generation)
+    if config.get("model_type") != "qwen" or "head_dim" in config:
+        return files
+    return _qwen(files)
 
 
 _QWEN_DEFAULTS: Mapping[str, Any] = {
@@ -37,9 +39,9 @@ _QWEN_PAD = 2  # offset of <imgpad> from <img>
 _QWEN_ENDS = 3  # <|endoftext|> and, for chats, the next two: <|im_start|> and <|im_end|>
 
 
-def _qwen(given: ConfigFiles) -> ConfigFiles:
-    raw = {**_QWEN_DEFAULTS, **given.config}
-    chat = given.generation.get("chat_format")
+def _qwen(files: ConfigFiles) -> ConfigFiles:
+    raw = {**_QWEN_DEFAULTS, **files.config}
+    chat = files.generation.get("chat_format")
     common = {
         **raw,
         "intermediate_size": raw["intermediate_size"] // 2,  # Qwen's is that of gate and up together
@@ -48,19 +50,20 @@ def _qwen(given: ConfigFiles) -> ConfigFiles:
         "rms_norm_eps": raw["layer_norm_epsilon"],
         "rope_theta": raw["rotary_emb_base"],
         "chat_format": chat,
-        **_qwen_tower(raw.get("visual") or {}),
+        **_qwen_tower(raw.get("visual", {})),
     }
-    end = given.generation.get("eos_token_id")
+    end = files.generation.get("eos_token_id")
     if chat != "chatml" or not isinstance(end, int):
-        return ConfigFiles(common, given.generation)
-    return ConfigFiles(common, {**given.generation, "eos_token_id": list(range(end, end + _QWEN_ENDS))})
+        return ConfigFiles(common, files.generation)
+    return ConfigFiles(common, {**files.generation, "eos_token_id": list(range(end, end + _QWEN_ENDS))})
 
 
 def _qwen_positions(raw: Mapping[str, Any]) -> int:
     """Capped at the trained length: dynamic NTK and log-n attention, used beyond it, are not implemented."""
     maximum: int = raw["max_position_embeddings"]
-    changes = raw["use_dynamic_ntk"] or raw["use_logn_attn"]
-    return min(raw.get("seq_length", maximum), maximum) if changes else maximum
+    if raw["use_dynamic_ntk"] or raw["use_logn_attn"]:
+        maximum = min(raw.get("seq_length", maximum), maximum)
+    return maximum
 
 
 def _qwen_tower(visual: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,5 +83,6 @@ def _qwen_tower(visual: Mapping[str, Any]) -> dict[str, Any]:
         # An average, as every query attends to all patches.
         "spatial_merge_size": max(1, side // max(1, math.isqrt(max(0, queries)))),
     }
-    start = visual.get("image_start_id")
-    return {"vision_config": vision, "image_token_id": None if start is None else start + _QWEN_PAD}
+    if "image_start_id" not in visual:
+        return {"vision_config": vision}
+    return {"vision_config": vision, "image_token_id": visual["image_start_id"] + _QWEN_PAD}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from saccade.checkpoint.compat import normalize
@@ -143,7 +144,7 @@ class ModelConfig:
     raw: Mapping[str, Any] = field(repr=False)  # config.json, for fields of one family
 
 
-def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] = MappingProxyType({})) -> ModelConfig:
     """Read config.json, and generation_config.json for its EOS ids."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
@@ -151,19 +152,19 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         raise ConfigError(message)
     try:
         check_values("config.json", raw, CONFIG)
-        check_values("generation_config.json", generation or {}, GENERATION)
-        return _read(model_type, *normalize(_without_nulls(raw), generation or {}))
+        check_values("generation_config.json", generation, GENERATION)
+        return _read(model_type, *normalize(_without_nulls(raw), generation))
     except ConfigError as error:
         raise ConfigError(f"{error} (model_type {model_type!r})") from None
 
 
 def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls, which would hide a default, except for names where null has a meaning."""
-    kept: dict[str, Any] = {}
+    """The fields without nulls, which would hide a default, except where null has a meaning."""
+    values: dict[str, Any] = {}
     for name, value in raw.items():
         if value is not None or name in _NULL_IS_MEANT:
-            kept[name] = _without_nulls(value) if isinstance(value, Mapping) else value
-    return kept
+            values[name] = _without_nulls(value) if isinstance(value, Mapping) else value
+    return values
 
 
 def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -171,11 +172,11 @@ def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]
     kind = nested.get("model_type") or (LANGUAGE_TYPE if "language_config" in raw else model_type)
     flat = {name: value for name, value in raw.items() if name not in _NOT_OF_TEXT}
     text = {**TEXT_DEFAULTS.get(kind, {}), **flat, "model_type": kind, **nested}
-    vision = raw.get("vision_config")
+    vision = raw.get("vision_config", {})
     dtype = first_of(raw, "dtype", "torch_dtype") or first_of(text, "dtype", "torch_dtype") or "float32"
     return ModelConfig(
         model_type=model_type,
-        text=_text_config(text, raw, len((vision or {}).get("deepstack_visual_indexes") or ())),
+        text=_text_config(text, raw, len(vision.get("deepstack_visual_indexes", ()))),
         vision=_vision_config({**_projector_fields(raw), **vision}) if vision else None,
         image_token_id=first_of(raw, "image_token_id", "image_token_index"),
         video_token_id=first_of(raw, "video_token_id", "video_token_index"),
@@ -188,10 +189,9 @@ def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]
 def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack: int) -> TextConfig:
     heads = _need(text, "num_attention_heads")
     hidden = _need(text, "hidden_size")
-    rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    rope = {**text.get("rope_scaling", {}), **text.get("rope_parameters", {})}
     section = rope.pop("mrope_section", None)
-    theta = rope.pop("rope_theta", None) or text.get("rope_theta")
-    eps = text.get("rms_norm_eps")
+    theta = rope.pop("rope_theta", text.get("rope_theta", 10000.0))
     # Some published configs have false at the top and true in text_config; the head is then not stored.
     tie = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")
     mla = _mla_config(text)
@@ -204,8 +204,8 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack:
         head_dim=mla.kv_lora_rank + mla.qk_rope_head_dim if mla else _head_dim(text, hidden, heads),
         vocab_size=_need(text, "vocab_size"),
         max_position=_need(text, "max_position_embeddings"),
-        rms_norm_eps=1e-6 if eps is None else eps,
-        rope_theta=float(theta or 10000.0),
+        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+        rope_theta=float(theta),
         mrope_section=tuple(section) if section else None,
         rope_scaling=rope,
         tie_word_embeddings=bool(tie),
@@ -213,7 +213,7 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack:
         window=_window(text),
         linear=_linear_config(text),
         experts=moe_config(text, _need(text, "num_hidden_layers")),
-        num_cross_layers=len(text.get("cross_attention_layers") or ()),
+        num_cross_layers=len(text.get("cross_attention_layers", ())),
         num_deepstack=num_deepstack,
         rope_switch=_rope_switch(rope, text),
         token_dim=raw.get(TOKEN_DIM),
@@ -222,7 +222,7 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack:
 
 
 def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
-    shared: int = first_of(text, "num_key_value_heads") or heads
+    shared = _need(text, "num_key_value_heads", "num_attention_heads")
     if heads % shared:
         reason = f"{heads} attention heads cannot share {shared} key-value heads evenly"
         raise ConfigError(f"config.json: {reason} (num_attention_heads, num_key_value_heads)")
@@ -231,10 +231,12 @@ def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
 
 def _head_dim(text: Mapping[str, Any], hidden: int, heads: int) -> int:
     """Even, since RoPE rotates pairs."""
-    given: int | None = text.get("head_dim")
-    if given is None and hidden % heads:
-        raise ConfigError(f"config.json: hidden_size={hidden} is not divided by num_attention_heads={heads}")
-    dim = hidden // heads if given is None else given
+    dim: int | None = text.get("head_dim")
+    if dim is None:
+        if hidden % heads:
+            message = f"config.json: hidden_size={hidden} is not divided by num_attention_heads={heads}"
+            raise ConfigError(message)
+        dim = hidden // heads
     if dim % 2:
         message = f"config.json: heads have {dim} values (head_dim, or hidden_size by heads), an odd number"
         raise ConfigError(message)
@@ -249,7 +251,7 @@ def _mla_config(text: Mapping[str, Any]) -> MLAConfig | None:
         qk_rope_head_dim=_need(text, "qk_rope_head_dim"),
         qk_nope_head_dim=_need(text, "qk_nope_head_dim"),
         v_head_dim=_need(text, "v_head_dim"),
-        q_lora_rank=_need(text, "q_lora_rank") if text.get("q_lora_rank") else None,
+        q_lora_rank=text.get("q_lora_rank") or None,
     )
 
 
@@ -257,22 +259,23 @@ def _rope_switch(rope: Mapping[str, Any], text: Mapping[str, Any]) -> int | None
     if first_of(rope, "rope_type", "type") != "longrope":
         return None
     names = ("original_max_position_embeddings", "max_position_embeddings")
-    found: int | None = first_of({**text, **rope}, *names)
-    return found
+    context: int | None = first_of({**text, **rope}, *names)
+    return context
 
 
 def _window(text: Mapping[str, Any]) -> int | None:
     layers = text.get("layer_types") or ["sliding_attention"]  # older configs have one kind
     if "chunked_attention" in layers:
         return text.get("attention_chunk_size")
-    is_used = text.get("use_sliding_window", True) and "sliding_attention" in layers
-    return text.get("sliding_window") if is_used else None
+    if "sliding_attention" not in layers:
+        return None
+    return text.get("sliding_window") if text.get("use_sliding_window", True) else None
 
 
 def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
     if text.get("linear_num_value_heads") is None:
         return None
-    every = text.get("full_attention_interval") or 4
+    every = text.get("full_attention_interval", 4)
     kinds = text.get("layer_types") or ["linear_attention"] * (every - 1) + ["full_attention"]
     is_linear = [kind == "linear_attention" for kind in kinds]
     return LinearConfig(
@@ -285,43 +288,44 @@ def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
     )
 
 
-def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
-    vision = {**VISION_DEFAULTS, **TOWER_DEFAULTS.get(given.get("model_type", ""), {}), **given}
+def _vision_config(config: Mapping[str, Any]) -> VisionConfig:
+    vision = {**VISION_DEFAULTS, **TOWER_DEFAULTS.get(config.get("model_type", ""), {}), **config}
     hidden = first_of(vision, "embed_dim", "hidden_size", "width")
     if hidden is None:
         raise ConfigError("config.json: vision_config has none of embed_dim, hidden_size and width")
     if not isinstance(hidden, int):
         message = f"config.json: vision_config has several towers ({', '.join(hidden)}); one is supported"
         raise ConfigError(message)
+    patch = _side(vision, "patch_size") or 0
     return VisionConfig(
         hidden_size=hidden,
-        intermediate_size=vision.get("intermediate_size") or max(1, int(hidden * vision.get("mlp_ratio", 4))),
+        intermediate_size=vision.get("intermediate_size", max(1, int(hidden * vision.get("mlp_ratio", 4)))),
         num_layers=_need(vision, "depth", "num_hidden_layers", "layers") + vision.get("num_global_layers", 0),
         num_heads=_vision_heads(vision, hidden),
-        patch_size=_side(vision, "patch_size") or 0,
-        in_channels=first_of(given, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
-        image_size=_image_size(vision),
+        patch_size=patch,
+        in_channels=vision["in_channels"],  # 3 under each of its names
+        image_size=_image_size(vision, patch),
         spatial_merge_size=vision["spatial_merge_size"],
         temporal_patch_size=vision["temporal_patch_size"],
         hidden_act=vision["hidden_act"],
         # No config field says it, but towers with SiLU have gated MLPs.
         is_gated=vision.get("is_gated", vision["hidden_act"] == "silu"),
         window_size=vision.get("window_size") if "fullatt_block_indexes" in vision else None,
-        full_layers=tuple(vision.get("fullatt_block_indexes") or ()),
-        deepstack_layers=tuple(vision.get("deepstack_visual_indexes") or ()),
+        full_layers=tuple(vision.get("fullatt_block_indexes", ())),
+        deepstack_layers=tuple(vision.get("deepstack_visual_indexes", ())),
         takes_squares=vision.get("takes_squares", False),
-        projector=tuple(vision.get("projector_widths") or ()),
+        projector=tuple(vision.get("projector_widths", ())),
     )
 
 
 def _projector_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the tower's shape that are outside vision_config if a projector merges the patches."""
     if "projector_config" in raw:
-        given = raw["projector_config"] or {}
-        width = given.get("n_embed", 2048) * given.get("mlp_ratio", 1)
-        widths = [width] * (given.get("depth", 2) - 1)
-        return {"spatial_merge_size": given.get("downsample_ratio", 2), "projector_widths": widths}
-    return {name: raw[name] for name in ("spatial_merge_size",) if raw.get(name) is not None}
+        projector = raw["projector_config"]
+        width = projector.get("n_embed", 2048) * projector.get("mlp_ratio", 1)
+        widths = [width] * (projector.get("depth", 2) - 1)
+        return {"spatial_merge_size": projector.get("downsample_ratio", 2), "projector_widths": widths}
+    return {name: raw[name] for name in ("spatial_merge_size",) if name in raw}
 
 
 def _vision_heads(vision: Mapping[str, Any], hidden: int) -> int:
@@ -332,9 +336,8 @@ def _vision_heads(vision: Mapping[str, Any], hidden: int) -> int:
     return heads
 
 
-def _image_size(vision: Mapping[str, Any]) -> int | None:
+def _image_size(vision: Mapping[str, Any], patch: int) -> int | None:
     side = _side(vision, "image_size")
-    patch = _side(vision, "patch_size") or 0
     if side is not None and side < patch:
         raise ConfigError(f"config.json: vision_config.image_size={side} is less than one patch_size={patch}")
     return side
@@ -342,27 +345,29 @@ def _image_size(vision: Mapping[str, Any]) -> int | None:
 
 def _side(vision: Mapping[str, Any], name: str) -> int | None:
     """The side of a square, which some checkpoints write as two equal values."""
-    given = vision.get(name)
-    sides = given if isinstance(given, list) else [given]
-    if len(set(sides)) != 1:
-        raise ConfigError(f"config.json: vision_config.{name} {given} is no square")
-    side: int | None = sides[0]
-    return side
+    size = vision.get(name)
+    if not isinstance(size, list):
+        return size
+    if len(set(size)) != 1:
+        raise ConfigError(f"config.json: vision_config.{name} {size} is no square")
+    return int(size[0])
 
 
 def _need(values: Mapping[str, Any], *names: str) -> int:
-    found: int | None = first_of(values, *names)
-    if found is None:
+    number: int | None = first_of(values, *names)
+    if number is None:
         raise ConfigError(f"config.json has no {' or '.join(names)}, which the model's shape needs")
-    if found < 1:
-        raise ConfigError(f"config.json: {' or '.join(names)} comes to {found}; at least 1 is needed")
-    return found
+    if number < 1:
+        raise ConfigError(f"config.json: {' or '.join(names)} comes to {number}; at least 1 is needed")
+    return number
 
 
 def _eos_ids(*sources: Mapping[str, Any]) -> frozenset[int]:
     """EOS ids of the first source that has any: generation_config.json, config.json, text_config."""
     for source in sources:
-        ids = source.get("eos_token_id")
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
+        match source.get("eos_token_id"):
+            case list(ids):
+                return frozenset(ids)
+            case int(token):
+                return frozenset((token,))
     return frozenset()

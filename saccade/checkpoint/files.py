@@ -82,13 +82,13 @@ def _too_deep(file: Path) -> ConfigError:
 def weight_files(index: Path) -> list[str]:
     """The files that a model.safetensors.index.json names, whether they exist or not."""
     try:
-        given = read_json(index, INDEX_BYTES).get("weight_map")
+        weight_map = read_json(index, INDEX_BYTES).get("weight_map")
     except ConfigError as error:
         raise ConfigError(f"{index} is not a readable list of weight files: {error}") from None
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given.values()):
+    if not isinstance(weight_map, Mapping) or not all(isinstance(name, str) for name in weight_map.values()):
         reason = "it has no weight_map from tensors to files"
         raise ConfigError(f"{index} is not a readable list of weight files: {reason}")
-    return sorted({checked_name(name, index) for name in given.values()})
+    return sorted({checked_name(name, index) for name in weight_map.values()})
 
 
 def check_named_files(settings: Mapping[str, Any], file: Path) -> None:

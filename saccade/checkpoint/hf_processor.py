@@ -33,9 +33,9 @@ def refusal(model_type: str, reason: str) -> ConfigError:
 
 def raised(error: Exception) -> str:
     """A short reason for an exception from Transformers, whose own text is meant for its developers."""
-    missing = [name for name in _OPTIONAL if name in str(error).lower() and find_spec(name) is None]
-    if missing:
-        return f"it needs {missing[0]}, which is not installed (pip install {missing[0]})"
+    packages = [name for name in _OPTIONAL if name in str(error).lower() and find_spec(name) is None]
+    if packages:
+        return f"it needs {packages[0]}, which is not installed (pip install {packages[0]})"
     return f"its code there raises {type(error).__name__}"
 
 
@@ -49,7 +49,7 @@ def import_transformers(model_type: str) -> Any:
 
 
 def load_processor(path: Path, model_type: str) -> Any:
-    """For images and text; the video processor is left out, as it needs torchvision."""
+    """The processor of images and text; that of videos is left out, as it needs torchvision."""
     transformers = import_transformers(model_type)
     try:
         return _load(transformers, path)
@@ -70,15 +70,15 @@ def _load(transformers: Any, path: Path) -> Any:
         "image_processor": transformers.AutoImageProcessor.from_pretrained(path, **LOCAL),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(path, **LOCAL),
     }
-    missing = {name: None for name in kind.get_attributes() if name not in parts}
+    absent_parts = {name: None for name in kind.get_attributes() if name not in parts}
     unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows None
-    return type(kind.__name__, (kind,), unchecked)(**parts, **missing, **_settings(path))
+    return type(kind.__name__, (kind,), unchecked)(**parts, **absent_parts, **_settings(path))
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    given = read_optional(path / "processor_config.json")
-    own = {name: value for name, value in given.items() if not isinstance(value, dict)}
-    return {name: value for name, value in own.items() if name not in ("processor_class", "auto_map")}
+    config = read_optional(path / "processor_config.json")
+    settings = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    return {name: value for name, value in settings.items() if name not in ("processor_class", "auto_map")}
 
 
 def processed(processor: Any, text: str, image: Image.Image) -> Any:
@@ -89,13 +89,13 @@ def processed(processor: Any, text: str, image: Image.Image) -> Any:
 def placeholder(processor: Any, model_type: str, image_token_id: int) -> str:
     """The placeholder of an image: the candidate that expands to the largest number of embeddings."""
     tokenizer = processor.tokenizer
-    own = tokenizer.convert_ids_to_tokens(image_token_id)
-    named = (own, getattr(processor, "image_token", None), getattr(processor, "boi_token", None))
-    tried = dict.fromkeys(filter(None, named))
-    found = {token: _embedded(processor, token, image_token_id) for token in tried}
-    token = max(found, key=lambda name: found[name])
-    if not found[token]:
-        raise refusal(model_type, f"its processor finds no place for a picture at {' or '.join(found)}")
+    id_token = tokenizer.convert_ids_to_tokens(image_token_id)
+    tokens = (id_token, getattr(processor, "image_token", None), getattr(processor, "boi_token", None))
+    candidates = dict.fromkeys(filter(None, tokens))
+    counts = {token: _embedded(processor, token, image_token_id) for token in candidates}
+    token = max(counts, key=lambda name: counts[name])
+    if not counts[token]:
+        raise refusal(model_type, f"its processor finds no place for a picture at {' or '.join(counts)}")
     if len(tokenizer.encode(token, add_special_tokens=False)) != 1:
         reason = f"a picture's place in the text, {token}, is not one token of its tokenizer"
         raise refusal(model_type, reason)
@@ -104,20 +104,21 @@ def placeholder(processor: Any, model_type: str, image_token_id: int) -> str:
 
 def _embedded(processor: Any, token: str, image_token_id: int) -> int:
     try:
-        made = processed(processor, token, Image.new("RGB", _TRIED))
+        inputs = processed(processor, token, Image.new("RGB", _TRIED))
     except Exception:  # not the placeholder
         return 0
-    return int((made["input_ids"] == image_token_id).sum())
+    return int((inputs["input_ids"] == image_token_id).sum())
 
 
 def check_inputs(processor: Any, path: Path, model_type: str, token: str) -> None:
     """ConfigError if the model takes more inputs than pixel values. Called before any weight is read."""
-    taken = inspect.signature(_model_class(path, model_type).forward).parameters
-    given = processed(processor, token, Image.new("RGB", _TRIED))
-    names = ", ".join(name for name in given if name in taken and name not in _HANDLED)
-    if "pixel_values" not in given:
+    parameters = inspect.signature(_model_class(path, model_type).forward).parameters
+    inputs = processed(processor, token, Image.new("RGB", _TRIED))
+    common = inputs.keys() & parameters.keys()
+    names = ", ".join(name for name in inputs if name in common - _HANDLED)
+    if "pixel_values" not in inputs:
         raise refusal(model_type, f"its processor makes {names or 'nothing'} of a picture, not pixel_values")
-    if _BIDIRECTIONAL in given and _BIDIRECTIONAL in taken:
+    if _BIDIRECTIONAL in common:
         reason = "its pictures are read in both directions, and our attention looks back only"
         raise refusal(model_type, reason)
     if names:
@@ -130,5 +131,5 @@ def _model_class(path: Path, model_type: str) -> Any:
     config = import_transformers(model_type).AutoConfig.from_pretrained(path, **LOCAL)
     if type(config) not in kinds:
         raise refusal(model_type, "that library has no model of this type that answers about pictures")
-    found = kinds[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    classes = kinds[type(config)]
+    return classes[0] if isinstance(classes, tuple) else classes

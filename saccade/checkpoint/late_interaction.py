@@ -13,7 +13,7 @@ from typing import Any
 from saccade.errors import ConfigError
 
 TOKEN_DIM = "late_interaction_dim"
-"""In an unwrapped config: numbers in a token's vector."""
+"""A field of an unwrapped config: numbers in a token's vector."""
 
 _WIDTHS = ("embedding_dim", "embed_dim", "dims", "dim")
 _DEFAULT_DIM = 128
@@ -23,17 +23,20 @@ _NAMES = re.compile(r"(Ops)?Col[A-Z]\w*")
 def unwrapped(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the base model, with `TOKEN_DIM`. Any other config as it is."""
     inner = config.get("vlm_config")
-    if inner is None and not _is_named(config):
-        return config
-    if inner is not None and not isinstance(inner, Mapping):
+    if inner is None:
+        if not _is_named(config):
+            return config
+        inner = {"model_type": config.get("model_type")}
+    if not isinstance(inner, Mapping):
         raise ConfigError(f"config.json: vlm_config is {str(inner)[:80]!r}, but an object is needed")
     base = {name: value for name, value in config.items() if name not in ("vlm_config", "model_type")}
     dim = next((config[name] for name in _WIDTHS if config.get(name) is not None), _DEFAULT_DIM)
     dtype = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None}
-    own = inner if inner is not None else {"model_type": config.get("model_type")}
-    return {**base, **own, **dtype, TOKEN_DIM: config.get(TOKEN_DIM, dim)}
+    return {**base, **inner, **dtype, TOKEN_DIM: config.get(TOKEN_DIM, dim)}
 
 
 def _is_named(config: Mapping[str, Any]) -> bool:
-    names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and bool(_NAMES.fullmatch(str(names[0])))
+    match config.get("architectures"):
+        case [name, *_]:
+            return _NAMES.fullmatch(str(name)) is not None
+    return False

@@ -31,7 +31,9 @@ class MoEConfig:
     @property
     def stacked_shared(self) -> int:
         """Routed experts that are as wide as the shared one: kernels run it as so many more of them."""
-        return self.shared // self.width if self.stacks_shared and self.shared % self.width == 0 else 0
+        if not self.stacks_shared or self.shared % self.width:
+            return 0
+        return self.shared // self.width
 
     @property
     def active_width(self) -> int:
@@ -50,38 +52,38 @@ def moe_config(text: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
     layers = _layers(text, num_layers)
     if not count or not layers or text.get("moe_intermediate_size") is None:
         return None
-    width = int(text["moe_intermediate_size"])
-    choice = text.get("topk_method") or "greedy"
-    choice = "greedy" if choice == "gready" else choice  # a typo in DeepSeek's config class
-    is_grouped = choice != "greedy"
-    per_token = int(text.get("num_experts_per_tok") or 0)
-    shared = first_of(text, "shared_expert_intermediate_size")
+    width = text["moe_intermediate_size"]
+    choice = text.get("topk_method", "greedy").replace(
+        "gready", "greedy"
+    )  # a typo in DeepSeek's config class
+    groups = {} if choice == "greedy" else text
+    per_token = text.get("num_experts_per_tok", 0)
+    shared = text.get("shared_expert_intermediate_size", text.get("n_shared_experts", 0) * width)
     # With one expert per token DeepSeek keeps its score as weight, while Qwen normalises it to one.
     is_one_kept = per_token == 1 and text.get("n_routed_experts") is not None
     return MoEConfig(
         layers=layers,
-        count=int(count),
+        count=count,
         per_token=per_token,
         width=width,
         normalise=bool(text.get("norm_topk_prob", False)) and not is_one_kept,
-        scoring=text.get("scoring_func") or "softmax",
-        groups=int(text.get("n_group") or 1) if is_grouped else 1,
-        groups_kept=int(text.get("topk_group") or 1) if is_grouped else 1,
+        scoring=text.get("scoring_func", "softmax"),
+        groups=max(1, groups.get("n_group", 1)),
+        groups_kept=max(1, groups.get("topk_group", 1)),
         choice=choice,
-        scale=float(text.get("routed_scaling_factor") or 1.0),
-        shared=int(shared) if shared is not None else int(text.get("n_shared_experts") or 0) * width,
-        shared_gate=bool(shared),
+        scale=float(text.get("routed_scaling_factor", 1.0)),
+        shared=shared,
+        shared_gate=bool(text.get("shared_expert_intermediate_size")),
     )
 
 
 def _layers(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Every n-th layer, without the dense ones. Qwen's step counts from one, DeepSeek's from zero."""
-    dense = text.get("mlp_only_layers") or ()
-    first = int(text.get("first_k_dense_replace") or 0)
-    step = int(text.get("decoder_sparse_step") or 1)
-    frequency = int(text.get("moe_layer_freq") or 1)
-    layers = [i for i in range(first, num_layers) if i not in dense]
-    return tuple(i for i in layers if (i + 1) % step == 0 and i % frequency == 0)
+    dense = text.get("mlp_only_layers", ())
+    step = max(1, text.get("decoder_sparse_step", 1))
+    frequency = max(1, text.get("moe_layer_freq", 1))
+    layers = [i for i in range(text.get("first_k_dense_replace", 0), num_layers) if i not in dense]
+    return tuple(i for i in layers if (i + 1) % step == i % frequency == 0)
 
 
 def first_of(values: Mapping[str, Any], *names: str) -> Any:

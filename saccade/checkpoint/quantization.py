@@ -74,16 +74,17 @@ class Quantization:
 
     @property
     def int4_bytes(self) -> float:
-        """Of a weight that stays in INT4, with its part of a scale (16 bits) and a zero point (8 bits)."""
+        """Bytes of a weight in INT4, with its part of a scale (16 bits) and a zero point (8 bits)."""
         return 0.5 + (3 if self.has_zeros else 2) / self.group if self.is_int4 else 0.0
 
 
 def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None:
     """None: the weights are not quantised. ConfigError names the field that cannot be read."""
-    places = (raw, raw.get("text_config") or {}, {"quantization_config": _of_modelopt_file(folder)})
-    config = next(
-        (found for place in places if (found := place.get("quantization_config")) is not None), None
-    )
+    config = raw.get("quantization_config")
+    if config is None:
+        config = (raw.get("text_config") or {}).get("quantization_config")
+    if config is None:
+        config = _of_modelopt_file(folder)
     if config is None:
         return None
     if not isinstance(config, Mapping):
@@ -96,29 +97,29 @@ def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None
             f"quant_method {method!r} in quantization_config is not supported; {_INSTEAD[method]}"
         )
     if method not in _READERS:
-        known = ", ".join(sorted(_READERS))
-        problem = f"is not known; take the checkpoint in bfloat16, or one in a known one ({known})"
+        methods = ", ".join(sorted(_READERS))
+        problem = f"is not known; take the checkpoint in bfloat16, or one in a known one ({methods})"
         raise ConfigError(f"quant_method {method!r} in quantization_config {problem}")
-    found = _READERS[method](config)
-    if found is not None and found.is_int4 and _leaves_out_experts(config):
-        return replace(found, group=0)  # memory is planned as if all were dequantised
-    return found
+    quantization = _READERS[method](config)
+    if quantization is None or not quantization.is_int4 or not _leaves_out_experts(config):
+        return quantization
+    return replace(quantization, group=0)  # memory is planned as if all were dequantised
 
 
 def _leaves_out_experts(config: Mapping[str, Any]) -> bool:
     """Whether the file's own lists name routed experts, or a layer as a whole."""
     lists = [config.get(name) for name in ("ignore", "modules_to_not_convert", "dynamic")]
-    named = [name for names in lists if isinstance(names, Mapping | Sequence) for name in names]
-    return any(_EXPERTS.search(str(name)) for name in named)
+    modules = [name for names in lists if isinstance(names, Mapping | Sequence) for name in names]
+    return any(_EXPERTS.search(str(name)) for name in modules)
 
 
 def _of_modelopt_file(folder: Path) -> Mapping[str, Any] | None:
-    found = read_optional(folder / "hf_quant_config.json").get("quantization")
-    if found is None:
+    settings = read_optional(folder / "hf_quant_config.json").get("quantization")
+    if settings is None:
         return None
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"quantization in hf_quant_config.json must be an object, not {found!r}")
-    return {**found, "quant_method": "modelopt"}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"quantization in hf_quant_config.json must be an object, not {settings!r}")
+    return {**settings, "quant_method": "modelopt"}
 
 
 # --- by method ----------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def _fbgemm(config: Mapping[str, Any]) -> Quantization:
 
 def _modelopt(config: Mapping[str, Any]) -> Quantization | None:
     """An algorithm of null: only the KV cache was quantised, or nothing."""
-    if "quant_algo" in config and config["quant_algo"] is None:
+    if config.get("quant_algo", "") is None:
         return None
     algorithm = _word(config, "quant_algo").upper()
     _check_among("quant_algo", algorithm, _MODELOPT)
@@ -199,11 +200,12 @@ def _compressed(config: Mapping[str, Any]) -> Quantization:
 
 
 def _group_block(name: str, group: Any) -> Any:
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping):
-        raise ConfigError(f"config_groups.{name} of quantization_config lacks weights")
-    if weights.get("num_bits") not in _BITS:
-        bits = weights.get("num_bits")
+    match group:
+        case {"weights": Mapping() as weights}:
+            bits = weights.get("num_bits")
+        case _:
+            raise ConfigError(f"config_groups.{name} of quantization_config lacks weights")
+    if bits not in _BITS:
         raise ConfigError(f"config_groups.{name}.weights.num_bits is {bits!r}; 4 and 8 can be read")
     return _block(weights, "block_structure") if weights.get("block_structure") else None
 
@@ -228,23 +230,23 @@ def _word(config: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _check_among(name: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} in quantization_config is {value!r}; known are {', '.join(known)}")
+def _check_among(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} in quantization_config is {value!r}; known are {', '.join(choices)}")
 
 
-def _check_bits(config: Mapping[str, Any], known: Sequence[int]) -> int:
+def _check_bits(config: Mapping[str, Any], widths: Sequence[int]) -> int:
     bits = config.get("bits", config.get("w_bit"))
-    if type(bits) is not int or bits not in known:
-        names = " and ".join(map(str, known))
+    if type(bits) is not int or bits not in widths:
+        names = " and ".join(map(str, widths))
         raise ConfigError(f"bits in quantization_config is {bits!r}; {names} can be read")
     return int(bits)
 
 
 def _group(config: Mapping[str, Any]) -> int:
     """0: whole rows, or another size than whole numbers of columns."""
-    value = config.get("group_size", config.get("q_group_size"))
-    return value if isinstance(value, int) and value > 0 else 0
+    size = config.get("group_size", config.get("q_group_size"))
+    return max(0, size) if isinstance(size, int) else 0
 
 
 def _block(config: Mapping[str, Any], name: str) -> tuple[int, int]:

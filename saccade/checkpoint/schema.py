@@ -13,7 +13,7 @@ _MAXIMUM = 4096  # values in a list of any length: as many as layers
 
 
 class Kind(NamedTuple):
-    wanted: str
+    description: str
     takes: Callable[[Any], bool]
 
 
@@ -28,61 +28,63 @@ def first_wrong(values: Mapping[str, Any], table: Table, inside: str = "") -> st
         if value is None:
             continue
         if isinstance(kind, Kind):
-            wrong = None if kind.takes(value) else _sentence(inside + name, value, kind.wanted)
-        elif isinstance(value, Mapping):
-            wrong = first_wrong(value, kind, f"{inside}{name}.")
-        else:
-            wrong = _sentence(inside + name, value, "an object")
-        if wrong:
+            if not kind.takes(value):
+                return _sentence(inside + name, value, kind.description)
+        elif not isinstance(value, Mapping):
+            return _sentence(inside + name, value, "an object")
+        elif wrong := first_wrong(value, kind, f"{inside}{name}."):
             return wrong
     return None
 
 
-def _sentence(name: str, value: Any, wanted: str) -> str:
-    shown = repr(value)
-    sentence = f"{name} is {shown[:80]}{'...' * (len(shown) > 80)}, but {wanted} is needed"
-    if isinstance(value, list) and len(value) > _MAXIMUM:
-        return f"{sentence}, with at most {_MAXIMUM} values, not {len(value)}"
+def _sentence(name: str, value: Any, description: str) -> str:
+    text = repr(value)
+    sentence = f"{name} is {text[:80]}{'...' * (len(text) > 80)}, but {description} is needed"
+    match value:
+        case list() if len(value) > _MAXIMUM:
+            return f"{sentence}, with at most {_MAXIMUM} values, not {len(value)}"
     return sentence
 
 
 def whole(minimum: int, maximum: int) -> Kind:
     """An integer. The bounds are far beyond published values; they keep a typo from filling the memory."""
-    wanted = f"{minimum}" if minimum == maximum else f"a whole number from {minimum} to {maximum}"
-    return Kind(wanted, lambda v: isinstance(v, int) and not isinstance(v, bool) and minimum <= v <= maximum)
+    description = f"{minimum}" if minimum == maximum else f"a whole number from {minimum} to {maximum}"
+    return Kind(description, lambda v: type(v) is int and minimum <= v <= maximum)
 
 
 def number(*, above: float = -math.inf, minimum: float = -math.inf, maximum: float = math.inf) -> Kind:
     bounds = {"above": above, "of at least": minimum, "of at most": maximum}
-    wanted = "a number" + "".join(f" {words} {at}" for words, at in bounds.items() if math.isfinite(at))
-    return Kind(wanted, lambda v: _is_number(v) and v > above and minimum <= v <= maximum)
+    description = "a number" + "".join(f" {words} {at}" for words, at in bounds.items() if math.isfinite(at))
+    return Kind(description, lambda v: _is_number(v) and above < v and minimum <= v <= maximum)
 
 
 def list_of(kind: Kind, count: int | None = None) -> Kind:
-    wanted = f"a list of {'' if count is None else f'{count} times '}{kind.wanted}"
-    return Kind(wanted, lambda v: isinstance(v, list) and _fits(len(v), count) and all(map(kind.takes, v)))
-
-
-def _fits(length: int, count: int | None) -> bool:
-    return length <= _MAXIMUM if count is None else length == count
+    times, lengths = (
+        ("", range(_MAXIMUM + 1)) if count is None else (f"{count} times ", range(count, count + 1))
+    )
+    return Kind(
+        f"a list of {times}{kind.description}",
+        lambda v: isinstance(v, list) and len(v) in lengths and all(map(kind.takes, v)),
+    )
 
 
 def either(*kinds: Kind) -> Kind:
-    return Kind(" or ".join(kind.wanted for kind in kinds), lambda v: any(kind.takes(v) for kind in kinds))
+    return Kind(
+        " or ".join(kind.description for kind in kinds), lambda v: any(kind.takes(v) for kind in kinds)
+    )
 
 
 def sides(kind: Kind) -> Kind:
-    """Of a picture, by name."""
+    """The sides of an image, by name."""
     return Kind(
-        f"an object with {kind.wanted} for each side",
+        f"an object with {kind.description} for each side",
         lambda v: isinstance(v, Mapping) and all(side is None or kind.takes(side) for side in v.values()),
     )
 
 
 def _is_number(value: Any) -> bool:
-    """The first bound keeps out whole numbers that no float can hold."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
+    """The bound keeps out whole numbers that no float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.checkpoint.files import TOKENIZER_BYTES, read_json, read_text
+from saccade.checkpoint.files import TOKENIZER_BYTES, read_json, read_optional, read_text
 from saccade.errors import ConfigError
 
 Ranks = dict[bytes, int]
@@ -71,23 +71,22 @@ def as_markup(spec: str, names: Collection[str]) -> str:
 
 def _has_tower(folder: Path) -> bool:
     """Whether the checkpoint has a vision tower, and so tokens for images."""
-    config = folder / "config.json"
-    return config.is_file() and bool(read_json(config).get("visual"))
+    return bool(read_optional(folder / "config.json").get("visual"))
 
 
 def _converted(file: Path, conventions: Conventions, *, has_tower: bool) -> str:
     ranks = _ranks(file)
-    shown = conventions.marks if has_tower else ()
-    added = (*conventions.control, *shown, *(conventions.images if has_tower else ()))
+    marks = conventions.marks if has_tower else ()
+    tokens = (*conventions.control, *marks, *(conventions.images if has_tower else ()))
     model = {
         "type": "BPE",
         "vocab": {_spelled(token): rank for token, rank in ranks.items()},
-        "merges": [[_spelled(left), _spelled(right)] for left, right in merges_of(ranks)],
+        "merges": [[_spelled(head), _spelled(tail)] for head, tail in merges_of(ranks)],
         "ignore_merges": True,  # a whole piece that is a token needs no merges
     }
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [_added(token, len(ranks) + i, token not in shown) for i, token in enumerate(added)],
+        "added_tokens": [_added(token, len(ranks) + i, token not in marks) for i, token in enumerate(tokens)],
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": _pre_tokenizer(conventions.pattern),
         "post_processor": None,
@@ -129,12 +128,14 @@ def _check_whole(ranks: Ranks, file: Path) -> None:
     if longest > _MAX_BYTES:
         message = f"{file} has a token of {longest} bytes; at most {_MAX_BYTES} are taken: download it again"
         raise ConfigError(message)
-    missing = sum(bytes([byte]) not in ranks for byte in range(256))
-    if missing or sorted(ranks.values()) != list(range(len(ranks))):
+    num_absent = sum(bytes([byte]) not in ranks for byte in range(256))
+    if num_absent or sorted(ranks.values()) != list(range(len(ranks))):
         highest = max(ranks.values(), default=None)
-        found = f"it has {len(ranks)} of them, the last ranked {highest}"
-        rule = f"and lacks {missing} of the 256 bytes; ranks count from 0, none twice"
-        raise ConfigError(f"{file} cannot be read as ranks of tokens: {found}, {rule}: download it again")
+        ranks_there = f"it has {len(ranks)} of them, the last ranked {highest}"
+        rule = f"and lacks {num_absent} of the 256 bytes; ranks count from 0, none twice"
+        raise ConfigError(
+            f"{file} cannot be read as ranks of tokens: {ranks_there}, {rule}: download it again"
+        )
 
 
 def merges_of(ranks: Ranks) -> list[tuple[bytes, bytes]]:
@@ -148,15 +149,18 @@ def _pair(token: bytes, ranks: Ranks, rank: int) -> tuple[bytes, bytes] | None:
     cuts = [i for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
     if len(cuts) == 1:
         return token[: cuts[0]], token[cuts[0] :]
-    parts = _parts(token, ranks, rank) if cuts else []
-    return (parts[0], parts[1]) if len(parts) == 2 else None
+    if cuts:
+        match _parts(token, ranks, rank):
+            case [head, tail]:
+                return head, tail
+    return None
 
 
 def _parts(token: bytes, ranks: Ranks, below: int) -> list[bytes]:
     """The token after all merges of ranks below its own, lowest and leftmost first."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        pairs = [ranks.get(left + right, below) for left, right in pairwise(parts)]
+        pairs = [ranks.get(head + tail, below) for head, tail in pairwise(parts)]
         lowest = min(pairs)
         if lowest >= below:
             break
@@ -168,8 +172,8 @@ def _parts(token: bytes, ranks: Ranks, below: int) -> list[bytes]:
 def _letters() -> dict[int, str]:
     """GPT-2's byte-to-unicode table: a printable byte is itself, the others start at 256."""
     prints = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
-    others = [byte for byte in range(256) if byte not in prints]
-    return {byte: chr(byte) for byte in prints} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in prints]
+    return {byte: chr(byte) for byte in prints} | {byte: chr(256 + i) for i, byte in enumerate(unprintable)}
 
 
 _LETTERS = str.maketrans({chr(byte): letter for byte, letter in _letters().items()})

@@ -28,9 +28,9 @@ from saccade.apps.bench.report import (
     table,
     write_csv,
 )
-from saccade.apps.bench.stream_client import Target
+from saccade.apps.bench.stream_client import ServerAddress
 from saccade.apps.bench.trace import TraceRequest
-from saccade.apps.bench.workloads import Shape
+from saccade.apps.bench.workloads import RequestShape
 from saccade.cli.bench_arguments import MAX_IMAGES
 from saccade.cli.bench_checks import check
 from saccade.cli.bench_max_images import max_images
@@ -55,7 +55,7 @@ class Subject(NamedTuple):
     name: str  # in errors
     model: str
     run: Run  # puts a load on it
-    attempt: Callable[[Shape, int], Attempt]  # one request with so many images
+    attempt: Callable[[RequestShape, int], Attempt]  # one request with so many images
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _max_images(args: argparse.Namespace, attempt: Callable[[int], Attempt]) -> 
     return 0 if found.images and (found.limit is None or found.limit.is_refusal) else 1
 
 
-def _warm_up_part(args: argparse.Namespace, shape: Shape, trace: tuple[TraceRequest, ...]) -> Part:
+def _warm_up_part(args: argparse.Namespace, shape: RequestShape, trace: tuple[TraceRequest, ...]) -> Part:
     """Of a trace: requests of both kinds."""
     kinds = ([r for r in trace if r.sizes], [r for r in trace if not r.sizes])
     some = tuple(request for kind in kinds for request in kind[: _WARM_UP // 2])
@@ -136,7 +136,9 @@ def _warm_up(subject: Subject, part: Part) -> None:
         raise ConfigError(f"{subject.name} answers no request: {results[0].sample.error}")
 
 
-def _once(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo, trace: tuple[TraceRequest, ...]) -> int:
+def _once(
+    args: argparse.Namespace, run: Run, shape: RequestShape, slo: Slo, trace: tuple[TraceRequest, ...]
+) -> int:
     parts = _parts(args, shape, args.rate, args.requests, args.seed, trace)
     names = [args.workload, "beside"][: len(parts)]
     load = run(parts)
@@ -151,7 +153,7 @@ def _once(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo, trace: tup
     return _complain(load)
 
 
-def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
+def _goodput(args: argparse.Namespace, run: Run, shape: RequestShape, slo: Slo) -> int:
     loads: list[LoadResult] = []
 
     def measure(rate: float) -> Figures:
@@ -182,7 +184,7 @@ def _trial_requests(rate: float, min_requests: int) -> int:
     return int(min(max(min_requests, rate * _TRIAL_SECONDS), max_requests))
 
 
-def _first_rate(args: argparse.Namespace, run: Run, shape: Shape) -> float:
+def _first_rate(args: argparse.Namespace, run: Run, shape: RequestShape) -> float:
     """Near what the server can do: a search from far away would take a load for each rate on the way."""
 
     def measure(clients: int) -> Figures:
@@ -198,7 +200,7 @@ def _first_rate(args: argparse.Namespace, run: Run, shape: Shape) -> float:
 
 def _parts(
     args: argparse.Namespace,
-    shape: Shape,
+    shape: RequestShape,
     rate: float | None,
     count: int,
     seed: int,
@@ -207,14 +209,14 @@ def _parts(
     clients = None if rate or trace else args.clients
     parts = [Part(args.workload, shape, count, clients, rate, seed, trace)]
     if args.beside:
-        beside = Shape(shape.model, shape.sizes, words=1, tokens=4, ignore_eos=shape.ignore_eos)
+        beside = RequestShape(shape.model, shape.sizes, words=1, tokens=4, ignore_eos=shape.ignore_eos)
         images = math.ceil(args.beside * count / rate) if rate else args.beside_images
         parts.append(Part("image", beside, images, None, args.beside, seed + 1))
     return parts
 
 
-def _shape(args: argparse.Namespace, model: str) -> Shape:
-    return Shape(
+def _shape(args: argparse.Namespace, model: str) -> RequestShape:
+    return RequestShape(
         model,
         tuple(args.size or [(1280, 720)]),
         args.images,
@@ -230,7 +232,7 @@ def _shape(args: argparse.Namespace, model: str) -> Shape:
 
 
 def _served_model(url: str, key: str | None) -> str:
-    _, body = get_json(Target(url, key).url("/v1/models"), key, server=url)
+    _, body = get_json(ServerAddress(url, key).url("/v1/models"), key, server=url)
     try:
         return str(body["data"][0]["id"])
     except (LookupError, TypeError):

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from saccade import LLM, SamplingParams
 from saccade.apps.bench.load import LoadResult, Part, Result
 from saccade.apps.bench.max_images import Attempt
-from saccade.apps.bench.stream_client import Sample
-from saccade.apps.bench.workloads import WORKLOADS, Job, Shape
+from saccade.apps.bench.stream_client import RequestSample
+from saccade.apps.bench.workloads import WORKLOADS, ClientJob, RequestShape
 from saccade.cli.bench import Subject
 from saccade.cli.bench_arguments import engine_options
 from saccade.errors import RequestError
@@ -52,7 +52,7 @@ def run_offline(engine: Engine, parts: Sequence[Part], progress: bool = False) -
     return LoadResult(driver.results, [])
 
 
-def _attempt(llm: LLM, shape: Shape, images: int, seed: int) -> Attempt:
+def _attempt(llm: LLM, shape: RequestShape, images: int, seed: int) -> Attempt:
     job = WORKLOADS["image"](replace(shape, images=images), 0, random.Random(f"{seed} {images}"))
     chat = _chat(job.bodies[0])
     try:
@@ -76,7 +76,7 @@ class _Work(NamedTuple):
     has_images: bool
 
     @staticmethod
-    def of(job: Job) -> _Work:
+    def of(job: ClientJob) -> _Work:
         return _Work([_chat(body) for body in job.bodies], job.has_images)
 
 
@@ -191,7 +191,7 @@ class _Driver:
         now = time.perf_counter()
         if error is None and not stream.token_times:
             error = "no token came"
-        sample = Sample(stream.start, stream.token_times, now, prompt_tokens, stream.num_tokens, error)
+        sample = RequestSample(stream.start, stream.token_times, now, prompt_tokens, stream.num_tokens, error)
         self.results.append(Result(stream.source.place, stream.work.has_images, stream.due, sample))
         if stream.turn + 1 < len(stream.work.chats):
             self._send(stream.source, stream.work, stream.turn + 1, now)

@@ -15,7 +15,7 @@ from saccade.apps.bench.workloads import jpeg
 from saccade.apps.plan.calibration import calibration_for
 from saccade.apps.plan.fit import Figure, fit
 from saccade.apps.plan.hardware import Hardware
-from saccade.apps.plan.timing import Precision, Timing
+from saccade.apps.plan.timing import Precision, TimeModel
 from saccade.media.decode import decode
 from saccade.processor.images import ImageInput
 from saccade.runner.device_memory import device_of, dtype_of
@@ -39,7 +39,7 @@ def calibrate(file: Path, model: str | None, options: Mapping[str, str]) -> int:
         config = llm.engine.processor.checkpoint.config
         dtype, _ = dtype_of(options.get("dtype", "auto"), config.dtype, device)
         size = costs.dtype_bytes(dtype)
-        timing = Timing(config, dtype, hardware, calibration_for(hardware), Precision(size, size))
+        timing = TimeModel(config, dtype, hardware, calibration_for(hardware), Precision(size, size))
         figures = list(_figures(llm, device.type))
         if config.vision is not None:
             given = _megapixel_ms(llm, device.type)
@@ -102,7 +102,7 @@ def _new_image(llm: LLM, device: str) -> Figure:
 
     width, height = _SIZES[device]
 
-    def predict(made: Timing) -> float:
+    def predict(made: TimeModel) -> float:
         work = made.encode(item.geometry) + made.prefill(item.geometry.tokens)
         return made.preprocess(width * height / 1e6) + work + made.request
 

@@ -17,7 +17,7 @@ from saccade.options.engine import MediaPolicy, Options
 from saccade.processor import families
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.base import Family
-from saccade.processor.images import Limits, limits_among, page_size
+from saccade.processor.images import ImageLimits, limits_among, page_size
 from saccade.processor.video import Videos, video_bill_item
 from saccade.types.media import Size
 from saccade.types.prompt import VideoRun
@@ -42,7 +42,7 @@ def count_files(
 ) -> tuple[list[Count], list[RequestError]]:
     """The bill of each file, and an error for each that has none. `together`: all files are in one prompt."""
     family, slot_bytes = _family(options.model)
-    limits = Limits(*family.policy(options.min_pixels, options.max_pixels))
+    limits = ImageLimits(*family.policy(options.min_pixels, options.max_pixels))
     policy = MediaPolicy.of(options)
     documents, errors = _documents(files, policy)
     if together:
@@ -92,7 +92,7 @@ class _Prices(NamedTuple):
     """What an image of a size costs."""
 
     family: Family
-    limits: Limits
+    limits: ImageLimits
     slot_bytes: int
 
     def of(self, file: str, size: Size) -> Count:

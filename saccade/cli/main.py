@@ -32,7 +32,7 @@ from saccade.util.logs import FORMAT_VARIABLE, LEVEL_VARIABLE
 from saccade.util.logs import set_up as set_up_logs
 
 if TYPE_CHECKING:
-    from saccade.apps.evaluation.commands import Target
+    from saccade.apps.evaluation.commands import EvalTarget
 
 _SEVERAL = "latest flag that takes several values"  # an attribute of the parsed arguments
 
@@ -376,17 +376,17 @@ def _add_target(command: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from saccade.apps.evaluation.commands import Output, evaluate
+    from saccade.apps.evaluation.commands import ReportFiles, evaluate
 
     _check_results(args, "json")
-    return evaluate(_target(args), Output(args.json, tuple(args.markdown), args.show_wrong))
+    return evaluate(_target(args), ReportFiles(args.json, tuple(args.markdown), args.show_wrong))
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from saccade.apps.evaluation.commands import Output, tune
+    from saccade.apps.evaluation.commands import ReportFiles, tune
 
     _check_results(args, "json", "plot")
-    return tune(_target(args), args.sizes, Output(args.json, tuple(args.markdown), plot=args.plot))
+    return tune(_target(args), args.sizes, ReportFiles(args.json, tuple(args.markdown), plot=args.plot))
 
 
 def _check_results(args: argparse.Namespace, *flags: str) -> None:
@@ -395,8 +395,8 @@ def _check_results(args: argparse.Namespace, *flags: str) -> None:
             check_writable(f"--{flag}", Path(path))
 
 
-def _target(args: argparse.Namespace) -> Target:
-    from saccade.apps.evaluation.commands import Target
+def _target(args: argparse.Namespace) -> EvalTarget:
+    from saccade.apps.evaluation.commands import EvalTarget
 
     given = given_options(args, Options)
     if args.url is None:
@@ -408,7 +408,7 @@ def _target(args: argparse.Namespace) -> Target:
             message = f"{unused} cannot change the server at {args.url}; leave it out, or leave --url"
             raise ConfigError(message)
         options = Options(**given)
-    return Target(
+    return EvalTarget(
         options,
         url=args.url,
         api_key=args.api_key,

@@ -72,8 +72,8 @@ class Slots:
 
     def _give_back(self, owners: Owners) -> None:
         self._count(owners, -1)
-        while found := self._next():
-            waiter, owners = found
+        while head := self._next():
+            waiter, owners = head
             self._remove(waiter, owners)
             self._count(owners, 1)
             waiter.set_result(None)
@@ -89,9 +89,9 @@ class Slots:
         return None
 
     def _remove(self, waiter: Waiter, owners: Owners) -> None:
-        waiting = self._waiting[owners.client]
-        del waiting[waiter]
-        if not waiting:
+        waiters = self._waiting[owners.client]
+        del waiters[waiter]
+        if not waiters:
             del self._waiting[owners.client]
 
     def _has_capacity(self, owners: Owners) -> bool:

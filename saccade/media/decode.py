@@ -18,6 +18,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from saccade.errors import RequestError
+from saccade.media.image_headers import rotated_size
 from saccade.media.png_rows import has_all_rows
 from saccade.media.rgb import BAND, MIRRORED, as_image, to_rgb, upright
 from saccade.media.video_reader import VideoReaders
@@ -82,11 +83,12 @@ def decode(item: MediaItem, new: NewPixels = new_pixels) -> Pixels:  # [height, 
         return np.frombuffer(item.data, np.uint8).reshape(height, width, 3)
     assert item.page is None, "a media_worker renders pages"
     with refuse_faults(item):
-        decoded = _decode_jpeg(item, new)
-        pixels = _decode_file(item) if decoded is None else decoded
+        pixels = _decode_jpeg(item, new)
+        if pixels is None:
+            pixels = _decode_file(item)
     if Size(pixels.shape[1], pixels.shape[0]) != reduce_size(item.header.size, item.reduction):
-        found = f"{pixels.shape[1]}x{pixels.shape[0]} were decoded"
-        message = f"the picture's header says {width}x{height} pixels but {found}"
+        raster = f"{pixels.shape[1]}x{pixels.shape[0]} were decoded"
+        message = f"the picture's header says {width}x{height} pixels but {raster}"
         raise RequestError(message, code="image_parse_error")
     return pixels
 
@@ -120,16 +122,16 @@ def draft(image: ImageFile, reduction: int) -> None:
 
 
 def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
-    """As Pillow, without its copies and the GIL; None unless intact, of the header's size, colour or grey."""
+    """Pillow's pixels, without its copies and the GIL; None unless intact and of the header's size."""
     if simplejpeg is None or item.header.format != "jpeg":
         return None
     orientation = item.header.orientation
-    stored = item.header.size if orientation < 5 else Size(*reversed(item.header.size))
+    raw_size = rotated_size(item.header.size, orientation)
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(item.data)
-        if colours not in ("YCbCr", "Gray") or Size(width, height) != stored:
+        if colours not in ("YCbCr", "Gray") or Size(width, height) != raw_size:
             return None
-        width, height = reduce_size(stored, item.reduction)
+        width, height = reduce_size(raw_size, item.reduction)
         smallest = {"min_height": height, "min_width": width}
         if orientation == 1:
             into = {"buffer": new((height, width, 3)), **smallest}
@@ -141,13 +143,13 @@ def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
     return pixels
 
 
-def _rotated(stored: Pixels, orientation: int, new: NewPixels) -> Pixels:
+def _rotated(raw_pixels: Pixels, orientation: int, new: NewPixels) -> Pixels:
     """[height, width, 4] as stored, upright in `new` memory. Bands fit a cache, which the whole does not."""
-    height, width = stored.shape[:2] if orientation < 5 else stored.shape[1::-1]
+    height, width = raw_pixels.shape[:2] if orientation < 5 else raw_pixels.shape[1::-1]
     pixels = new((height, width, 3))
     for start in range(0, height, BAND):
         end = min(start + BAND, height)
-        part = stored[start:end] if orientation < 5 else stored[:, start:end]
+        part = raw_pixels[start:end] if orientation < 5 else raw_pixels[:, start:end]
         band = upright(as_image(np.ascontiguousarray(part)), orientation).tobytes("raw", "RGB")
         top = height - end if orientation in MIRRORED else start
         pixels[top : top + end - start] = np.frombuffer(band, np.uint8).reshape(-1, width, 3)
@@ -172,10 +174,10 @@ def _check_rows(image: ImageFile, data: bytes) -> None:
         raise OSError("rows are missing")
 
 
-def check_stored_size(stored: Size, item: MediaItem) -> None:
+def check_stored_size(size: Size, item: MediaItem) -> None:
     """The raster about to be allocated must have the billed size."""
     width, height = item.header.size
-    if stored.width * stored.height != width * height:
-        found = f"its data says {stored.width}x{stored.height}"
-        message = f"the picture's header says {width}x{height} pixels but {found}"
+    if size.width * size.height != width * height:
+        raster = f"its data says {size.width}x{size.height}"
+        message = f"the picture's header says {width}x{height} pixels but {raster}"
         raise RequestError(message, code="image_parse_error")

@@ -68,7 +68,7 @@ class MediaDecoder:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that run."""
+        """The processes that run."""
         return (*self._workers.pids, *self._heavy.pids)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class MediaDecoder:
 
 
 class IsolatedJpeg:
-    """As `StreamedJpeg`, in another process, with threads of its own."""
+    """A `StreamedJpeg` in another process, with threads of its own."""
 
     def __init__(self, item: MediaItem, resized: Callable[[Size, int], Pixels]) -> None:
         width, height = reduce_size(item.header.size, item.reduction)
@@ -110,10 +110,14 @@ def _num_bytes(item: MediaItem) -> int:
 
 def _fault(item: MediaItem, seconds: float, memory: int) -> Fault:
     width, height = item.header.size
-    kind = "video" if item.kind == "video" else f"{item.header.format.upper()} picture"
+    kind = f"{item.header.format.upper()} picture"
+    code = "image_parse_error"
+    if item.kind == "video":
+        kind = "video"
+        code = "invalid_video"
     return Fault(
         f"the {kind} of {width}x{height} pixels ({len(item.data)} bytes)",
-        "invalid_video" if item.kind == "video" else "image_parse_error",
+        code,
         slow=f"takes more than {seconds:.3g} s of CPU time, which its size does not explain; save it anew",
         died=f"cannot be decoded: it is damaged or needs more than {memory >> 20} MiB",
     )

@@ -34,7 +34,7 @@ class PdfPage:
     box: Box
 
     def size(self, policy: DocumentPolicy, max_pixels: int) -> Size:
-        """In pixels: at the deployment's resolution, or smaller to stay within `max_pixels`."""
+        """The size in pixels: at the deployment's resolution, or smaller to stay within `max_pixels`."""
         scale = policy.dpi / _POINTS_PER_INCH
         area = self.box.width * self.box.height * scale**2
         scale *= min(1.0, math.sqrt(min(policy.max_page_pixels, max_pixels) / area))
@@ -68,25 +68,25 @@ def load_document(
     limit = policy.document.max_pages
     count, boxes = pdf.boxes(limit)
     if count > limit:
-        allowed = f"at most {limit} are allowed (max_document_pages)"
-        raise RequestError(f"the PDF has {count} pages, and {allowed}", code="document_too_large")
+        limit_text = f"at most {limit} are allowed (max_document_pages)"
+        raise RequestError(f"the PDF has {count} pages, and {limit_text}", code="document_too_large")
     indices = range(count) if pages is None else read_pages(pages, count)
     if max_images is not None and num_before + len(indices) > max_images:
-        asked = f"{len(indices)} pages of the PDF are asked for"
-        asked += f" after {num_before} of other documents" if num_before else ""
-        allowed = f"at most {max_images} images per prompt are allowed"
-        message = f"{asked} and {allowed} (limit_mm_per_prompt image={max_images}); choose fewer with pages"
+        before = f" after {num_before} of other documents" if num_before else ""
+        limit_text = f"at most {max_images} images per prompt are allowed"
+        remedy = f"(limit_mm_per_prompt image={max_images}); choose fewer with pages"
+        message = f"{len(indices)} pages of the PDF are asked for{before} and {limit_text} {remedy}"
         raise RequestError(message, code="document_too_large")
     digest = hashlib.sha256(data).digest()
-    chosen = tuple(PdfPage(data, digest, index, _checked(boxes[index], index)) for index in indices)
+    pdf_pages = tuple(PdfPage(data, digest, index, _checked(boxes[index], index)) for index in indices)
     texts = tuple(pdf.text(index) for index in indices) if text_layer else ()
-    return Document(chosen, texts)
+    return Document(pdf_pages, texts)
 
 
-def read_pages(given: Any, count: int) -> list[int]:
+def read_pages(pages: Any, count: int) -> list[int]:
     """Indices from 0, of pages counted from 1: "2", "1-3,7" or "5-"."""
-    parts = given.split(",") if isinstance(given, str) and len(given) <= _MAX_RANGE_CHARS else []
-    found: dict[int, None] = {}  # in order, each page once
+    parts = pages.split(",") if isinstance(pages, str) and len(pages) <= _MAX_RANGE_CHARS else []
+    indices: dict[int, None] = {}  # in order, each page once
     for part in parts:
         match = _RANGE.fullmatch(part.strip())
         if match is None:
@@ -97,11 +97,11 @@ def read_pages(given: Any, count: int) -> list[int]:
         if not 1 <= first <= last <= count:
             message = f"pages asks for {quoted(part.strip())}, but the PDF has the pages 1 to {count}"
             raise RequestError(message, code="invalid_document")
-        found |= dict.fromkeys(range(first - 1, last))
+        indices |= dict.fromkeys(range(first - 1, last))
     if not parts:
-        message = f'pages must be a string such as "2", "1-3,7" or "5-", not {quoted(given)}'
+        message = f'pages must be a string such as "2", "1-3,7" or "5-", not {quoted(pages)}'
         raise RequestError(message, code="invalid_document")
-    return list(found)
+    return list(indices)
 
 
 def check_document_bytes(count: int, policy: MediaPolicy) -> None:
@@ -138,9 +138,9 @@ def _bytes(source: Any, policy: MediaPolicy, allow_paths: bool) -> bytes:
         raise RequestError(message, code="invalid_document")
     check_document_bytes(len(data), policy)
     if not is_pdf(data):
-        found = "empty (0 bytes)" if not data else guess_format(data)
+        content = "empty (0 bytes)" if not data else guess_format(data)
         remedy = "send PDFs here, pictures and text as parts of their own"
-        raise RequestError(f"the document is {found}; {remedy}", code="unsupported_document_media_type")
+        raise RequestError(f"the document is {content}; {remedy}", code="unsupported_document_media_type")
     return data
 
 

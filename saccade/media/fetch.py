@@ -56,7 +56,7 @@ class FetchPolicy:
 
 
 @dataclass(slots=True)
-class _Job:
+class _Fetch:
     """One fetch in progress."""
 
     on_bytes: OnBytes
@@ -107,7 +107,7 @@ class Fetcher:
         try:
             scheme = url.partition(":")[0].lower()
             if scheme in ("http", "https"):
-                return await self._fetch_http(url, _Job(on_bytes, client, request))
+                return await self._fetch_http(url, _Fetch(on_bytes, client, request))
             if scheme == "file" or url.startswith("/"):
                 return await self._read_local(url, on_bytes)
             raise refused("the picture's URL must be a data:, http: or https: URL")
@@ -123,7 +123,7 @@ class Fetcher:
         on_bytes(size)
         return await asyncio.to_thread(_read_regular, path, size)
 
-    async def _fetch_http(self, url: str, job: _Job) -> bytes:
+    async def _fetch_http(self, url: str, job: _Fetch) -> bytes:
         if not self._domains:
             remedy = "send a data: URL, or ask the operator to allow the host with --allowed-media-domains"
             raise refused(f"pictures are not fetched from URLs here; {remedy}")
@@ -138,7 +138,7 @@ class Fetcher:
                 raise RequestError(message, code="overloaded") from None
             raise _failed(f"did not arrive within {limit:g} s") from None
 
-    async def _follow(self, url: str, job: _Job) -> bytes:
+    async def _follow(self, url: str, job: _Fetch) -> bytes:
         for _ in range(self._policy.max_redirects + 1):
             target = read_url(url, self._domains)
             try:
@@ -154,7 +154,7 @@ class Fetcher:
             url = _joined(target.url, response)
         raise _failed(f"is behind more than {self._policy.max_redirects} redirects")
 
-    async def _get(self, target: Target, job: _Job) -> bytes | str:
+    async def _get(self, target: Target, job: _Fetch) -> bytes | str:
         """One request: the body, or where it redirects to."""
         limit = self._policy.connect_timeout_s
         job.is_waiting = True
@@ -204,8 +204,8 @@ class Fetcher:
 
     async def _system_resolve(self, host: str, port: int) -> list[str]:
         def look_up() -> list[str]:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+            entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
         return await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
 

@@ -100,7 +100,7 @@ class RecentKeys:
         return key
 
     def of_page(self, page: PdfPage, size: Size, policy_tag: bytes, salt: bytes) -> Key:
-        """Of a page rendered at this size. The PDF is hashed once for all its pages."""
+        """The key of a page rendered at this size. The PDF is hashed once for all its pages."""
         shape = struct.pack("<QQQ", page.index, *size)
         return digest_of(b"pdf", shape, policy_tag, self._fingerprint, salt, page.digest)
 

@@ -28,7 +28,7 @@ class Outline(NamedTuple):
 
 
 MAX_SCANS = 500
-"""Of a JPEG; more are not counted. Programs write about ten."""
+"""Scans of a JPEG; more are not counted. Programs write about ten."""
 
 _SLOW_PASSES = 2  # of what is inflated, however its pixels are stored
 _TIFF_PASSES = 4  # any of a dozen codecs
@@ -37,7 +37,8 @@ _PYTHON_PASSES = 64
 _EXIF_MARK = b"Exif\x00\x00"
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _MARKER_START = re.compile(rb"\xff+")  # any number of padding bytes may come before a marker
-_NOT_A_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # in the range of frame headers, but tables
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # those are tables
+_WITHOUT_LENGTH = frozenset((0x00, 0x01, *range(0xD0, 0xD9)))
 _SCAN, _END = 0xDA, 0xD9
 _AFTER_PIXELS = re.compile(
     rb"\xff+[^\x00\xff\xd0-\xd7]"
@@ -48,15 +49,16 @@ def parse_jpeg(data: bytes) -> Outline:
     """Segments up to the first scan: the frame header has the size and follows EXIF."""
     exif = outline = None
     for marker, body, end in jpeg_segments(data):
-        if marker == 0xE1 and exif is None and outline is None and body[:6] == _EXIF_MARK:
-            exif = bytes(body)
-        if 0xC0 <= marker <= 0xCF and marker not in _NOT_A_FRAME and outline is None:
-            _, height, width, channels = struct.unpack_from(">BHHB", body)
-            if channels not in _JPEG_MODES:
-                raise ValueError("a JPEG has 1, 3 or 4 channels")
-            outline = Outline(1, exif, Size(width, height), _JPEG_MODES[channels])
-            is_plain = marker in (0xC0, 0xC1)  # all is in one scan, if that has all channels
-        if marker == _SCAN and outline is not None:
+        if outline is None:
+            if marker in _FRAMES:
+                _, height, width, channels = struct.unpack_from(">BHHB", body)
+                if channels not in _JPEG_MODES:
+                    raise ValueError("a JPEG has 1, 3 or 4 channels")
+                outline = Outline(1, exif, Size(width, height), _JPEG_MODES[channels])
+                is_plain = marker in (0xC0, 0xC1)  # all is in one scan, if that has all channels
+            elif marker == 0xE1 and exif is None and body[:6] == _EXIF_MARK:
+                exif = bytes(body)
+        elif marker == _SCAN:
             has_all = is_plain and body[:1] == bytes([channels])
             return outline if has_all else outline._replace(passes=_num_scans(data, end))
     if outline is None:
@@ -65,7 +67,7 @@ def parse_jpeg(data: bytes) -> Outline:
 
 
 def _num_scans(data: bytes, at: int) -> int:
-    """Of a JPEG, whose first scan has its pixels there. A library reads all of them before it shows one."""
+    """Scans of a JPEG, whose first has its pixels there. A library reads all of them before it shows one."""
     num_scans = 1
     for _ in range(MAX_STEPS):
         match = _AFTER_PIXELS.search(data, at)
@@ -99,7 +101,7 @@ def jpeg_segments(data: bytes) -> Iterator[JpegSegment]:
         marker = data[at + 1]
         if marker == _END:
             return
-        if marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD8:  # markers without a length
+        if marker in _WITHOUT_LENGTH:
             at += 2
             continue
         length = struct.unpack_from(">H", data, at + 2)[0]
@@ -122,8 +124,8 @@ def parse_png(data: bytes) -> Outline:
         length, kind = struct.unpack_from(">I4s", data, at)
         if kind == b"IEND":
             return Outline(frames, exif, passes=_SLOW_PASSES)
-        if has_pixels or kind == b"IDAT":
-            has_pixels = True
+        has_pixels |= kind == b"IDAT"
+        if has_pixels:
             at += 12 + length
             continue
         if kind == b"acTL":
@@ -191,10 +193,10 @@ def parse_gif(data: bytes) -> Outline:
     frames = steps = 0
     while steps < MAX_STEPS and at < len(data) and data[at] in (0x21, 0x2C):
         if data[at] == 0x2C:
-            left, top, w, h, local = struct.unpack_from("<HHHHB", data, at + 1)
+            x, y, w, h, local = struct.unpack_from("<HHHHB", data, at + 1)
             if frames == 0:
-                width = max(width, left + w)
-                height = max(height, top + h)
+                width = max(width, x + w)
+                height = max(height, y + h)
             frames += 1
             at += 11 + _palette_bytes(local)  # descriptor, palette, code size
         else:
@@ -275,14 +277,21 @@ def _check_tiff_values(data: bytes, at: int, order: str, layout: _TiffLayout) ->
         raise ValueError("entries claim more bytes than there are")
 
 
+_RUN_LENGTH = (b"\x01\0\0\0", b"\x02\0\0\0")  # encodings
+
+
 def parse_bmp(data: bytes) -> Outline:
     """Pillow reads its fixed header, and run-length encoded pixels in Python."""
-    is_packed = len(data) >= 34 and struct.unpack_from("<I", data, 30)[0] in (1, 2)
-    if not is_packed:
+    if data[30:34] not in _RUN_LENGTH:
         return Outline()
     width, height = struct.unpack_from("<ii", data, 18)
     pixels = max(1, abs(width * height))
     return Outline(passes=_PYTHON_PASSES * (1 + len(data) // pixels))  # a command may make no pixel
+
+
+def rotated_size(size: Size, orientation: int) -> Size:
+    """A stored size as it is seen upright, or an upright one as it is stored."""
+    return Size(size.height, size.width) if orientation >= 5 else size
 
 
 def exif_orientation(exif: bytes) -> int:

@@ -41,15 +41,16 @@ def _is_usual(frame: memoryview) -> bool:
 
 
 def _is_ycbcr(adobe: bytes) -> bool:
-    """Where Adobe's segment names the colours, it names these; other programs' segments do not count."""
+    """Adobe's segment, if it names the colours, names these; other programs' segments do not count."""
     return adobe[:5] != b"Adobe" or adobe[11:12] == b"\x01"
 
 
 def plain_length(data: bytes) -> int:
-    """Of a plain JPEG, without what follows its end. Phones put further images there, and name them (MPF)."""
-    has_several, end = False, 0
+    """The length of a plain JPEG up to its end. Phones put further images there, and name them (MPF)."""
+    has_several = False
+    end = 0
     for marker, body, after in jpeg_segments(data):
-        has_several = has_several or (marker == _SEVERAL and bytes(body[:4]) == b"MPF\0")
+        has_several |= marker == _SEVERAL and bytes(body[:4]) == b"MPF\0"
         end = after
-    found = data.find(END, end) if has_several else data.rfind(END, end)  # the latter takes no time
-    return found + len(END)
+    marker_at = data.find(END, end) if has_several else data.rfind(END, end)  # the latter takes no time
+    return marker_at + len(END)

@@ -24,6 +24,7 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from saccade.media.decode import Pixels, check_stored_size, decode, draft, reduce_size, refuse_faults
+from saccade.media.image_headers import rotated_size
 from saccade.media.rgb import BAND, MIRRORED, MODE, as_image, upright
 from saccade.types.media import MediaItem, Size
 
@@ -39,8 +40,9 @@ OnBand = Callable[[int, int], None]
 def is_streamed(item: MediaItem) -> bool:
     """Whether it is a JPEG in colour, large, and becomes narrower."""
     width, height = item.header.size
-    is_colour_jpeg = item.kind == "image" and item.header.format == "jpeg" and item.header.mode == "RGB"
-    return is_colour_jpeg and width * height >= _MIN_PIXELS and item.geometry.resized.width < width
+    if (item.kind, item.header.format, item.header.mode) != ("image", "jpeg", "RGB"):
+        return False
+    return width * height >= _MIN_PIXELS and item.geometry.resized.width < width
 
 
 class StreamedJpeg:
@@ -75,36 +77,36 @@ class StreamedJpeg:
             band = self._upright(start, end)
             narrow.paste(band.resize((size.width, end - start), resampling), (0, top))
 
-        def resize_height(left: int) -> None:
-            right = min(left + _BLOCK, size.width)
-            block = narrow.crop((left, 0, right, height))
-            small.paste(block.resize((right - left, size.height), resampling), (left, 0))
+        def resize_height(start: int) -> None:
+            end = min(start + _BLOCK, size.width)
+            block = narrow.crop((start, 0, end, height))
+            small.paste(block.resize((end - start, size.height), resampling), (start, 0))
 
         with _shared(self._submit) as add:
             self._decode(lambda start, end: add(partial(resize_width, start, end)))
         with _shared(self._submit) as add:
-            for left in range(0, size.width, _BLOCK):
-                add(partial(resize_height, left))
+            for x in range(0, size.width, _BLOCK):
+                add(partial(resize_height, x))
         return np.asarray(small.convert("RGB"))
 
     def _decode(self, on_band: OnBand) -> None:
         """Calls `on_band` for stored rows, or columns, that together are the image."""
         height = self.shape[0]
         is_swapped = self._item.header.orientation >= 5
-        done = 0
+        position = 0
 
         def progress(rows: int) -> None:
-            nonlocal done
-            while rows - done >= BAND:
-                on_band(done, done + BAND)
-                done += BAND
+            nonlocal position
+            while rows - position >= BAND:
+                on_band(position, position + BAND)
+                position += BAND
 
         if self._stored is None:
             self._stored = _StoredJpeg(self._item)
             self._stored.decode((lambda rows: None) if is_swapped else progress)
         progress(height)
-        if done < height:
-            on_band(done, height)
+        if position < height:
+            on_band(position, height)
 
     def _upright(self, start: int, end: int | None) -> Image.Image:
         """Some stored rows, or columns, as a viewer shows them."""
@@ -129,9 +131,8 @@ class _StoredJpeg(JpegImageFile):
     def __init__(self, item: MediaItem) -> None:
         super().__init__(io.BytesIO(item.data))
         check_stored_size(Size(*self.size), item)
-        width, height = item.header.size
-        stored = (width, height) if item.header.orientation < 5 else (height, width)
-        if self.mode != "RGB" or self.size != stored:
+        raw_size = rotated_size(item.header.size, item.header.orientation)
+        if (self.mode, self.size) != ("RGB", raw_size):
             raise OSError(f"{self.mode} of {self.size} is not what its header was read as")
         draft(self, item.reduction)
         self.pixels = np.zeros((self.height, self.width, 4), np.uint8)
@@ -155,8 +156,8 @@ class _StoredJpeg(JpegImageFile):
         return super().load_read(read_bytes)
 
     def _count_rows(self) -> None:
-        while found := int(np.count_nonzero(self.pixels[self._rows : self._rows + BAND, -1, 3])):
-            self._rows += found
+        while count := int(np.count_nonzero(self.pixels[self._rows : self._rows + BAND, -1, 3])):
+            self._rows += count
 
 
 @contextmanager
@@ -166,7 +167,7 @@ def _shared(submit: Submit) -> Iterator[Callable[[Task], None]]:
     Threads know the queue, not the tasks: what none of them has taken holds no pixels.
     """
     tasks: deque[Task] = deque()
-    taken: list[Future[None]] = []
+    futures: list[Future[None]] = []
 
     def take_first() -> None:
         if task := _pop(tasks.popleft):
@@ -174,13 +175,13 @@ def _shared(submit: Submit) -> Iterator[Callable[[Task], None]]:
 
     def add(task: Task) -> None:
         tasks.append(task)
-        taken.append(submit(take_first))
+        futures.append(submit(take_first))
 
     try:
         yield add
         while task := _pop(tasks.pop):
             task()
-        for future in taken:
+        for future in futures:
             if not future.cancel():
                 future.result()
     finally:

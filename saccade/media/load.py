@@ -22,6 +22,7 @@ import pybase64
 from PIL import Image, ImageFile
 
 from saccade.errors import RequestError
+from saccade.media.image_headers import rotated_size
 from saccade.media.probe import check_bytes, check_pixels, probe
 from saccade.media.rgb import to_rgb, upright
 from saccade.options.engine import MediaPolicy
@@ -53,18 +54,19 @@ def load_image(
 
 
 def _load(source: Any, policy: MediaPolicy, allow_paths: bool) -> Loaded:
-    if isinstance(source, Image.Image):
-        return _still_compressed(source, policy) or _decoded(source, policy)
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_bytes(bytes(source), policy)
-    if isinstance(source, np.ndarray):
-        return _from_array(source, policy)
-    if isinstance(source, str):
-        return _from_string(source, policy, allow_paths)
-    if isinstance(source, Path) and allow_paths:
-        return _from_file(source, policy)
-    taken = "a PIL image, a path, bytes, a NumPy array or a data: URL"
-    raise RequestError(f"a picture is {taken}, not {type(source).__name__}", code="invalid_image")
+    match source:
+        case Image.Image():
+            return _still_compressed(source, policy) or _decoded(source, policy)
+        case bytes() | bytearray() | memoryview():
+            return _from_bytes(bytes(source), policy)
+        case np.ndarray():
+            return _from_array(source, policy)
+        case str():
+            return _from_string(source, policy, allow_paths)
+        case Path() if allow_paths:
+            return _from_file(source, policy)
+    kinds = "a PIL image, a path, bytes, a NumPy array or a data: URL"
+    raise RequestError(f"a picture is {kinds}, not {type(source).__name__}", code="invalid_image")
 
 
 def _from_bytes(data: bytes, policy: MediaPolicy) -> Loaded:
@@ -72,12 +74,13 @@ def _from_bytes(data: bytes, policy: MediaPolicy) -> Loaded:
 
 
 def _from_string(text: str, policy: MediaPolicy, allow_paths: bool) -> Loaded:
-    scheme = _SCHEME.match(text)
-    if scheme and scheme[1].lower() == "data":
-        return _from_bytes(decode_data_url(text, policy), policy)
-    if scheme and (text[scheme.end() : scheme.end() + 2] == "//" or not allow_paths):
-        message = f"a picture cannot be fetched from a {scheme[1].lower()}: URL here; send it as a data: URL"
-        raise RequestError(message, code="invalid_image_url")
+    if scheme := _SCHEME.match(text):
+        name = scheme[1].lower()
+        if name == "data":
+            return _from_bytes(decode_data_url(text, policy), policy)
+        if text.startswith("//", scheme.end()) or not allow_paths:
+            message = f"a picture cannot be fetched from a {name}: URL here; send it as a data: URL"
+            raise RequestError(message, code="invalid_image_url")
     if not allow_paths:
         raise RequestError("the picture's URL must be a data: URL with base64 data", code="invalid_image_url")
     return _from_file(text, policy)
@@ -101,10 +104,10 @@ def decode_data_url(url: str, policy: MediaPolicy) -> bytes:
 def _base64(url: str, start: int) -> bytes:
     """Decode in chunks: no copy of the whole text, and other threads can run between two calls."""
     decoded = io.BytesIO()
-    rest = ""
+    tail = ""
     is_over = False
     for position in range(start, len(url), _PIECE_CHARS):
-        text = rest + url[position : position + _PIECE_CHARS]
+        text = tail + url[position : position + _PIECE_CHARS]
         if any(noise in text for noise in _WHITE_SPACE):
             text = text.translate(_WITHOUT_WHITE_SPACE)
         if is_over and text:
@@ -112,8 +115,8 @@ def _base64(url: str, start: int) -> bytes:
         whole = len(text) // 4 * 4
         decoded.write(pybase64.b64decode(text[:whole], validate=True))
         is_over = is_over or text.endswith("=", 0, whole)
-        rest = text[whole:]
-    if rest:
+        tail = text[whole:]
+    if tail:
         raise binascii.Error("incomplete")
     return decoded.getvalue()
 
@@ -161,12 +164,10 @@ def _still_compressed(image: Image.Image, policy: MediaPolicy) -> Loaded | None:
         return None  # a format that only Pillow reads
     except (OSError, ValueError):
         return None
-    return loaded if _stored(loaded.header) == (image.size, image.mode) else None
-
-
-def _stored(header: Header) -> tuple[tuple[int, int], str]:
-    width, height = header.size
-    return ((height, width) if header.orientation >= 5 else (width, height)), header.mode
+    header = loaded.header
+    if (rotated_size(header.size, header.orientation), header.mode) != (image.size, image.mode):
+        return None
+    return loaded
 
 
 def _decoded(image: Image.Image, policy: MediaPolicy) -> Loaded:
@@ -214,8 +215,8 @@ def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         low = float(array.min())
         high = float(array.max())
         if not (low >= 0 and high <= 1):  # also false for NaN
-            found = f"a float picture array holds values from 0 to 1, but these go from {low:g} to {high:g}"
-            raise RequestError(f"{found}; divide by 255 or pass uint8", code="invalid_image")
+            values = f"a float picture array holds values from 0 to 1, but these go from {low:g} to {high:g}"
+            raise RequestError(f"{values}; divide by 255 or pass uint8", code="invalid_image")
         rounded: npt.NDArray[np.uint8] = np.rint(array * 255).astype(np.uint8)
         return rounded
     message = f"a picture array holds uint8, uint16 or float values, not {array.dtype}"
@@ -223,8 +224,10 @@ def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 
 def _rgb(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """From [height, width, 1, 3 or 4]."""
-    channels = pixels.shape[2]
-    if channels == 4:
-        return to_rgb(Image.fromarray(pixels, "RGBA")).tobytes()
-    return np.repeat(pixels, 3, axis=2).tobytes() if channels == 1 else pixels.tobytes()
+    """The pixels of [height, width, 1, 3 or 4]."""
+    match pixels.shape[2]:
+        case 1:
+            return np.repeat(pixels, 3, axis=2).tobytes()
+        case 4:
+            return to_rgb(Image.fromarray(pixels, "RGBA")).tobytes()
+    return pixels.tobytes()

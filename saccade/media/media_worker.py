@@ -96,7 +96,7 @@ class MediaWorker:
         return self._written(decode_item(item, self._readers, self._memory.new))
 
     def _written(self, pixels: Pixels) -> Pixels:
-        """In shared memory, where some decoders put them at once."""
+        """The pixels in shared memory, where some decoders put them at once."""
         shared = self._memory.new(pixels.shape)
         if not np.may_share_memory(shared, pixels):
             np.copyto(shared, pixels)

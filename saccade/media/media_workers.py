@@ -91,7 +91,7 @@ class Ticket:
                 self._process = None
 
 
-class _Worker:
+class _MediaWorker:
     def __init__(self, niceness: int, pin: Pin | None) -> None:
         self.process = HelperProcess(_MODULE, str(niceness), environment=_ENVIRONMENT)
         self.memory = SharedPixels(pin)
@@ -131,13 +131,13 @@ class MediaWorkers:
 
     def __init__(self, processes: int, niceness: int = 0, pin: Pin | None = None) -> None:
         """`pin`: for memory that pixels come in."""
-        self._workers = [_Worker(niceness, pin) for _ in range(processes)]
+        self._workers = [_MediaWorker(niceness, pin) for _ in range(processes)]
         self._free = list(reversed(self._workers))  # the last used last, so that few are started
         self._freed = threading.Condition()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that run."""
+        """The processes that run."""
         return tuple(pid for worker in self._workers if (pid := worker.process.pid) is not None)
 
     def ask(self, task: Task, ticket: Ticket | None = None) -> bytes:
@@ -161,7 +161,7 @@ class MediaWorkers:
             worker.close()
 
     @contextmanager
-    def _worker(self, data: bytes) -> Iterator[_Worker]:
+    def _worker(self, data: bytes) -> Iterator[_MediaWorker]:
         with self._freed:
             self._freed.wait_for(lambda: self._free)
             worker = next((worker for worker in self._free if worker.data is data), self._free[-1])
@@ -176,13 +176,13 @@ class MediaWorkers:
 
     def _forget_files(self) -> None:
         """The oldest ones beyond a limit: here now, and there with the next job."""
-        kept = [worker for worker in self._free if worker.data is not None]
-        total = sum(len(worker.data or b"") for worker in kept)
-        for worker in kept[:-1]:
+        owners = [worker for worker in self._free if worker.data is not None]
+        total = sum(len(worker.data or b"") for worker in owners)
+        for worker in owners[:-1]:
             if total > _MAX_KEPT_BYTES:
                 total -= len(worker.data or b"")
                 worker.data = None
 
 
 MEDIA = MediaWorkers(min(MAX_PROCESSES, os.cpu_count() or 1))
-"""Of this process, for headers and documents."""
+"""The workers of this process, for headers and documents."""

@@ -17,9 +17,9 @@ from saccade.media.media_workers import MEDIA, Fault, MediaWorkers, Task
 MAX_TEXT_CHARS = 200_000  # of a page
 MEMORY_MB = 1024
 SECONDS = 5.0
-"""Of CPU time: to read the boxes of a document, and to render or read one page."""
+"""CPU time to read the boxes of a document, and to render or read one page."""
 REQUEST_SECONDS = 10.0
-"""Of CPU time: after which no more boxes and texts are read for one request."""
+"""CPU time after which no more boxes and texts are read for one request."""
 
 Result = TypeVar("Result")
 
@@ -35,12 +35,12 @@ class Box(NamedTuple):
 class CpuTime:
     """What the documents of one request may still take. Used by one thread at a time."""
 
-    left: float = REQUEST_SECONDS
+    seconds: float = REQUEST_SECONDS
 
     def check(self) -> None:
-        if self.left <= 0:
-            taken = f"the documents of the request took more than {REQUEST_SECONDS:g} s of CPU time"
-            message = f"{taken} to be read; ask for fewer pages or leave text_layer out"
+        if self.seconds <= 0:
+            reason = f"the documents of the request took more than {REQUEST_SECONDS:g} s of CPU time"
+            message = f"{reason} to be read; ask for fewer pages or leave text_layer out"
             raise RequestError(message, code="document_too_large")
 
 
@@ -82,7 +82,7 @@ class Pdf:
         try:
             body = self._workers.ask(task)
         finally:
-            self._time.left -= thread_seconds() - start
+            self._time.seconds -= thread_seconds() - start
         return msgspec.msgpack.decode(body, type=kind)
 
 

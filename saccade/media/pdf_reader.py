@@ -45,10 +45,10 @@ class PdfReader:
                     raise UnreadablePdf(
                         f"has more than {MAX_TEXT_CHARS} characters of text; leave text_layer out"
                     )
-                found = str(text.get_text_range(errors="ignore"))
+                content = str(text.get_text_range(errors="ignore"))
         except _faults() as error:
             raise UnreadablePdf(_DAMAGED) from error
-        return found.translate(_INVISIBLE).strip().encode("utf-8", "replace").decode()
+        return content.translate(_INVISIBLE).strip().encode("utf-8", "replace").decode()
 
     def render(self, data: bytes, index: int, into: Pixels) -> Pixels:
         """A page as RGB of the size of `into`."""

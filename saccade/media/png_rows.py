@@ -13,22 +13,23 @@ _INPUT = 1 << 12  # what is left of it is copied for each piece
 
 
 def has_all_rows(data: bytes) -> bool:
-    """Of a PNG whose header was read before."""
+    """Whether a PNG, whose header was read before, is whole."""
     width, height, depth, colour, _, _, interlace = struct.unpack_from(">IIBBBBB", data, 16)
     passes = _ADAM7 if interlace else ((0, 0, 1, 1),)
-    missing = 0
-    for left, top, across, down in passes:
-        columns = max(0, -(-(width - left) // across))
-        rows = max(0, -(-(height - top) // down))
-        missing += rows * (1 + (columns * depth * _CHANNELS[colour] + 7) // 8) if columns else 0
+    num_bytes = 0
+    for x, y, across, down in passes:
+        columns = max(0, -(-(width - x) // across))
+        rows = max(0, -(-(height - y) // down))
+        if columns:
+            num_bytes += rows * (1 + (columns * depth * _CHANNELS[colour] + 7) // 8)
     inflate = zlib.decompressobj()
     for part in _pixel_data(data):
         for at in range(0, len(part), _INPUT):
-            rest = part[at : at + _INPUT]
-            while rest and missing > 0 and not inflate.eof:
-                missing -= len(inflate.decompress(rest, _PIECE))
-                rest = inflate.unconsumed_tail
-    return missing <= 0
+            chunk = part[at : at + _INPUT]
+            while chunk and num_bytes > 0 and not inflate.eof:
+                num_bytes -= len(inflate.decompress(chunk, _PIECE))
+                chunk = inflate.unconsumed_tail
+    return num_bytes <= 0
 
 
 def _pixel_data(data: bytes) -> Iterator[memoryview | bytes]:

@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from saccade.errors import RequestError
-from saccade.media.image_headers import MAX_SCANS, PARSERS, Outline, exif_orientation
+from saccade.media.image_headers import MAX_SCANS, PARSERS, Outline, exif_orientation, rotated_size
 from saccade.options.engine import MediaPolicy
 from saccade.types.media import Header, Size
 
@@ -74,34 +74,35 @@ def check_bytes(count: int, policy: MediaPolicy) -> None:
 def check_pixels(size: Size, policy: MediaPolicy) -> None:
     pixels = size.width * size.height
     if pixels > policy.max_image_pixels:
-        given = f"the picture is {size.width}x{size.height} = {pixels} pixels"
+        image = f"the picture is {size.width}x{size.height} = {pixels} pixels"
         limit = f"at most {policy.max_image_pixels} are allowed (max_image_pixels)"
-        raise RequestError(f"{given}, and {limit}", code="image_too_large")
+        raise RequestError(f"{image}, and {limit}", code="image_too_large")
 
 
 def _check_passes(header: Header, policy: MediaPolicy) -> None:
     """What decoding costs, beside the pixels that come out."""
+    is_jpeg = header.format == "jpeg"
     pixels = header.size.width * header.size.height
     limit = _MAX_PASSES * policy.max_image_pixels
-    has_few = header.format != "jpeg" or header.passes <= MAX_SCANS
-    if pixels * header.passes <= limit and has_few:
+    max_passes = min(limit // pixels, MAX_SCANS) if is_jpeg else limit // pixels
+    if header.passes <= max_passes:
         return
-    given = f"the {header.format.upper()} picture of {header.size.width}x{header.size.height} pixels"
-    if header.format == "jpeg":
+    image = f"the {header.format.upper()} picture of {header.size.width}x{header.size.height} pixels"
+    if is_jpeg:
         scans = f"{MAX_SCANS} or more" if header.passes > MAX_SCANS else str(header.passes)
-        given += f" has {scans} scans, each of which is decoded"
-        allowed = f"at most {min(MAX_SCANS, limit // pixels)} are allowed at its size"
+        image += f" has {scans} scans, each of which is decoded"
+        limit_text = f"at most {max_passes} are allowed at its size"
         remedy = "save it as a plain JPEG"
     else:
-        given += f" takes as long to decode as {pixels * header.passes} pixels of a plain JPEG"
-        allowed = f"at most {limit} are allowed"
+        image += f" takes as long to decode as {pixels * header.passes} pixels of a plain JPEG"
+        limit_text = f"at most {limit} are allowed"
         remedy = "send it as PNG or JPEG"
-    message = f"{given}, and {allowed} ({_MAX_PASSES} times max_image_pixels); {remedy}"
+    message = f"{image}, and {limit_text} ({_MAX_PASSES} times max_image_pixels); {remedy}"
     raise RequestError(message, code="image_too_large")
 
 
 def _sniff(data: bytes) -> str:
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+    if data[:4] + data[8:12] == b"RIFFWEBP":
         return "webp"
     for name, starts in _MAGIC.items():
         if data.startswith(starts):
@@ -113,11 +114,11 @@ def _sniff(data: bytes) -> str:
 def guess_format(data: bytes) -> str:
     """What bytes that cannot be read seem to be, for errors."""
     if data[4:8] == b"ftyp":
-        names = [name for name, brands in _BRANDS.items() if data[8:12] in brands]
-        return names[0] if names else "MP4 or a relative of it"
+        names = (name for name, brands in _BRANDS.items() if data[8:12] in brands)
+        return next(names, "MP4 or a relative of it")
     start = data[:512].lstrip()
-    names = [name for name, starts in _OTHERS.items() if start.startswith(starts)]
-    return names[0] if names else "of an unknown format"
+    names = (name for name, starts in _OTHERS.items() if start.startswith(starts))
+    return next(names, "of an unknown format")
 
 
 def _header(name: str, data: bytes) -> Header:
@@ -126,12 +127,11 @@ def _header(name: str, data: bytes) -> Header:
         size, mode = _size_and_mode(name, data, outline)
     except _BROKEN as error:
         raise _refusal(name, data, error) from None
-    if not (0 < size.width <= _MAX_SIDE and 0 < size.height <= _MAX_SIDE):
+    if not all(0 < side <= _MAX_SIDE for side in size):
         message = f"the {name.upper()} header says {size.width}x{size.height} pixels, which is no picture"
         raise RequestError(message, code="image_parse_error")
     orientation = exif_orientation(outline.exif) if outline.exif else 1
-    upright = Size(size.height, size.width) if orientation >= 5 else size
-    return Header(name, upright, orientation, outline.frames, mode, outline.passes)
+    return Header(name, rotated_size(size, orientation), orientation, outline.frames, mode, outline.passes)
 
 
 def _size_and_mode(name: str, data: bytes, outline: Outline) -> tuple[Size, str]:

@@ -39,7 +39,7 @@ class SharedPixels:
         return len(self._memory) if self._memory else 0
 
     def reserve(self, size: int) -> None:
-        """At least so many bytes. What was there is lost."""
+        """Reserve at least so many bytes. What was there is lost."""
         if size <= self.size:
             return
         self.close()

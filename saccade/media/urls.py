@@ -62,8 +62,9 @@ class Domain(NamedTuple):
     port: int | None  # None: 80 for http, 443 for https
 
     def allows(self, target: Target) -> bool:
-        is_host = self.host == "*" or target.host == self.host or target.host.endswith(f".{self.host}")
-        return is_host and target.port == (self.port or _PORTS[target.scheme])
+        if target.port != (self.port or _PORTS[target.scheme]):
+            return False
+        return self.host in ("*", target.host) or target.host.endswith(f".{self.host}")
 
 
 def read_domains(entries: Iterable[str]) -> tuple[Domain, ...]:
@@ -82,7 +83,9 @@ def _domain(entry: str) -> Domain:
 
 def read_url(url: str, domains: tuple[Domain, ...]) -> Target:
     """An http(s) URL that the operator allows. What two parsers could read differently is refused."""
-    match = _URL.fullmatch(url) if len(url) <= _MAX_URL_CHARS and not _NOT_IN_URLS.search(url) else None
+    match = None
+    if len(url) <= _MAX_URL_CHARS and not _NOT_IN_URLS.search(url):
+        match = _URL.fullmatch(url)
     host = _host(match["host"].lower()) if match else None
     if match is None or host is None:
         message = "the picture's URL is not a plain http or https URL with a host name; send a valid one"
@@ -124,8 +127,8 @@ def _ascii_host(host: str) -> str | None:
         return None
 
 
-def _path(rest: str) -> str:
-    path = rest.partition("#")[0]
+def _path(tail: str) -> str:
+    path = tail.partition("#")[0]
     return quote(path if path.startswith("/") else f"/{path}", safe=_UNTOUCHED)
 
 
@@ -141,8 +144,9 @@ def is_public(address: str) -> bool:
 
 def _is_global(address: Address) -> bool:
     """`is_global` alone is also true of multicast and of the old private network of IPv6, fec0::/10."""
-    is_special = address.is_multicast or address.is_reserved
-    return address.is_global and not is_special and not _is_in_private_network(address)
+    if address.is_multicast or address.is_reserved or _is_in_private_network(address):
+        return False
+    return address.is_global
 
 
 def is_public_or_private(address: str) -> bool:
@@ -157,7 +161,9 @@ def is_public_or_private(address: str) -> bool:
 
 
 def _is_private(address: Address) -> bool:
-    return address.is_loopback or (_is_in_private_network(address) and str(address) not in _METADATA)
+    if _is_in_private_network(address):
+        return str(address) not in _METADATA
+    return address.is_loopback
 
 
 def _is_in_private_network(address: Address) -> bool:

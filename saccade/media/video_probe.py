@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from saccade.errors import RequestError
+from saccade.media.image_headers import rotated_size
 from saccade.media.jobs import VideoHeader
 from saccade.media.media_workers import MEDIA, Fault, MediaWorkers, Task
 from saccade.media.video_file import CODECS, check_available, open_video, video_stream
@@ -107,7 +108,7 @@ def _sniff(data: bytes) -> str:
         return "mov"
     if data.startswith(b"\x1aE\xdf\xa3"):
         return "matroska"
-    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+    if data[:4] + data[8:12] == b"RIFFAVI ":
         return "avi"
     raise _unsupported("of an unknown format")
 
@@ -124,27 +125,26 @@ def _title(name: str) -> str:
 def _read(container: av.container.InputContainer, name: str, data: bytes) -> VideoInfo:
     stream = video_stream(container)
     if stream is None:
-        kinds = ", ".join(sorted({other.type for other in container.streams})) or "nothing"
+        kinds = ", ".join(sorted({track.type for track in container.streams})) or "nothing"
         message = f"the {_title(name)} file holds no moving pictures, but {kinds}"
         raise RequestError(message, code="invalid_video")
     codec = stream.codec_context.name
     if codec not in CODECS:
         message = f"the video's codec {codec} is not read here; use H.264, VP9 or AV1"
         raise RequestError(message, code="invalid_video")
-    stored = Size(stream.codec_context.width, stream.codec_context.height)
-    if min(stored) < 1:
+    size = Size(stream.codec_context.width, stream.codec_context.height)
+    if min(size) < 1:
         message = f"the video's header names no size, or its frames have more than {_MAX_LOOKED_AT} pixels"
         raise RequestError(message, code="invalid_video")
     stamps, keys = _stamps(container, stream, name)
     orientation = _orientation(data) if name == "mov" else 1
-    upright = Size(stored.height, stored.width) if orientation >= 5 else stored
-    return VideoInfo(name, upright, orientation, stamps, keys, _rate(stream, stamps))
+    return VideoInfo(name, rotated_size(size, orientation), orientation, stamps, keys, _rate(stream, stamps))
 
 
 def _stamps(
     container: av.container.InputContainer, stream: av.VideoStream, name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of all frames and of key frames: from the packets, as a header's count may be missing or wrong."""
+    """Timestamps of all frames and of key frames, from the packets: a header's count may be wrong."""
     stamps: list[int] = []
     keys: list[int] = []
     num_packets = 0
@@ -162,8 +162,8 @@ def _stamps(
     if not stamps:
         raise RequestError(f"the {_title(name)} video has no frames", code="invalid_video")
     if name == "mov" and num_packets < stream.frames:
-        found = f"its header says {stream.frames} frames and {num_packets} are there"
-        raise RequestError(f"the video is cut short: {found}", code="invalid_video")
+        counts = f"its header says {stream.frames} frames and {num_packets} are there"
+        raise RequestError(f"the video is cut short: {counts}", code="invalid_video")
     return tuple(sorted(stamps)), tuple(sorted(keys))
 
 
@@ -187,7 +187,7 @@ _ORIENTATIONS = {  # signs of a track's matrix (a, b, c, d) -> EXIF orientation
 
 
 def _orientation(data: bytes) -> int:
-    """From the video track's header: phones store videos unrotated."""
+    """The orientation in the video track's header: phones store videos unrotated."""
     for start, end in _boxes(data, 0, len(data), b"moov"):
         for first, last in _boxes(data, start, end, b"trak"):
             if _is_video(data, first, last):

@@ -16,9 +16,10 @@ import numpy.typing as npt
 from PIL import Image
 
 from saccade.errors import RequestError
+from saccade.media.image_headers import rotated_size
 from saccade.media.rgb import upright
 from saccade.media.video_file import open_video, video_stream
-from saccade.types.media import MediaItem, Size
+from saccade.types.media import MediaItem
 
 if TYPE_CHECKING:
     import av
@@ -42,12 +43,12 @@ class VideoReaders:
             *frames, last = [reader.frame_at(stamp) for stamp in item.stamps]
             # Converted before the reader is shared: its next user may get this frame again, and two threads
             # that convert one frame can deadlock. Equal timestamps give the same frame object.
-            shown = _upright(last, item)
+            last_image = _upright(last, item)
         except BaseException:
             reader.close()
             raise
         self._keep(reader)
-        return [*(shown if frame is last else _upright(frame, item) for frame in frames), shown]
+        return [*(last_image if frame is last else _upright(frame, item) for frame in frames), last_image]
 
     def close(self) -> None:
         with self._lock:
@@ -143,9 +144,9 @@ def _open(item: MediaItem) -> tuple[av.container.InputContainer, av.VideoStream]
 
 
 def _upright(frame: av.VideoFrame, item: MediaItem) -> Frame:
-    stored = Size(*reversed(item.header.size)) if item.header.orientation >= 5 else item.header.size
-    if (frame.width, frame.height) != stored:
-        sizes = f"{stored.width}x{stored.height} pixels but a frame has {frame.width}x{frame.height}"
+    size = rotated_size(item.header.size, item.header.orientation)
+    if (frame.width, frame.height) != size:
+        sizes = f"{size.width}x{size.height} pixels but a frame has {frame.width}x{frame.height}"
         raise RequestError(f"the video's header says {sizes}", code="invalid_video")
     pixels: Frame = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
     if item.header.orientation == 1:

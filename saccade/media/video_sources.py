@@ -35,22 +35,23 @@ class File(NamedTuple):
 
 def load_video_source(video: Video, policy: MediaPolicy) -> File | Sequence[Any]:
     """A file with its header, or a list of frames as given."""
-    source = video.source
-    if isinstance(source, (list, tuple)) or (isinstance(source, np.ndarray) and source.ndim == 4):
-        return list(source)
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _file(bytes(source), policy)
-    if isinstance(source, str) and source[:5].lower() == "data:":
-        return _from_data_url(source, policy)
-    if isinstance(source, (str, Path)) and video.allow_path and "://" not in str(source):
-        data = read_file(source, lambda count: check_video_bytes(count, policy), "video", "invalid_video")
-        return _file(data, policy)
-    if isinstance(source, str):
-        message = "a video cannot be fetched from there; send it as a data: URL with base64 data"
-        raise RequestError(message, code="invalid_video_url")
-    shape = f" of the shape {source.shape}" if isinstance(source, np.ndarray) else ""
-    taken = "a path, bytes, a list of frames, an array [frames, height, width, 3] or a data: URL"
-    message = f"a video is {taken}, not {type(source).__name__}{shape}"
+    match video.source:
+        case list() | tuple() | np.ndarray(ndim=4) as source:
+            return list(source)
+        case bytes() | bytearray() | memoryview() as source:
+            return _file(bytes(source), policy)
+        case str(source) if source[:5].lower() == "data:":
+            return _from_data_url(source, policy)
+        case str() | Path() as source if video.allow_path and "://" not in str(source):
+            data = read_file(source, lambda count: check_video_bytes(count, policy), "video", "invalid_video")
+            return _file(data, policy)
+        case str():
+            message = "a video cannot be fetched from there; send it as a data: URL with base64 data"
+            raise RequestError(message, code="invalid_video_url")
+        case source:
+            shape = f" of the shape {source.shape}" if isinstance(source, np.ndarray) else ""
+    kinds = "a path, bytes, a list of frames, an array [frames, height, width, 3] or a data: URL"
+    message = f"a video is {kinds}, not {type(source).__name__}{shape}"
     raise RequestError(message, code="invalid_video")
 
 
@@ -66,8 +67,8 @@ def _from_data_url(url: str, policy: MediaPolicy) -> File | list[str]:
     if kind in FRAME_TYPES:
         count = payload.count(",") + 1
         if count > _MAX_SENT:
-            given = f"the video has {count} frames, and at most {_MAX_SENT} may be sent"
-            raise RequestError(f"{given}; send fewer", code="video_too_large")
+            frames = f"the video has {count} frames, and at most {_MAX_SENT} may be sent"
+            raise RequestError(f"{frames}; send fewer", code="video_too_large")
         still = head.replace("video/", "image/", 1)
         return [f"{still},{frame}" for frame in payload.split(",")]
     try:

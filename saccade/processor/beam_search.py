@@ -29,8 +29,8 @@ def search(params: BeamSearchParams, end_ids: Collection[int], next_tokens: Next
     """The best beams, best first. As many as `beam_width`, fewer where the model's tokens do not suffice."""
     width = params.beam_width
     penalty = params.length_penalty
-    ends = frozenset() if params.ignore_eos else frozenset(end_ids)
-    ended: list[Beam] = []
+    ends = frozenset(() if params.ignore_eos else end_ids)
+    complete: list[Beam] = []
     beams = [Beam()]
     for _ in range(params.max_tokens):
         grown = [
@@ -38,12 +38,12 @@ def search(params: BeamSearchParams, end_ids: Collection[int], next_tokens: Next
             for beam, entry in zip(beams, next_tokens(beams), strict=True)
             for token, value in entry.top
         ]
-        ended += [beam for beam in grown if beam.is_ended]
+        complete += [beam for beam in grown if beam.is_ended]
         going = sorted((beam for beam in grown if not beam.is_ended), key=lambda beam: -beam.cum_logprob)
         beams = going[:width]
-        if not beams or len(ended) >= width:
+        if not beams or len(complete) >= width:
             break
-    return sorted([*ended, *beams], key=lambda beam: -beam.score(penalty))[:width]
+    return sorted([*complete, *beams], key=lambda beam: -beam.score(penalty))[:width]
 
 
 Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
@@ -52,20 +52,20 @@ Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
 def best_sequences(
     prompt: str | Mapping[str, Any], params: BeamSearchParams, processor: Processor, generate: Generate
 ) -> BeamSearchOutput:
-    """Of one prompt, of which `generate` computes one more token for all beams at a time."""
-    given = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
-    text = given.pop("prompt", None)
-    ids = list(given.pop("prompt_token_ids", ()) if text is None else processor.tokenizer.encode(text))
+    """The best beams of one prompt, of which `generate` computes one more token for all beams at a time."""
+    fields = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+    text = fields.pop("prompt", None)
+    ids = list(fields.pop("prompt_token_ids", ()) if text is None else processor.tokenizer.encode(text))
     once = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width, ignore_eos=True)
 
     def next_tokens(beams: Sequence[Beam]) -> list[TokenLogprobs]:
-        outs = generate([{**given, "prompt_token_ids": [*ids, *beam.token_ids]} for beam in beams], once)
+        outs = generate([{**fields, "prompt_token_ids": [*ids, *beam.token_ids]} for beam in beams], once)
         for error in (out.error for out in outs if out.error):
             raise error
         return [out.outputs[0].logprobs[0] for out in outs if out.outputs[0].logprobs]
 
-    found = search(params, processor.eos_token_ids, next_tokens)
-    return BeamSearchOutput([_sequence(ids, beam, processor) for beam in found])
+    beams = search(params, processor.eos_token_ids, next_tokens)
+    return BeamSearchOutput([_sequence(ids, beam, processor) for beam in beams])
 
 
 def _sequence(prompt_ids: Sequence[int], beam: Beam, processor: Processor) -> BeamSearchSequence:

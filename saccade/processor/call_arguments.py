@@ -14,22 +14,22 @@ ManyParams = SamplingParams | Sequence[SamplingParams] | None
 
 
 def with_kwargs(prompt: PromptInput, kwargs: Mapping[str, Any]) -> PromptInput:
-    given = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    return {"mm_processor_kwargs": kwargs, **given}
+    fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    return {"mm_processor_kwargs": kwargs, **fields}
 
 
-def spread(given: ManyParams, count: int) -> Sequence[SamplingParams | None]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given] * count
-    if len(given) != count:
-        counts = f"{count} prompts were given with {len(given)} sampling params"
+def spread(params: ManyParams, count: int) -> Sequence[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        counts = f"{count} prompts were given with {len(params)} sampling params"
         raise RequestError(f"{counts}; give one for all or one each")
-    return given
+    return params
 
 
-def priorities_of(given: Sequence[int] | None, count: int) -> Sequence[int]:
-    if given is None:
+def priorities_of(priorities: Sequence[int] | None, count: int) -> Sequence[int]:
+    if priorities is None:
         return [0] * count
-    if len(given) != count:
-        raise RequestError(f"{count} prompts were given with {len(given)} priorities; give one for each")
-    return given
+    if len(priorities) != count:
+        raise RequestError(f"{count} prompts were given with {len(priorities)} priorities; give one for each")
+    return priorities

@@ -64,13 +64,13 @@ class ChatTokenizer:
         **kwargs: Any,
     ) -> str | list[int]:
         """A prompt for `generate`: text, or with `tokenize` its ids. Runs the template in this process."""
-        named = {**self._tokenizer.named_tokens, **kwargs}
+        variables = {**self._tokenizer.named_tokens, **kwargs}
         text = render(
             chat_template or self.chat_template,
             conversation,
             MAX_CHARS,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
-            **named,
+            **variables,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text

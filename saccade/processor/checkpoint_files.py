@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,8 +79,8 @@ def open_checkpoint(
     _check_complete(path, weights)
     if away := files.links_out(path):
         logger.warning("%s has links that lead out of it: %s", path, ", ".join(away))
-    given = unwrapped(overridden(files.read_json(path / "config.json"), options.hf_overrides))
-    raw, task = _for_task(given, model, path, options.task)
+    config_json = unwrapped(overridden(files.read_json(path / "config.json"), options.hf_overrides))
+    raw, task = _for_task(config_json, model, path, options.task)
     tokenizer_path = _tokenizer_path(model, path, options, hub)
     tokenizer_config = files.read_optional(tokenizer_path / "tokenizer_config.json")
     generation = _generation(path, options.generation_config)
@@ -110,19 +110,20 @@ def open_checkpoint(
     )
 
 
-def _media_settings(path: Path, *, is_checked: bool) -> Iterable[dict[str, Any]]:
+def _media_settings(path: Path, *, is_checked: bool) -> Iterator[dict[str, Any]]:
     """Those of `_MEDIA_FILES`. Not checked for the fallback: Transformers reads them itself."""
-    settings = {name: files.read_optional(path / name) for name in _MEDIA_FILES}
-    for name, table in _MEDIA_FILES.items() if is_checked else ():
-        check_values(name, settings[name], table)
-    return settings.values()
+    for name, table in _MEDIA_FILES.items():
+        settings = files.read_optional(path / name)
+        if is_checked:
+            check_values(name, settings, table)
+        yield settings
 
 
 def _for_task(
-    raw: Mapping[str, Any], model: str | None, path: Path, asked: str
+    raw: Mapping[str, Any], model: str | None, path: Path, option: str
 ) -> tuple[Mapping[str, Any], Task]:
     """The config for the task. To embed, no head is needed, and some checkpoints have none: it is tied."""
-    task = task_of(asked, model, path, raw)
+    task = task_of(option, model, path, raw)
     if TOKEN_DIM in raw and raw.get("model_type") not in FAMILIES:
         reason = f"its base model is of model_type {raw.get('model_type')!r}, which runs through Transformers"
         raise ConfigError(f"late interaction is not supported: {reason}; known are {', '.join(FAMILIES)}")
@@ -139,8 +140,9 @@ def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     merged = dict(config)
     for name, value in changes.items():
         old = merged.get(name)
-        is_nested = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[name] = overridden(dict(old), value) if is_nested and old else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = overridden(old, value)
+        merged[name] = value
     return merged
 
 
@@ -148,18 +150,18 @@ def _tokenizer_path(model: str | None, path: Path, options: Options, hub: Hub) -
     """The folder of the tokenizer: the checkpoint's own, unless the options name another or a revision."""
     if options.tokenizer is None and (options.tokenizer_revision is None or model is None):
         return path
-    named = options.tokenizer or model
-    return _locate(str(named), False, hub._replace(revision=options.tokenizer_revision))
+    name = options.tokenizer or model
+    return _locate(str(name), False, hub._replace(revision=options.tokenizer_revision))
 
 
-def _given_template(given: str | None) -> str | None:
+def _given_template(template: str | None) -> str | None:
     """The option: a template's text has braces or several lines, a file's name has not."""
-    if given is None:
+    if template is None:
         return None
-    if not given.strip():
+    if not template.strip():
         raise ConfigError("chat_template is empty; give a file or a template's text")
-    is_text = "{" in given or "\n" in given
-    text = given if is_text else files.read_text(_template_file(given), files.TEMPLATE_BYTES)
+    is_text = "{" in template or "\n" in template
+    text = template if is_text else files.read_text(_template_file(template), files.TEMPLATE_BYTES)
     if len(text) > files.TEMPLATE_BYTES:
         length = f"{len(text)} characters; at most {files.TEMPLATE_BYTES} are read"
         raise ConfigError(f"chat_template has {length}")
@@ -193,14 +195,14 @@ def _download(model: str, weights: bool, hub: Hub) -> Path:
 
     patterns = _SMALL_FILES + (_WEIGHT_FILES if weights else [])
     try:
-        found = huggingface_hub.snapshot_download(
+        folder = huggingface_hub.snapshot_download(
             model,
             allow_patterns=patterns,
             revision=hub.revision,
             cache_dir=hub.folder,
             local_files_only=hub.is_local,
         )
-        return Path(found)
+        return Path(folder)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         if hub.is_local:
             message = f"{model} is neither a folder here nor in the hub's local cache; download its config"
@@ -220,11 +222,12 @@ def _check_complete(path: Path, weights: bool) -> None:
     if partial:
         raise ConfigError(f"{path} is half-downloaded ({partial[0].name} is left over); download it again")
     for index in sorted(path.glob("*.safetensors.index.json")):
-        named = files.weight_files(index)
-        missing = [name for name in named if not (path / name).is_file()]
-        if missing:
-            lost = f"{len(missing)} of {len(named)} weight files are missing, the first is {missing[0]}"
-            raise ConfigError(f"{path} is half-downloaded: {lost}; download it again")
+        weight_files = files.weight_files(index)
+        absent = [name for name in weight_files if not (path / name).is_file()]
+        if absent:
+            number = f"{len(absent)} of {len(weight_files)} weight files"
+            reason = f"{number} are missing, the first is {absent[0]}"
+            raise ConfigError(f"{path} is half-downloaded: {reason}; download it again")
 
 
 def _config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -237,14 +240,14 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
         raise refusal(kind, str(error)) from None  # the fallback cannot run this config either
 
 
-def _generation(path: Path, wanted: str) -> dict[str, Any]:
+def _generation(path: Path, option: str) -> dict[str, Any]:
     """generation_config.json. With "none" only its EOS ids are used, so it is read too."""
-    if wanted in ("auto", "none"):
+    if option in ("auto", "none"):
         return files.read_optional(path / "generation_config.json")
-    file = Path(wanted).expanduser() / "generation_config.json"
+    file = Path(option).expanduser() / "generation_config.json"
     if not file.is_file():
-        allowed = "auto, none or a folder that holds a generation_config.json"
-        raise ConfigError(f"generation_config must be {allowed}, not {wanted!r}; change --generation-config")
+        choices = "auto, none or a folder that holds a generation_config.json"
+        raise ConfigError(f"generation_config must be {choices}, not {option!r}; change --generation-config")
     return files.read_json(file)
 
 
@@ -262,12 +265,14 @@ def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | Non
     template = files.read_optional(path / "chat_template.json").get("chat_template")
     template = template or tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = [entry for entry in template if isinstance(entry, Mapping) and entry.get("name") == "default"]
-        template = named[-1].get("template") if named else None
-    if isinstance(template, str) and len(template) > files.TEMPLATE_BYTES:
+        entries = [entry for entry in reversed(template) if isinstance(entry, Mapping)]
+        template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+    if not isinstance(template, str):
+        return None
+    if len(template) > files.TEMPLATE_BYTES:
         length = f"{len(template)} characters; at most {files.TEMPLATE_BYTES} are read"
         raise ConfigError(f"{path} has a chat template of {length}")
-    return template if isinstance(template, str) else None
+    return template
 
 
 def _identifying(path: Path) -> Iterator[bytes]:

@@ -38,19 +38,19 @@ class Detokenizer:
         if self.stopped is not None:
             return ""
         new = self._take(self._stream.finish())
-        rest = self._held
+        tail = self._held
         self._held = ""
-        return new + self._show(rest)
+        return new + self._show(tail)
 
     def _take(self, new: str) -> str:
         if not new or not self._stop:
             return self._show(new)
         text = self._held + new
-        found = self._first_stop(text)
-        if found is not None:
-            self.stopped = found
+        stop = self._first_stop(text)
+        if stop is not None:
+            self.stopped = stop
             self._held = ""
-            end = text.index(found) + (len(found) if self._include_stop else 0)
+            end = text.index(stop) + (len(stop) if self._include_stop else 0)
             return self._show(text[:end])
         keep = self._undecided(text)
         self._held = text[len(text) - keep :]
@@ -62,8 +62,9 @@ class Detokenizer:
 
     def _first_stop(self, text: str) -> str | None:
         """The stop string that ends first, so that the result does not depend on token boundaries."""
-        ends = [(text.index(s) + len(s), -len(s), s) for s in self._stop if s in text]
-        return min(ends)[2] if ends else None
+        ends = ((text.index(s) + len(s), -len(s), s) for s in self._stop if s in text)
+        _, _, stop = min(ends, default=(0, 0, None))
+        return stop
 
     def _undecided(self, text: str) -> int:
         """Length of the longest suffix of the text that is a prefix of a stop string."""

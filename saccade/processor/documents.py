@@ -63,9 +63,11 @@ class _Opener:
     time: CpuTime = field(default_factory=CpuTime)
 
     def message(self, message: Any, where: str) -> Any:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, (list, tuple)) or not any(map(self.is_document, content)):
-            return message
+        match message:
+            case {"content": list() | tuple() as content} if any(map(self.is_document, content)):
+                pass
+            case _:
+                return message
         parts = [
             self.opened(part, f"{where}.content[{index}]") if self.is_document(part) else part
             for index, part in enumerate(content)
@@ -73,8 +75,9 @@ class _Opener:
         return {**message, "content": parts}
 
     def is_document(self, part: Any) -> bool:
-        kinds = _OF_CALLERS if self.allow_paths else _OF_CLIENTS
-        return isinstance(part, Mapping) and part.get("type") in kinds
+        if not isinstance(part, Mapping):
+            return False
+        return part.get("type") in (_OF_CALLERS if self.allow_paths else _OF_CLIENTS)
 
     def opened(self, part: Mapping[str, Any], where: str) -> OpenDocument:
         param = f"{where}.{part['type']}"
@@ -110,12 +113,11 @@ def _field(part: Mapping[str, Any], where: str, name: str, default: Any, expecte
 def _source(part: Mapping[str, Any]) -> Any:
     if part["type"] == "document":
         return part.get("document")
-    file = part.get("file")
-    if isinstance(file, Mapping) and file.get("file_id") is not None:
-        message = "file_id names a file that a server keeps; send file_data"
-        raise RequestError(message, code="unsupported")
-    source = file.get("file_data") if isinstance(file, Mapping) else None
-    if not isinstance(source, (str, bytes)):
-        message = "a file part needs an object with the PDF under file_data, as a data: URL"
-        raise RequestError(message, code="invalid_document")
-    return source
+    match part.get("file"):
+        case {"file_id": file_id} if file_id is not None:
+            message = "file_id names a file that a server keeps; send file_data"
+            raise RequestError(message, code="unsupported")
+        case {"file_data": str() | bytes() as source}:
+            return source
+    message = "a file part needs an object with the PDF under file_data, as a data: URL"
+    raise RequestError(message, code="invalid_document")

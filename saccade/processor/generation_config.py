@@ -10,6 +10,7 @@ from saccade.options.engine import Options
 from saccade.sampling_params import SamplingParams
 
 _FILE = "generation_config.json"
+_OVERRIDE = "override_generation_config"
 _FIELDS: Mapping[str, str] = {  # generation_config.json -> SamplingParams
     "temperature": "temperature",
     "top_p": "top_p",
@@ -28,15 +29,17 @@ def sampling_defaults(options: Options, file: Mapping[str, Any]) -> dict[str, An
     A value that no request could send is a ConfigError. Null counts as unset, in an override too.
     """
     override = _override(options)
-    given = {} if options.generation_config == "none" else dict(file)
+    settings = {} if options.generation_config == "none" else dict(file)
     if "temperature" in override:
-        given.pop(_GREEDY, None)  # do_sample=false means temperature 0, which the override replaces
-    said = {
-        **{name: _checked(_FILE, name, given[name]) for name in given if name not in override},
-        **{name: _checked("override_generation_config", name, value) for name, value in override.items()},
+        settings.pop(_GREEDY, None)  # do_sample=false means temperature 0, which the override replaces
+    checked = {
+        **{name: _checked(_FILE, name, settings[name]) for name in settings if name not in override},
+        **{name: _checked(_OVERRIDE, name, value) for name, value in override.items()},
     }
-    values = {_FIELDS[name]: value for name, value in said.items() if name in _FIELDS and value is not None}
-    return {**values, "temperature": 0.0} if said.get(_GREEDY) is False else values
+    values = {
+        _FIELDS[name]: value for name, value in checked.items() if name in _FIELDS and value is not None
+    }
+    return {**values, "temperature": 0.0} if checked.get(_GREEDY) is False else values
 
 
 def shown_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,22 +51,22 @@ def shown_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 def defaults_line(defaults: Mapping[str, Any]) -> str:
     """One line for the start-up log."""
-    said = ", ".join(f"{name}={value}" for name, value in defaults.items())
-    if not said:
+    values = ", ".join(f"{name}={value}" for name, value in defaults.items())
+    if not values:
         return "sampling defaults: the engine's own, temperature=1.0; the checkpoint names none that are used"
     remedy = "--override-generation-config changes them"
-    return f"sampling defaults of requests that set none: {said} ({_FILE}; {remedy})"
+    return f"sampling defaults of requests that set none: {values} ({_FILE}; {remedy})"
 
 
 def _override(options: Options) -> Mapping[str, Any]:
-    given = options.override_generation_config
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"override_generation_config must be an object of names and values, not {given!r}")
-    known = (*_FIELDS, _GREEDY)
-    unknown = sorted(str(name) for name in given if name not in known)
+    override = options.override_generation_config
+    if not isinstance(override, Mapping):
+        raise ConfigError(f"{_OVERRIDE} must be an object of names and values, not {override!r}")
+    names = (*_FIELDS, _GREEDY)
+    unknown = sorted(str(name) for name in override if name not in names)
     if unknown:
-        raise ConfigError(f"override_generation_config takes {', '.join(known)}, not {', '.join(unknown)}")
-    return given
+        raise ConfigError(f"{_OVERRIDE} takes {', '.join(names)}, not {', '.join(unknown)}")
+    return override
 
 
 def _checked(source: str, name: str, value: Any) -> Any:
@@ -79,8 +82,9 @@ def _checked(source: str, name: str, value: Any) -> Any:
 def _wrong(name: str, value: Any) -> str | None:
     """What is wrong with a value, in the same words as for a request; None if nothing is."""
     if name == _GREEDY:
-        wrong = f"{name} must be true or false, but {value!r:.80} was given"
-        return None if isinstance(value, bool) else wrong
+        if not isinstance(value, bool):
+            return f"{name} must be true or false, but {value!r:.80} was given"
+        return None
     if name not in _FIELDS:
         return None
     if isinstance(value, int) and abs(value) > _LARGEST:

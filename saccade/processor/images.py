@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from saccade.costs import MAX_GPU_JPEG_PIXELS, MIN_GPU_JPEG_PIXELS, blocks_for
 from saccade.errors import RequestError, quoted
@@ -28,15 +28,15 @@ _DETAILS = ("auto", "low", "high", "original")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ImageLimits:
     """Pixel limits in force for one image."""
 
     min_pixels: int
     max_pixels: int
 
-    def lowered(self, max_pixels: int) -> Limits:
+    def lowered(self, max_pixels: int) -> ImageLimits:
         highest = min(self.max_pixels, max_pixels)
-        return Limits(min(self.min_pixels, highest), highest)
+        return ImageLimits(min(self.min_pixels, highest), highest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class ImageInput:
 
 PrefetchMedia = Callable[[Sequence[MediaItem]], None]
 """Called with images in prompt order before the prompt is tokenized, so that decoding can start early."""
+Default = TypeVar("Default", int, None)
 _Source = tuple[int, str]  # id of the object as given, and detail
 
 
@@ -60,7 +61,7 @@ class Images:
     def __init__(self, checkpoint: Checkpoint, policy: MediaPolicy) -> None:
         self.family: Family = family_for(checkpoint.config).from_checkpoint(checkpoint)
         self.policy = policy if self.family.image_token_id is not None else replace(policy, limits={})
-        self.limits = Limits(*self.family.policy(policy.min_pixels, policy.max_pixels))
+        self.limits = ImageLimits(*self.family.policy(policy.min_pixels, policy.max_pixels))
         self._tag = lru_cache(maxsize=64)(self.family.policy_tag)
         self._keys = RecentKeys(checkpoint.fingerprint)
 
@@ -71,7 +72,11 @@ class Images:
         return self.family.largest(self.limits.min_pixels, self.limits.max_pixels)
 
     def resolve(
-        self, images: list[ImageInput], limits: Limits, salt: bytes, prefetch: PrefetchMedia | None = None
+        self,
+        images: list[ImageInput],
+        limits: ImageLimits,
+        salt: bytes,
+        prefetch: PrefetchMedia | None = None,
     ) -> list[MediaItem]:
         """One item per image. An image given twice is hashed once and becomes the same object."""
         self._check_count(len(images))
@@ -91,35 +96,37 @@ class Images:
             self._check_total(by_key)
         return items
 
-    def _prefetched(self, images: list[ImageInput], limits: Limits, salt: bytes) -> dict[_Source, MediaItem]:
+    def _prefetched(
+        self, images: list[ImageInput], limits: ImageLimits, salt: bytes
+    ) -> dict[_Source, MediaItem]:
         """The first image and the last: in a conversation only the last one is new."""
-        found: dict[_Source, MediaItem] = {}
+        items: dict[_Source, MediaItem] = {}
         with suppress(RequestError):  # `resolve` raises it again, in order
             for image in images[:: max(len(images) - 1, 1)]:
                 _check_detail(image)
-                found[_source(image)] = self.item(image, limits, salt)
-        return found
+                items[_source(image)] = self.item(image, limits, salt)
+        return items
 
-    def _check_count(self, given: int) -> None:
+    def _check_count(self, count: int) -> None:
         if self.family.image_token_id is None:
-            raise reads_text_only(given)
-        allowed = self.policy.limits.get("image", 0)
-        if given > allowed:
-            limit = f"at most {allowed} images per prompt are allowed (limit_mm_per_prompt image={allowed})"
-            raise RequestError(f"{limit}, but {given} were given")
+            raise reads_text_only(count)
+        maximum = self.policy.limits.get("image", 0)
+        if count > maximum:
+            limit = f"at most {maximum} images per prompt are allowed (limit_mm_per_prompt image={maximum})"
+            raise RequestError(f"{limit}, but {count} were given")
 
     def _check_total(self, items: Mapping[Key, MediaItem]) -> None:
         """Bound the pixels that one request makes the decoder work on, beside the limit per image."""
         sizes = [item.header.size for item in items.values()]
         total = sum(size.width * size.height for size in sizes)
         if total > self.policy.max_request_pixels:
-            shown = [f"{width}x{height}" for width, height in sizes[:8]] + ["..."] * (len(sizes) > 8)
-            listed = ", ".join(shown)
-            given = f"the first {len(sizes)} different pictures of the request ({listed}) have {total} pixels"
+            texts = [f"{width}x{height}" for width, height in sizes[:8]] + ["..."] * (len(sizes) > 8)
+            images = f"the first {len(sizes)} different pictures of the request ({', '.join(texts)})"
             limit = f"at most {self.policy.max_request_pixels} are allowed (max_request_pixels)"
-            raise RequestError(f"{given} together, and {limit}", code="context_length_exceeded")
+            message = f"{images} have {total} pixels together, and {limit}"
+            raise RequestError(message, code="context_length_exceeded")
 
-    def item(self, image: ImageInput, limits: Limits, salt: bytes = b"") -> MediaItem:
+    def item(self, image: ImageInput, limits: ImageLimits, salt: bytes = b"") -> MediaItem:
         limits = limits.lowered(LOW_DETAIL_PIXELS) if image.detail == "low" else limits
         if isinstance(image.source, PdfPage):
             return self._page(image.source, image.param, limits, salt)
@@ -135,7 +142,7 @@ class Images:
         header = loaded.header
         return MediaItem(key, "image", loaded.data, header, geometry, reduction=reduction, gpu_jpeg=gpu_jpeg)
 
-    def _page(self, page: PdfPage, param: str, limits: Limits, salt: bytes) -> MediaItem:
+    def _page(self, page: PdfPage, param: str, limits: ImageLimits, salt: bytes) -> MediaItem:
         """A page of a PDF is rendered no larger than the model can see."""
         size = page_size(page, self.family, self.policy, limits)
         geometry = self._geometry(size, limits, param)
@@ -143,58 +150,60 @@ class Images:
         header = Header("pdf", size, 1, 1, "RGB", passes=_PAGE_PASSES)
         return MediaItem(key, "image", page.data, header, geometry, page=page.index)
 
-    def _geometry(self, size: Size, limits: Limits, param: str) -> Geometry:
+    def _geometry(self, size: Size, limits: ImageLimits, param: str) -> Geometry:
         try:
             return self.family.geometry(size, limits.min_pixels, limits.max_pixels)
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param=param) from None
 
-    def request_limits(self, given: Any) -> Limits:
+    def request_limits(self, kwargs: Any) -> ImageLimits:
         """Limits from a request's mm_processor_kwargs, which may only lower the deployment's."""
-        if not given:
+        if not kwargs:
             return self.limits
-        _check_names(given)
+        _check_names(kwargs)
         if self.family.is_fixed_size:
             reason = "the size of this model's pictures cannot be chosen"
             message = f"{reason}, so mm_processor_kwargs must be left out"
             raise RequestError(message, param="mm_processor_kwargs")
-        highest = whole_number(given, "max_pixels", self.limits.max_pixels) or self.limits.max_pixels
-        lowest = whole_number(given, "min_pixels", highest) or min(self.limits.min_pixels, highest)
-        return Limits(lowest, highest)
+        highest = whole_number(kwargs, "max_pixels", self.limits.max_pixels, self.limits.max_pixels)
+        lowest = whole_number(kwargs, "min_pixels", highest, min(self.limits.min_pixels, highest))
+        return ImageLimits(lowest, highest)
 
 
-def limits_among(family: Family, limits: Limits, images: int) -> Limits:
-    """For each of so many images of one prompt."""
+def limits_among(family: Family, limits: ImageLimits, images: int) -> ImageLimits:
+    """The limits for each of so many images of one prompt."""
     if not isinstance(family, ManyImagesPolicy):
         return limits
     return limits.lowered(family.max_pixels_for(images, limits.max_pixels))
 
 
-def page_size(page: PdfPage, family: Family, policy: MediaPolicy, limits: Limits) -> Size:
-    """Of the page in pixels, before the model's own resizing."""
+def page_size(page: PdfPage, family: Family, policy: MediaPolicy, limits: ImageLimits) -> Size:
+    """The page's size in pixels, before the model's own resizing."""
     highest = policy.max_image_pixels
     return page.size(policy.document, highest if family.is_fixed_size else min(highest, limits.max_pixels))
 
 
 def jpeg_reduction(header: Header, resized: Size) -> int:
     """The lowest scale of a JPEG that is not below the resized size; 1 for other formats."""
+    if header.format != "jpeg":
+        return 1
     width, height = header.size
-    scales = (8, 4, 2) if header.format == "jpeg" else ()
-    fits = [scale for scale in scales if resized.width * scale <= width and resized.height * scale <= height]
-    return max(fits, default=1)
+    max_scale = min(width // resized.width, height // resized.height)
+    return next((scale for scale in (8, 4, 2) if scale <= max_scale), 1)
 
 
 def is_for_gpu(data: bytes, header: Header) -> bool:
     """Whether nvJPEG may decode it. Its header tells: the content key says so before a pixel is decoded."""
     pixels = header.size.width * header.size.height
-    is_in_range = MIN_GPU_JPEG_PIXELS <= pixels <= MAX_GPU_JPEG_PIXELS
-    return header.format == "jpeg" and is_in_range and is_plain_jpeg(data, header)
+    if header.format != "jpeg" or not MIN_GPU_JPEG_PIXELS <= pixels <= MAX_GPU_JPEG_PIXELS:
+        return False
+    return is_plain_jpeg(data, header)
 
 
 def reads_text_only(images: int, param: str | None = None) -> RequestError:
-    given = f"{images} pictures were" if images > 1 else "a picture was"
+    subject = f"{images} pictures were" if images > 1 else "a picture was"
     remedy = "leave them out or ask a model that does"
-    message = f"this model reads text only and takes no pictures, but {given} given; {remedy}"
+    message = f"this model reads text only and takes no pictures, but {subject} given; {remedy}"
     return RequestError(message, code="unsupported", param=param)
 
 
@@ -218,25 +227,28 @@ def _source(image: ImageInput) -> _Source:
 
 
 def _check_detail(image: ImageInput) -> None:
-    if not isinstance(image.detail, str) or image.detail not in _DETAILS:
+    if image.detail not in _DETAILS:
         message = f"detail must be one of {', '.join(_DETAILS)}, but {quoted(image.detail)} was given"
         raise RequestError(message, param=image.param)
 
 
-def _check_names(given: Any) -> None:
-    unknown = sorted(set(given) - {"min_pixels", "max_pixels"}) if isinstance(given, Mapping) else [given]
+def _check_names(kwargs: Any) -> None:
+    param = "mm_processor_kwargs"
+    unknown = [kwargs]
+    if isinstance(kwargs, Mapping):
+        unknown = sorted(set(kwargs) - {"min_pixels", "max_pixels"})
+        param += "".join(f".{name[:64]}" for name in unknown[:1])
     if unknown:
         names = ", ".join(map(quoted, unknown[:4]))
-        param = "mm_processor_kwargs" + (f".{unknown[0][:64]}" if isinstance(given, Mapping) else "")
         raise RequestError(f"mm_processor_kwargs takes min_pixels and max_pixels, not {names}", param=param)
 
 
-def whole_number(given: Mapping[str, Any], name: str, ceiling: int) -> int | None:
-    """A value of mm_processor_kwargs; None if it is not given."""
-    value = given.get(name)
+def whole_number(kwargs: Mapping[str, Any], name: str, ceiling: int, default: Default) -> int | Default:
+    """A value of mm_processor_kwargs."""
+    value = kwargs.get(name)
     if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= ceiling:
-        wanted = f"{name} must be a whole number from 1 to {ceiling}, the limit in force"
-        raise RequestError(f"{wanted}, but {quoted(value)} was given", param=f"mm_processor_kwargs.{name}")
+        return default
+    if type(value) is not int or not 1 <= value <= ceiling:
+        rule = f"{name} must be a whole number from 1 to {ceiling}, the limit in force"
+        raise RequestError(f"{rule}, but {quoted(value)} was given", param=f"mm_processor_kwargs.{name}")
     return value

@@ -65,7 +65,7 @@ class Processor:
         self.tokenizer = Tokenizer(
             checkpoint.tokenizer_path,
             protect=self.family.placeholder_ids,
-            written=built_in_template(checkpoint.config) or "",
+            template=built_in_template(checkpoint.config) or "",
             markup=self.family.markup if isinstance(self.family, HasMarkup) else (),
         )
         self.placeholder = self._find_placeholder()  # of an image in a raw prompt

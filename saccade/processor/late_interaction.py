@@ -15,10 +15,10 @@ from saccade.sampling_params import Pooling
 Vectors = npt.NDArray[np.float32]  # [tokens, dim]
 
 MAX_VECTOR_BYTES = 64 << 20
-"""Of all token vectors of a request, as they are sent: float32, or numbers of JSON."""
+"""The limit of a request's token vectors, as they are sent: float32, or numbers of JSON."""
 
 QUERY_KWARGS = {"input_type": "query"}
-"""Of the chat template."""
+"""Arguments of the chat template."""
 
 _FLOAT_BYTES = 4
 _NUMBER_BYTES = 20  # of JSON, with a comma
@@ -74,7 +74,7 @@ def max_sim(query: Vectors, document: Vectors) -> float:
 
 
 def check_size(num_tokens: int, dim: int, *, as_numbers: bool = False) -> None:
-    """Of all token vectors of a request together."""
+    """Check all token vectors of a request together."""
     size = num_tokens * dim * (_NUMBER_BYTES if as_numbers else _FLOAT_BYTES)
     if size > MAX_VECTOR_BYTES:
         took = f"{num_tokens} tokens give {size} bytes of vectors, and a request may have {MAX_VECTOR_BYTES}"

@@ -40,14 +40,14 @@ def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, all
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         _check_role(message, where)
-        rest = {k: v for k, v in message.items() if k != "content"}
-        if isinstance(rest.get("reasoning"), str):  # the newer name, which few templates know
-            rest.setdefault("reasoning_content", rest["reasoning"])
-        if rest.get("tool_calls"):
-            rest["tool_calls"] = calls_for_template(rest["tool_calls"], f"{where}.tool_calls")
+        fields = {k: v for k, v in message.items() if k != "content"}
+        if isinstance(fields.get("reasoning"), str):  # the newer name, which few templates know
+            fields.setdefault("reasoning_content", fields["reasoning"])
+        if fields.get("tool_calls"):
+            fields["tool_calls"] = calls_for_template(fields["tool_calls"], f"{where}.tool_calls")
         parts = _parts(message.get("content"), where, chat, allow_paths)
         content = cleaned(_in_form(parts, form), clean)
-        chat.messages.append({**cleaned(rest, clean), "content": content})
+        chat.messages.append({**cleaned(fields, clean), "content": content})
     return chat
 
 
@@ -83,7 +83,7 @@ def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) ->
         return {cleaned(k, clean, depth - 1): cleaned(v, clean, depth - 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [cleaned(v, clean, depth - 1) for v in value]
-    if value is None or isinstance(value, (bool, int, float)):
+    if isinstance(value, bool | int | float | None):
         return value
     message = f"messages and tools hold plain JSON values, not {type(value).__name__}"
     raise RequestError(message, param="messages")
@@ -115,13 +115,15 @@ def _check_role(message: Any, where: str) -> None:
         raise RequestError(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
     if role not in ROLES:
-        known = ", ".join(ROLES)
-        raise RequestError(f"the role {quoted(role)} is unknown; use one of {known}", param=f"{where}.role")
+        roles = ", ".join(ROLES)
+        raise RequestError(f"the role {quoted(role)} is unknown; use one of {roles}", param=f"{where}.role")
 
 
 def _parts(content: Any, where: str, chat: Chat, allow_paths: bool) -> str | list[dict[str, Any]]:
-    if content is None or isinstance(content, str):
-        return content or ""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
     parts: list[dict[str, Any]] = []
@@ -137,43 +139,57 @@ def _parts(content: Any, where: str, chat: Chat, allow_paths: bool) -> str | lis
 def _part(part: Any, where: str, chat: Chat, allow_paths: bool) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "text"}:
             raise RequestError("a text part needs a string under text", param=f"{where}.text")
-        return {"type": "text", "text": part["text"]}
-    if kind == "image_url":
-        chat.images.append(_linked(part.get("image_url"), f"{where}.image_url"))
-        return {"type": "image"}
-    if kind == "image":
-        chat.images.append(_given(part, f"{where}.image", allow_paths))
-        return {"type": "image"}
-    if kind in ("video_url", "video"):
-        chat.videos.append(_video(part, kind, f"{where}.{kind}", allow_paths and kind == "video"))
-        return {"type": "video"}
-    known = "text, image_url, image, video_url, video or file"
-    message = f"the part type {quoted(kind)} is unknown; use {known}"
+        case {"type": "image_url"}:
+            chat.images.append(_linked(part.get("image_url"), f"{where}.image_url"))
+            return {"type": "image"}
+        case {"type": "image"}:
+            chat.images.append(_given(part, f"{where}.image", allow_paths))
+            return {"type": "image"}
+        case {"type": "video_url"}:
+            chat.videos.append(_linked_video(part.get("video_url"), f"{where}.video_url"))
+            return {"type": "video"}
+        case {"type": "video"}:
+            chat.videos.append(_given_video(part.get("video"), f"{where}.video", allow_paths))
+            return {"type": "video"}
+        case {"type": kind}:
+            pass
+        case _:
+            kind = None
+    kinds = "text, image_url, image, video_url, video or file"
+    message = f"the part type {quoted(kind)} is unknown; use {kinds}"
     raise RequestError(message, param=f"{where}.type")
 
 
-def _video(part: Mapping[str, Any], kind: str, where: str, allow_path: bool) -> Video:
-    """A URL or fetched bytes under `video_url`; any video object of a Python caller under `video`."""
-    given = part.get(kind)
-    if kind == "video_url":
-        given = given.get("url") if isinstance(given, Mapping) else given
-        given = given if isinstance(given, (str, bytes)) else None
-    if given is None:
-        raise RequestError(f"a {kind} part needs the video under {kind}", code="invalid_video", param=where)
-    return Video(given, where, allow_path)
+def _linked_video(link: Any, where: str) -> Video:
+    """A URL, or the bytes that the server fetched from it."""
+    match link:
+        case {"url": str() | bytes() as source} | (str() | bytes() as source):
+            return Video(source, where, allow_path=False)
+    message = "a video_url part needs the video under video_url"
+    raise RequestError(message, code="invalid_video", param=where)
+
+
+def _given_video(source: Any, where: str, allow_path: bool) -> Video:
+    """Any video object of a Python caller."""
+    if source is None:
+        raise RequestError("a video part needs the video under video", code="invalid_video", param=where)
+    return Video(source, where, allow_path)
 
 
 def _linked(link: Any, where: str) -> ImageInput:
     """An image_url part: a URL, alone or with `detail`, or the bytes that the server fetched from it."""
-    fields = {"url": link} if isinstance(link, str) else link
-    if not isinstance(fields, Mapping) or not isinstance(fields.get("url"), (str, bytes)):
-        message = "image_url needs an object with a string under url"
-        raise RequestError(message, code="invalid_image_url", param=where)
-    return ImageInput(fields["url"], where, fields.get("detail") or "auto", allow_path=False)
+    match link:
+        case str():
+            return ImageInput(link, where, allow_path=False)
+        case {"url": str() | bytes() as url}:
+            return ImageInput(url, where, link.get("detail") or "auto", allow_path=False)
+    message = "image_url needs an object with a string under url"
+    raise RequestError(message, code="invalid_image_url", param=where)
 
 
 def _given(part: Mapping[str, Any], where: str, allow_paths: bool) -> ImageInput:
@@ -184,8 +200,8 @@ def _given(part: Mapping[str, Any], where: str, allow_paths: bool) -> ImageInput
 
 
 def _in_form(content: str | list[dict[str, Any]], form: Form) -> str | list[dict[str, Any]]:
-    if isinstance(content, str) and not form.takes_strings and form.takes_parts:
-        return [{"type": "text", "text": content}]
-    if isinstance(content, list) and not form.takes_parts and form.takes_strings:
-        return "".join(part.get("text", "") for part in content)
-    return content
+    if form.takes_strings == form.takes_parts:
+        return content
+    if isinstance(content, str):
+        return content if form.takes_strings else [{"type": "text", "text": content}]
+    return content if form.takes_parts else "".join(part.get("text", "") for part in content)

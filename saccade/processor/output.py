@@ -49,23 +49,16 @@ class RequestOutputBuilder:
         self._packed_prompt: bytes | None = None  # its log probabilities
         self._num_prompt_logprobs = params.prompt_logprobs or 0
         self._prompt_logprobs: PromptLogprobs | None = None
-        self._min_tokens = params.min_tokens  # stop strings are ignored before
         self._caller_stops = frozenset(params.stop_token_ids)
         self._must_detokenize = bool(params.stop_strings)
         self._num_shown = 0  # tokens without the stop token, which is counted but not shown
-        self._num_detokenized = 0  # tokens of these that the detokenizer has taken
         self._tokenizer = tokenizer
         self._parts: _Parts | None = None
         if output_format is not None and output_format.thinking is not None:
             self._parts = _Parts(tokenizer, params, output_format)
         self._decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        self._detokenizer = Detokenizer(
-            tokenizer,
-            params.stop_strings,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            shown_ids=shown_ids,
-        )
+        self._reader = _TokenReader(tokenizer, params, shown_ids)
+        self._detokenizer = self._reader.detokenizer
 
     @property
     def is_finished(self) -> bool:
@@ -73,16 +66,16 @@ class RequestOutputBuilder:
 
     @property
     def text(self) -> str:
-        if self._num_detokenized < self._num_shown:
-            if self.is_finished and not self._num_detokenized:
+        if self._reader.num_read < self._num_shown:
+            if self.is_finished and not self._reader.num_read:
                 return self._decode(self.token_ids[: self._num_shown])  # nothing was streamed
-            self._detokenize()
+            self._reader.read(self.token_ids, self._num_shown)
         return self._detokenizer.text
 
     def push(self, event: TokenEvent) -> str:
         """Take one event and return the new text. After a stop string the caller can abort the request."""
         self._take(event)
-        new = self._detokenize()
+        new = self._reader.read(self.token_ids, self._num_shown)
         if self._detokenizer.stopped is not None:
             self.finish_reason = "stop"
             self.stop_reason = self._detokenizer.stopped
@@ -122,13 +115,6 @@ class RequestOutputBuilder:
         if self.logprobs is not None and event.logprobs is not None:
             self.logprobs.append(event.logprobs)
 
-    def _detokenize(self) -> str:
-        text = ""
-        for index in range(self._num_detokenized, self._num_shown):
-            text += self._detokenizer.push(self.token_ids[index], may_stop=index + 1 >= self._min_tokens)
-        self._num_detokenized = self._num_shown
-        return text
-
     def tokens_through(self, marker: str, start: int) -> int:
         """How many tokens end with the first `marker`, which is complete after `start`."""
         for end in range(start + 1, len(self.token_ids) + 1):
@@ -140,7 +126,7 @@ class RequestOutputBuilder:
     def output(self) -> CompletionOutput:
         text = self.text
         if self._parts is not None:
-            self._parts.read(self.token_ids[: self._num_shown], is_finished=self.is_finished)
+            self._parts.read(self.token_ids, self._num_shown, is_finished=self.is_finished)
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -155,11 +141,11 @@ class RequestOutputBuilder:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens, by which the best outputs are chosen."""
+        """The mean over its tokens, by which the best outputs are chosen."""
         return sum(entry.logprob for entry in self.logprobs or ()) / max(1, len(self.token_ids))
 
     def prompt_entries(self) -> list[Logprobs] | None:
-        """Of the prompt's tokens from the second on; None: not asked for, or not there yet."""
+        """Entries of the prompt's tokens from the second on; None: not asked for, or not there yet."""
         if self._packed_prompt is None:
             return None
         return unpack_prompt_logprobs(self._packed_prompt, self._num_prompt_logprobs)
@@ -173,11 +159,33 @@ class RequestOutputBuilder:
     def _token_logprobs(self) -> list[TokenLogprobs] | None:
         if self.logprobs is None or not self._shows_logprobs:
             return None
-        for token_id, entry in list(zip(self.token_ids, self.logprobs, strict=False))[
-            len(self._shown_logprobs) :
-        ]:
+        start = len(self._shown_logprobs)
+        for token_id, entry in zip(self.token_ids[start:], self.logprobs[start:], strict=False):
             self._shown_logprobs.append(TokenLogprobs(token_id, entry, self._token_text))
         return list(self._shown_logprobs)
+
+
+class _TokenReader:
+    """The text of an output's tokens, each of which is taken once."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, shown_ids: frozenset[int]) -> None:
+        self.detokenizer = Detokenizer(
+            tokenizer,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_ids=shown_ids,
+        )
+        self.num_read = 0
+        self._min_tokens = params.min_tokens  # stop strings are ignored before
+
+    def read(self, token_ids: Sequence[int], end: int) -> str:
+        """What is new, up to the token at `end`."""
+        text = ""
+        for index in range(self.num_read, end):
+            text += self.detokenizer.push(token_ids[index], may_stop=index + 1 >= self._min_tokens)
+        self.num_read = end
+        return text
 
 
 class _Parts:
@@ -185,16 +193,9 @@ class _Parts:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, output_format: OutputFormat) -> None:
         markers = output_format.shown_markers(finds_calls=False)
-        self._detokenizer = Detokenizer(
-            tokenizer,
-            params.stop_strings,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            shown_ids=frozenset(i for marker in markers if (i := tokenizer.token_id(marker)) is not None),
-        )
-        self._min_tokens = params.min_tokens
+        shown_ids = frozenset(i for marker in markers if (i := tokenizer.token_id(marker)) is not None)
+        self._reader = _TokenReader(tokenizer, params, shown_ids)
         self._parser = output_format.parser(None, finds_calls=False)
-        self._num_read = 0
         self._reasoning = ""
         self.content = ""
 
@@ -202,15 +203,11 @@ class _Parts:
     def reasoning(self) -> str | None:
         return self._reasoning if self._parser.has_thought else None
 
-    def read(self, token_ids: Sequence[int], *, is_finished: bool) -> None:
-        """All tokens so far, of which some were read before."""
-        text = ""
-        for index in range(self._num_read, len(token_ids)):
-            text += self._detokenizer.push(token_ids[index], may_stop=index + 1 >= self._min_tokens)
-        self._num_read = len(token_ids)
-        self._take(self._parser.push(text))
+    def read(self, token_ids: Sequence[int], end: int, *, is_finished: bool) -> None:
+        """The tokens up to `end`, of which some were read before."""
+        self._take(self._parser.push(self._reader.read(token_ids, end)))
         if is_finished:
-            self._take(self._parser.push(self._detokenizer.finish()) + self._parser.finish())
+            self._take(self._parser.push(self._reader.detokenizer.finish()) + self._parser.finish())
 
     def _take(self, events: Sequence[OutputEvent]) -> None:
         for event in events:

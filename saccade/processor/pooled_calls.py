@@ -63,12 +63,12 @@ def _embedding(out: RequestOutput, dim: int | None, dimensions: int | None) -> E
     return None if pooled is None else EmbeddingOutput(embedding(pooled, dimensions, dim).tolist())
 
 
-def _prompt(processor: Processor, given: Input, kwargs: Mapping[str, Any]) -> Prompt:
-    if isinstance(given, Mapping) and "messages" in given:
-        return processor.from_chat(given["messages"], chat_template_kwargs=kwargs, allow_paths=True)
-    if isinstance(given, str):
-        return side_prompt(processor, given, kwargs)
-    return processor.from_prompt(given)
+def _prompt(processor: Processor, source: Input, kwargs: Mapping[str, Any]) -> Prompt:
+    if isinstance(source, str):
+        return side_prompt(processor, source, kwargs)
+    if "messages" in source:
+        return processor.from_chat(source["messages"], chat_template_kwargs=kwargs, allow_paths=True)
+    return processor.from_prompt(source)
 
 
 def scores(
@@ -101,16 +101,16 @@ def _similarities(
 ) -> Scores:
     first, second = columns(pairs)
     dim = token_dim(processor)
-    asking = QUERY_KWARGS if dim is not None else {}
-    prompts = [partial(side_prompt, processor, side, asking) for side in first]
+    query_kwargs = QUERY_KWARGS if dim is not None else {}
+    prompts = [partial(side_prompt, processor, side, query_kwargs) for side in first]
     outs = run([*prompts, *(partial(side_prompt, processor, side, {}) for side in second)], params)
     lefts = outs[: len(first)] if len(first) > 1 else outs[:1] * len(second)
-    found = []
-    for left, right in zip(lefts, outs[len(first) :], strict=True):
-        query, document = _pooled(left), _pooled(right)
+    results = []
+    for first_out, second_out in zip(lefts, outs[len(first) :], strict=True):
+        query, document = _pooled(first_out), _pooled(second_out)
         score = ScoringOutput(similarity(query, document, dim)) if query and document else None
-        found.append(PoolingRequestOutput.of(left if left.error else right, score))
-    return found
+        results.append(PoolingRequestOutput.of(first_out if first_out.error else second_out, score))
+    return results
 
 
 def side_prompt(processor: Processor, side: Side, kwargs: Mapping[str, Any]) -> Prompt:

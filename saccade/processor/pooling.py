@@ -52,7 +52,7 @@ def pooling_params(pooling: Pooling, **more: Any) -> SamplingParams:
 
 
 def token_dim(processor: Processor) -> int | None:
-    """Of late interaction; None: a model with one vector for an input."""
+    """The width of a token's vector in late interaction; None: a model with one vector for an input."""
     return processor.checkpoint.config.text.token_dim
 
 
@@ -61,7 +61,7 @@ def embedding_pooling(processor: Processor) -> Pooling:
 
 
 def embedding(pooled: bytes, dimensions: int | None = None, dim: int | None = None) -> Vector:
-    """Of length 1; with `dimensions` the first so many (Matryoshka). With `dim` one for each token."""
+    """A vector of length 1, cut to `dimensions` (Matryoshka). With `dim` one for each token."""
     if dim is not None:
         return token_vectors(pooled, dim)
     vector = np.frombuffer(pooled, np.float32)[:dimensions]
@@ -88,7 +88,7 @@ def similarity(first: bytes, second: bytes, dim: int | None = None) -> float:
 
 
 def relevance(pooled: bytes) -> float:
-    """From the logits of the tokens for no and yes: the probability of yes among the two."""
+    """The probability of yes among the logits of the tokens for no and yes."""
     no, yes = np.frombuffer(pooled, np.float32).astype(np.float64)
     return 1 / (1 + math.exp(min(no - yes, 700.0)))
 
@@ -120,40 +120,48 @@ def pair_messages(processor: Processor, query: Side, document: Side, instruction
 
 
 PAIR_KWARGS = {"enable_thinking": False}
-"""Of the chat template: a score is read where the answer begins."""
+"""Arguments of the chat template: a score is read where the answer begins."""
 
 
 def content_of(side: Side) -> list[Mapping[str, Any]]:
     """The parts of a message."""
     content: Any = side.get("content") if isinstance(side, Mapping) else side
-    if isinstance(content, str) and content:
-        return [_text(content)]
-    if isinstance(content, (list, tuple)) and content and all(isinstance(part, Mapping) for part in content):
-        texts = [part.get("text") for part in content if part.get("type") == "text"]
-        if all(isinstance(text, str) for text in texts):
+    match content:
+        case str(text) if text:
+            return [_text(text)]
+        case [_, *_] if all(map(_is_part, content)):
             return list(content)
     expected = 'a text that is not empty or {"content": [parts of a message]}'
     raise RequestError(f"a query or a document must be {expected}, not {quoted(side)}")
 
 
-def sides_of(given: Any) -> list[Side]:
+def _is_part(part: Any) -> bool:
+    match part:
+        case {"type": "text"}:
+            return isinstance(part.get("text"), str)
+    return isinstance(part, Mapping)
+
+
+def sides_of(content: Any) -> list[Side]:
     """One or several: a text, an object, a list of them, or vLLM's {"content": [...]}, each part a side."""
-    if isinstance(given, Mapping) and isinstance(given.get("content"), (list, tuple)):
-        return [{"content": [part]} for part in given["content"]]
-    many = given if isinstance(given, (list, tuple)) else [given]
-    return [_side(one) for one in many]
+    match content:
+        case {"content": list() | tuple() as parts}:
+            return [{"content": [part]} for part in parts]
+        case list() | tuple():
+            return [_side(one) for one in content]
+    return [_side(content)]
 
 
-def _side(given: Any) -> Side:
+def _side(side: Any) -> Side:
     """Also {"text": ...} and {"image": ...}, as Jina, Cohere and SGLang write them."""
-    if not isinstance(given, Mapping) or "content" in given:
-        return given
+    if not isinstance(side, Mapping) or "content" in side:
+        return side
     parts: list[Any] = []
-    if given.get("image") is not None:
-        parts.append({"type": "image_url", "image_url": {"url": given["image"]}})
-    if given.get("text") is not None:
-        parts.append({"type": "text", "text": given["text"]})
-    return given["text"] if parts == [_text(str(given.get("text")))] else {"content": parts}
+    if side.get("image") is not None:
+        parts.append({"type": "image_url", "image_url": {"url": side["image"]}})
+    if side.get("text") is not None:
+        parts.append({"type": "text", "text": side["text"]})
+    return side["text"] if parts == [_text(str(side.get("text")))] else {"content": parts}
 
 
 def paired(first: Sequence[Side], second: Sequence[Side]) -> list[tuple[Side, Side]]:
@@ -169,7 +177,9 @@ def paired(first: Sequence[Side], second: Sequence[Side]) -> list[tuple[Side, Si
 def columns(pairs: Sequence[tuple[Side, Side]]) -> tuple[Sequence[Side], Sequence[Side]]:
     """Both sides; of the first one alone where it is the same in all pairs."""
     first, second = zip(*pairs, strict=True)
-    return (first[:1] if all(side is first[0] for side in first) else first), second
+    if all(side is first[0] for side in first):
+        return first[:1], second
+    return first, second
 
 
 def _text(text: str) -> dict[str, str]:

@@ -53,12 +53,12 @@ class RequestBuilder:
         if params.thinking_token_budget is not None and self._thinking_after is not None:
             thinking = thinking or self._thinking_after(prompt)
         params = _with_budget(params, thinking)
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         if params.bad_words and self._encode is not None:
             params = replace(params, bad_words=None, bad_words_token_ids=self._bad_words(params.bad_words))
         if params.picks_best and params.logprobs is None:
             params = replace(params, logprobs=0)  # by which outputs are compared
-        others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
+        child_params = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         is_held = params.structured is not None or params.thinking_token_budget is not None
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         prompt = _owned(prompt, request_id, tenant.name)
@@ -66,7 +66,7 @@ class RequestBuilder:
             Request(
                 request_id=child_id(request_id, first + index),
                 prompt=prompt,
-                params=others if index else params,
+                params=child_params if index else params,
                 max_tokens=max_tokens,
                 eos_token_ids=eos_token_ids,
                 seed=(seed + index) % 2**63,
@@ -85,7 +85,7 @@ class RequestBuilder:
 
 
 def _with_budget(params: SamplingParams, thinking: Thinking | None) -> SamplingParams:
-    """Without the budget where there is no thinking. RequestError if thinking cannot be closed."""
+    """Drop the budget where there is no thinking. RequestError if thinking cannot be closed."""
     if params.thinking_token_budget is None:
         return params
     if thinking is None:

@@ -17,29 +17,30 @@ _EMBEDDERS = re.compile(r"(^|[-_.])(embed|embedding|gme)([-_.]|$)", re.IGNORECAS
 _DOES = {"generate": "generate text", "embed": "make embeddings", "score": "score pairs"}
 
 
-def task_of(asked: str, model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
+def task_of(option: str, model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
     """The option `task`; with "auto" by the checkpoint. "pooling" is "embed" where nothing says more."""
     if TOKEN_DIM in config:
-        if asked in ("generate", "score"):
+        if option in ("generate", "score"):
             reason = "the checkpoint projects its tokens to vectors (late interaction)"
-            raise ConfigError(f"task={asked} cannot be used: {reason}; serve it with --task embed")
+            raise ConfigError(f"task={option} cannot be used: {reason}; serve it with --task embed")
         return "embed"
-    if asked in get_args(Task):
-        return cast(Task, asked)
-    found = _found(model, path, config)
-    return "embed" if asked == "pooling" and found == "generate" else found
+    if option in get_args(Task):
+        return cast(Task, option)
+    return _found(model, path, config, "embed" if option == "pooling" else "generate")
 
 
-def _found(model: str | None, path: Path, config: Mapping[str, Any]) -> Task:
-    """By the files of Sentence Transformers, vLLM's `classifier_from_token`, or the model's name."""
+def _found(model: str | None, path: Path, config: Mapping[str, Any], default: Task) -> Task:
+    """The task by the files of Sentence Transformers, vLLM's `classifier_from_token`, or the model's name."""
     name = path.resolve().name if model is None or Path(model).is_dir() else model.rpartition("/")[2]
     if (path / "1_LogitScore").is_dir() or "classifier_from_token" in config or _RERANKERS.search(name):
         return "score"
-    return "embed" if (path / "1_Pooling").is_dir() or _EMBEDDERS.search(name) else "generate"
+    if (path / "1_Pooling").is_dir() or _EMBEDDERS.search(name):
+        return "embed"
+    return default
 
 
-def check_task(served: Task, *wanted: Task) -> None:
-    if served not in wanted:
-        first = wanted[0]
-        reason = f"the model is served to {_DOES[served]} (--task {served}), not to {_DOES[first]}"
+def check_task(task: Task, *tasks: Task) -> None:
+    if task not in tasks:
+        first = tasks[0]
+        reason = f"the model is served to {_DOES[task]} (--task {task}), not to {_DOES[first]}"
         raise RequestError(f"{reason}; serve it with --task {first}", code="unsupported")

@@ -82,15 +82,15 @@ def compile_template(template: str) -> jinja2.Template:
 
 
 def _joined(pieces: Iterable[str], maximum: int) -> str:
-    written: list[str] = []
-    left = maximum
+    texts: list[str] = []
+    room = maximum
     for piece in pieces:
-        left -= len(piece)
-        if left < 0:
+        room -= len(piece)
+        if room < 0:
             reason = f"the model's chat template writes more than {maximum} characters for these messages"
             raise RequestError(f"{reason}; send less", code="context_length_exceeded", param="messages")
-        written.append(piece)
-    return "".join(written)
+        texts.append(piece)
+    return "".join(texts)
 
 
 def _line(traceback: TracebackType | None, template: jinja2.Template) -> int:

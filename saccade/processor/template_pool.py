@@ -29,7 +29,7 @@ from saccade.processor.template_worker import (
 
 MAX_SLOW = 8
 THREADS = MAX_SLOW + 4
-"""Of the caller: slow chats cannot occupy all of them."""
+"""Threads of the caller: slow chats cannot occupy all of them."""
 
 _QUICK_PROCESSES = 2
 _SLOW_PROCESSES = 2
@@ -55,13 +55,13 @@ class TemplatePool:
         self._seconds = seconds
         self._max_bytes = 4 * max_chars  # of the context: a template writes about as much as it reads
         setup = (encoded(template or ""), max_chars)
-        self._quick = HelperPool([_Renderer(*setup, 0) for _ in range(_QUICK_PROCESSES)])
-        self._slow = HelperPool([_Renderer(*setup, _SLOW_NICENESS) for _ in range(_SLOW_PROCESSES)])
+        self._quick = HelperPool([_RendererProcess(*setup, 0) for _ in range(_QUICK_PROCESSES)])
+        self._slow = HelperPool([_RendererProcess(*setup, _SLOW_NICENESS) for _ in range(_SLOW_PROCESSES)])
         self._slow_slots = threading.Semaphore(MAX_SLOW)
         self._broken: ConfigError | None = None
 
     def render(self, **context: Any) -> str:
-        """From any thread. RequestError if the template refuses, is too slow or writes too much."""
+        """Any thread may call it. RequestError if the template refuses, is too slow or writes too much."""
         required(self._template)
         if self._broken is not None:
             raise self._broken
@@ -84,8 +84,8 @@ class TemplatePool:
             message = "a number in the messages or tools has thousands of digits"
             raise RequestError(message, param="messages") from None
         if len(body) > self._max_bytes:
-            given = f"messages, tools and chat_template_kwargs have {len(body)} bytes"
-            message = f"{given}, more than the context can hold ({self._max_bytes} at most); send less"
+            subject = f"messages, tools and chat_template_kwargs have {len(body)} bytes"
+            message = f"{subject}, more than the context can hold ({self._max_bytes} at most); send less"
             raise RequestError(message, code="context_length_exceeded", param="messages")
         return body
 
@@ -98,7 +98,7 @@ class TemplatePool:
         finally:
             self._slow_slots.release()
 
-    def _ask(self, lane: HelperPool[_Renderer], body: bytes, seconds: float) -> Reply:
+    def _ask(self, lane: HelperPool[_RendererProcess], body: bytes, seconds: float) -> Reply:
         try:
             return lane.use(lambda renderer: renderer.ask(body, seconds))
         except ConfigError as error:
@@ -126,7 +126,7 @@ class TemplatePool:
         raise TemplateEnded(message, param="messages")
 
 
-class _Renderer:
+class _RendererProcess:
     """A process that has compiled the template. One thread at a time asks it."""
 
     def __init__(self, template: bytes, max_chars: int, niceness: int) -> None:

@@ -33,10 +33,10 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 class Tokenizer:
     """`protect` names ids that client text must never become, beside special tokens and those that occur in
-    `written`, a built-in chat template. Client text may contain the tokens in `markup`."""
+    `template`, a built-in chat template. Client text may contain the tokens in `markup`."""
 
     def __init__(
-        self, path: Path, *, protect: Iterable[int] = (), written: str = "", markup: Collection[str] = ()
+        self, path: Path, *, protect: Iterable[int] = (), template: str = "", markup: Collection[str] = ()
     ) -> None:
         spec = read_tokenizer(path)
         config = read_optional(path / "tokenizer_config.json")
@@ -49,19 +49,19 @@ class Tokenizer:
         _frame_as_asked(self._inner, config, self.named_tokens)
         self.is_bytewise = isinstance(self._inner.decoder, ByteLevel)
         self.piece = lru_cache(_MAX_PIECES)(partial(_piece, self._inner))
-        added = self._inner.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        known = {token.content: i for i, token in added.items()}
+        tokens = self._inner.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in tokens.items() if token.special)
+        ids = {token.content: i for i, token in tokens.items()}
         guarded = {*self._special_ids, *protect}
-        named = set(self.named_tokens.values())
-        self._protected = {t: i for t, i in known.items() if i in guarded or t in named or t in written}
+        names = set(self.named_tokens.values())
+        self._protected = {t: i for t, i in ids.items() if i in guarded or t in names or t in template}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt: control tokens in the text count, and the tokenizer adds its own."""
         return _encode(self._inner, text, add_special_tokens)
 
     def encode_text(self, text: str) -> list[int]:
-        """Without special tokens around it."""
+        """The ids without special tokens around them."""
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -139,7 +139,7 @@ class _Shield:
     def __init__(self, protected: Mapping[str, int]) -> None:
         # Digits between private-use characters: no template filter (case, strip) changes them.
         self.marker = f"\ue0f0{secrets.randbits(128):039d}\ue0f1"
-        self._whole = re.compile(f"(?={_any_of(protected)})") if protected else None
+        self._whole = re.compile(f"(?={_any_of(protected)})")
         self._heads = {token[:n] for token in protected for n in range(1, len(token))}
         self._tails = {token[n:] for token in protected for n in range(1, len(token))}
         self._longest = max(map(len, protected), default=1) - 1
@@ -153,7 +153,7 @@ class _Shield:
 
     def _cuts(self, text: str) -> list[int]:
         """Where markers go: inside control tokens, prefixes of one at the end, suffixes at the start."""
-        inside = {match.start() + 1 for match in self._whole.finditer(text)} if self._whole else set()
+        inside = {match.start() + 1 for match in self._whole.finditer(text)}
         reach = range(1, min(self._longest, len(text)) + 1)
         at_end = {len(text) - n + 1 for n in reach if text[-n:] in self._heads}
         at_start = {n - 1 for n in reach if text[:n] in self._tails}
@@ -167,7 +167,7 @@ class _AliasTokenizer:
         """Both share the vocabulary, most of the memory of a tokenizer. `spec` is the tokenizer.json."""
         nonce = f"{secrets.randbits(128):039d}"
         self._aliases = {token: f"\ue0f2{nonce}{i:08d}\ue0f3" for token, i in protected.items()}
-        self._written = re.compile(_any_of(protected)) if protected else None
+        self._written = re.compile(_any_of(protected))
         self._names = {i: token for token, i in protected.items()}
         self._inner = self._renamed(real)
         self._real_ids = self._map_ids(real)
@@ -191,12 +191,11 @@ class _AliasTokenizer:
         """Renamed tokens get fresh ids, which also moves the ids of added tokens that kept their names."""
         names = {alias: token for token, alias in self._aliases.items()}
         here = self._inner.get_added_tokens_decoder()
-        found = {i: real.token_to_id(names.get(token.content, token.content)) for i, token in here.items()}
-        return {i: real_id for i, real_id in found.items() if real_id is not None}
+        ids = {i: real.token_to_id(names.get(token.content, token.content)) for i, token in here.items()}
+        return {i: real_id for i, real_id in ids.items() if real_id is not None}
 
     def encode(self, rendered: str, marker: str) -> list[int]:
-        if self._written is not None:
-            rendered = self._written.sub(lambda match: self._aliases[match[0]], rendered)
+        rendered = self._written.sub(lambda match: self._aliases[match[0]], rendered)
         ids = _encode(self._inner, rendered.replace(marker, ""), add_special_tokens=False)
         forged = self._forged.intersection(ids)
         if forged:
@@ -262,7 +261,8 @@ class DecodeStream:
 
     def _emit(self, text: str) -> str:
         new = text[len(self._shown) :]
-        self._shown = text if new else self._shown
+        if new:
+            self._shown = text
         return new
 
 
@@ -286,7 +286,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _open(spec: str) -> tokenizers.Tokenizer:
-    """Without truncation and padding, which a file may carry from training."""
+    """A tokenizer without truncation and padding, which a file may carry from training."""
     tokenizer = tokenizers.Tokenizer.from_str(spec)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -294,20 +294,26 @@ def _open(spec: str) -> tokenizers.Tokenizer:
 
 
 def _unknown_id(spec: str, tokenizer: tokenizers.Tokenizer) -> int | None:
-    """Of a Unigram model only the text tells; in its tokens quotes are escaped. To parse it takes 100 MiB."""
+    """Only the text tells it of a Unigram model, whose tokens have escaped quotes. Parsing takes 100 MiB."""
     if not isinstance(tokenizer.model, Unigram):
         return tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
-    found = re.search(r'(?<!\\)"unk_id"\s*:\s*(\d+)', spec)
-    return int(found[1]) if found else None
+    match = re.search(r'(?<!\\)"unk_id"\s*:\s*(\d+)', spec)
+    return int(match[1]) if match else None
 
 
-def _frame_as_asked(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+def _frame_as_asked(
+    inner: tokenizers.Tokenizer, config: Mapping[str, Any], tokens: Mapping[str, str]
+) -> None:
     """LlamaTokenizer in Transformers takes add_bos_token and add_eos_token from tokenizer_config.json."""
-    asked = config.get("add_bos_token")
-    if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer") or not isinstance(asked, bool):
+    adds_bos = config.get("add_bos_token")
+    if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer") or not isinstance(adds_bos, bool):
         return
-    before = [named["bos_token"]] if asked and "bos_token" in named else []
-    after = [named["eos_token"]] if config.get("add_eos_token") is True and "eos_token" in named else []
+    before = []
+    after = []
+    if adds_bos and "bos_token" in tokens:
+        before.append(tokens["bos_token"])
+    if config.get("add_eos_token") is True and "eos_token" in tokens:
+        after.append(tokens["eos_token"])
     ids = [(token, inner.token_to_id(token)) for token in {*before, *after}]
     if all(i is not None for _, i in ids):
         inner.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
@@ -315,18 +321,18 @@ def _frame_as_asked(inner: tokenizers.Tokenizer, config: Mapping[str, Any], name
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Named tokens are strings, or mappings with the string under "content" in older files."""
-    named = {}
+    tokens = {}
     for name in _NAMED:
         value = config.get(name)
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
-            named[name] = value
-    return named
+            tokens[name] = value
+    return tokens
 
 
 def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """As a batch of one, which releases the GIL; `encode` would hold it."""
+    """Encode a batch of one, which releases the GIL; `encode` would hold it."""
     try:
         return inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except TypeError:
@@ -335,5 +341,5 @@ def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) ->
 
 
 def _any_of(tokens: Iterable[str]) -> str:
-    """A pattern of these tokens, longest first as the tokenizer matches."""
-    return "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+    """A pattern of these tokens, longest first as the tokenizer matches; for none, of nothing."""
+    return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"

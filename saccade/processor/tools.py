@@ -21,7 +21,7 @@ Tool = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ToolPlan:
+class ToolUse:
     """What `tools` and `tool_choice` mean for one request."""
 
     for_template: Sequence[Tool] | None  # in the chat template
@@ -30,7 +30,7 @@ class ToolPlan:
     is_bare: bool = False  # that is one call as JSON, not in the model's own dialect
 
 
-NO_TOOLS = ToolPlan(None, calls=False)
+NO_TOOLS = ToolUse(None, calls=False)
 
 
 def tools_for_template(
@@ -40,7 +40,7 @@ def tools_for_template(
     *,
     formats: OutputFormats | None = None,
     parallel: bool = True,
-) -> ToolPlan:
+) -> ToolUse:
     """Check tools and tool_choice. A required call becomes a grammar, cached for the tenant `scope`.
 
     `formats` is how the model writes calls; `parallel`: it may make several.
@@ -51,31 +51,33 @@ def tools_for_template(
         return NO_TOOLS
     checked = _check_tools(tools)
     if tool_choice in (None, "auto"):
-        return ToolPlan(checked, calls=True)
+        return ToolUse(checked, calls=True)
     if tool_choice == "none":
         return NO_TOOLS
     is_any = tool_choice == "required"
-    chosen = checked if is_any else [_named(checked, tool_choice)]
-    bare = check_schema(call_schema(functions_of(chosen)), param="tools", scope=scope)
-    grammar = _own_grammar(chosen, formats, scope, many=is_any and parallel)
-    return ToolPlan(checked, calls=True, structured=grammar or bare, is_bare=grammar is None)
+    choices = checked if is_any else [_named(checked, tool_choice)]
+    bare = check_schema(call_schema(functions_of(choices)), param="tools", scope=scope)
+    grammar = _own_grammar(choices, formats, scope, many=is_any and parallel)
+    return ToolUse(checked, calls=True, structured=grammar or bare, is_bare=grammar is None)
 
 
 def _own_grammar(
-    chosen: Sequence[Tool], formats: OutputFormats | None, scope: str, *, many: bool
+    tools: Sequence[Tool], formats: OutputFormats | None, scope: str, *, many: bool
 ) -> str | None:
-    """Of calls in the model's own dialect. None where it has no grammar for them that can be enforced.
+    """A grammar of calls in the model's own dialect. None where it has none that can be enforced.
 
     It is checked with its markers as text: token ids mean nothing to the process that checks it.
     """
-    as_text = formats.call_grammar(chosen, many=many, by_id=False) if formats else None
-    if formats is None or as_text is None:
+    if formats is None:
+        return None
+    as_text = formats.call_grammar(tools, many=many, by_id=False)
+    if as_text is None:
         return None
     try:
         check_grammar(as_text, "tools", param="tools", scope=scope)
     except RequestError:  # too large in this form
         return None
-    return formats.call_grammar(chosen, many=many)
+    return formats.call_grammar(tools, many=many)
 
 
 def _check_tools(tools: Any) -> list[Tool]:
@@ -87,29 +89,30 @@ def _check_tools(tools: Any) -> list[Tool]:
 
 
 def _check_tool(tool: Any, where: str) -> None:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping) or tool.get("type") != "function":
-        raise RequestError('a tool must be {"type": "function", "function": {"name": ...}}', param=where)
-    name = function.get("name")
-    parameters = function.get("parameters")
+    match tool:
+        case {"type": "function", "function": Mapping() as function}:
+            name = function.get("name")
+            parameters = function.get("parameters", {})
+        case _:
+            raise RequestError('a tool must be {"type": "function", "function": {"name": ...}}', param=where)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         message = f"a function's name must have 1 to 64 letters, digits, _, - or ., not {quoted(name)}"
         raise RequestError(message, param=f"{where}.function.name")
-    if parameters is not None and not isinstance(parameters, Mapping):
+    if not isinstance(parameters, Mapping | None):
         message = "a function's parameters must be a JSON schema"
         raise RequestError(message, param=f"{where}.function.parameters")
 
 
 def _named(tools: Sequence[Tool], tool_choice: Any) -> Tool:
-    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or tool_choice.get("type") != "function":
-        named = '{"type": "function", "function": {"name": ...}}'
-        raise RequestError(f'tool_choice must be "none", "auto", "required" or {named}', param="tool_choice")
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            return tool
-    message = f"tool_choice names the function {quoted(name)}, which is not among the tools"
+    match tool_choice:
+        case {"type": "function", "function": {"name": str(name)}}:
+            for tool in tools:
+                if tool["function"]["name"] == name:
+                    return tool
+            message = f"tool_choice names the function {quoted(name)}, which is not among the tools"
+        case _:
+            example = '{"type": "function", "function": {"name": ...}}'
+            message = f'tool_choice must be "none", "auto", "required" or {example}'
     raise RequestError(message, param="tool_choice")
 
 
@@ -121,10 +124,11 @@ def calls_for_template(calls: Any, where: str) -> Any:
 
 
 def _call_for_template(call: Any, where: str) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(arguments, str):
-        return call  # parsed already, or left to the template
+    match call:
+        case {"function": {"arguments": str(arguments)} as function}:
+            pass
+        case _:
+            return call  # parsed already, or left to the template
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

@@ -56,7 +56,7 @@ class FrameGroups(NamedTuple):
 
 
 def _passes(info: VideoInfo, group: Sequence[int]) -> int:
-    """Of decoding a group, by frame of it: all since a key frame, if no decoder stands in between."""
+    """Passes to decode a group, by frame of it: all since a key frame, if no decoder stands in between."""
     key = bisect_right(info.keys, info.stamps[group[0]])
     first = bisect_left(info.stamps, info.keys[key - 1]) if key else 0
     num_decoded = group[-1] - first + 1
@@ -106,36 +106,36 @@ class Videos:
     @property
     def pixel_limits(self) -> PixelLimits:
         """`max_pixels` limits frames too, unless there is a limit for videos."""
-        given = self.policy.video.max_pixels
+        maximum = self.policy.video.max_pixels
         images = self.policy.max_pixels
-        if given is None and images is not None and not self.rules.is_total:
-            given = min(self.rules.max_pixels, images)
-        return self.rules.limits(given)
+        if maximum is None and images is not None and not self.rules.is_total:
+            maximum = min(self.rules.max_pixels, images)
+        return self.rules.limits(maximum)
 
-    def options(self, given: Mapping[str, Any]) -> VideoOptions:
-        """From mm_processor_kwargs, which may lower the deployment's limits but not raise them."""
+    def options(self, kwargs: Mapping[str, Any]) -> VideoOptions:
+        """Options from mm_processor_kwargs, which may lower the deployment's limits but not raise them."""
         limits = self.pixel_limits
-        fps = given.get("fps")
-        num_frames = whole_number(given, "num_frames", self.max_frames)
+        fps = kwargs.get("fps")
+        num_frames = whole_number(kwargs, "num_frames", self.max_frames, None)
         if fps is not None and not (_is_number(fps) and 0 < fps <= _HIGHEST_RATE):
             message = f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {quoted(fps)}"
             raise RequestError(message, param="mm_processor_kwargs.fps")
         if fps is not None and num_frames is not None:
             raise RequestError("give either fps or num_frames, not both", param="mm_processor_kwargs.fps")
-        highest = whole_number(given, "max_frames", self.max_frames) or self.max_frames
-        pixels = whole_number(given, "max_video_pixels", limits.max_pixels)
-        limits = self.rules.limits(pixels) if pixels else limits
-        rate = None if fps is None else float(fps)
-        sampling = Sampling(self.policy.video.fps if rate is None else rate, highest, num_frames)
-        return VideoOptions(sampling, limits, rate, self._pruning(given))
+        highest = whole_number(kwargs, "max_frames", self.max_frames, self.max_frames)
+        pixels = whole_number(kwargs, "max_video_pixels", limits.max_pixels, None)
+        if pixels is not None:
+            limits = self.rules.limits(pixels)
+        sampling = Sampling(float(self.policy.video.fps if fps is None else fps), highest, num_frames)
+        return VideoOptions(sampling, limits, None if fps is None else float(fps), self._pruning(kwargs))
 
-    def _pruning(self, given: Mapping[str, Any]) -> float:
+    def _pruning(self, kwargs: Mapping[str, Any]) -> float:
         """A request may prune more tokens than the deployment does, not fewer."""
         minimum = self.policy.video.pruning
-        pruning = given.get("video_pruning", minimum)
+        pruning = kwargs.get("video_pruning", minimum)
         if not (_is_number(pruning) and minimum <= pruning < 1):
-            wanted = f"video_pruning must be a number below 1 and at least {minimum:g}"
-            message = f"{wanted}, the share in force here, but {quoted(pruning)} was given"
+            rule = f"video_pruning must be a number below 1 and at least {minimum:g}"
+            message = f"{rule}, the share in force here, but {quoted(pruning)} was given"
             raise RequestError(message, param="mm_processor_kwargs.video_pruning")
         return float(pruning)
 
@@ -154,38 +154,42 @@ class Videos:
         if fps > self.policy.video.fps:
             message = f"fps is {fps:g}, but at most {self.policy.video.fps:g} are taken here (video_fps)"
             raise RequestError(message, param="mm_processor_kwargs.fps")
-        chosen = self.rules.choose(len(info.stamps), info.rate, options.sampling)
-        frames = _SampledFrames(tuple(chosen.tolist()), len(info.stamps), info.rate)
+        indices = self.rules.choose(len(info.stamps), info.rate, options.sampling)
+        frames = _SampledFrames(tuple(indices.tolist()), len(info.stamps), info.rate)
         geometry = self._geometry(info.size, len(frames.indices), options)
         digest = hashlib.sha256(file.data).digest()
         items = []
-        for group, own in self._decoded(frames.indices, geometry, options):
+        for group, cut in self._decoded(frames.indices, geometry, options):
             stamps = tuple(info.stamps[index] for index in group)
             passes = _passes(info, group)
             header = Header(info.format, info.size, info.orientation, frames.total, "RGB", passes)
-            key = self._key(own, salt, digest, info.format.encode(), struct.pack(f"<{len(stamps)}q", *stamps))
-            items.append(MediaItem(key, "video", file.data, header, own, stamps=stamps))
+            key = self._key(cut, salt, digest, info.format.encode(), struct.pack(f"<{len(stamps)}q", *stamps))
+            items.append(MediaItem(key, "video", file.data, header, cut, stamps=stamps))
         return self._groups(items, frames)
 
-    def _of_list(self, given: Sequence[Any], video: Video, options: VideoOptions, salt: bytes) -> FrameGroups:
+    def _of_list(
+        self, images: Sequence[Any], video: Video, options: VideoOptions, salt: bytes
+    ) -> FrameGroups:
         """Only the sampled frames are loaded."""
-        frames = self._chosen(len(given), options)
+        frames = self._chosen(len(images), options)
         loaded = {}
         for index in frames.indices:
             param = f"{video.param}[{index}]"
-            loaded[index] = load_image(given[index], self.policy, param=param, allow_paths=video.allow_path)
+            loaded[index] = load_image(images[index], self.policy, param=param, allow_paths=video.allow_path)
         size = _common_size(loaded)
         geometry = self._geometry(size, len(frames.indices), options)
         groups = list(self._decoded(frames.indices, geometry, options))
         self._check_total(size, [loaded[index] for group, _ in groups for index in group])
         items = []
-        for group, own in groups:
-            shown = [loaded[index] for index in group]
-            stills = tuple(Still(len(frame.data), frame.header) for frame in shown)
-            key = self._key(own, salt, *(part for frame in shown for part in _identifying(frame)))
-            passes = max(frame.header.passes for frame in shown)
-            header = Header("frames", size, 1, len(shown), "RGB", passes)
-            items.append(MediaItem(key, "video", b"".join(f.data for f in shown), header, own, stills=stills))
+        for group, cut in groups:
+            members = [loaded[index] for index in group]
+            stills = tuple(Still(len(frame.data), frame.header) for frame in members)
+            key = self._key(cut, salt, *(part for frame in members for part in _identifying(frame)))
+            passes = max(frame.header.passes for frame in members)
+            header = Header("frames", size, 1, len(members), "RGB", passes)
+            items.append(
+                MediaItem(key, "video", b"".join(f.data for f in members), header, cut, stills=stills)
+            )
         return self._groups(items, frames)
 
     def _chosen(self, total: int, options: VideoOptions) -> _SampledFrames:
@@ -195,12 +199,12 @@ class Videos:
         rate = options.fps or _UNKNOWN_RATE
         check_video_seconds(total / rate, self.policy)
         if options.sampling.num_frames is not None:
-            chosen = self.rules.choose(total, rate, options.sampling)
-            return _SampledFrames(tuple(chosen.tolist()), total, rate)
+            indices = self.rules.choose(total, rate, options.sampling)
+            return _SampledFrames(tuple(indices.tolist()), total, rate)
         maximum = options.sampling.max_frames
         if total > maximum:
-            found = f"the video has {total} frames, and at most {maximum} are taken (max_video_frames)"
-            raise RequestError(f"{found}; send fewer or say num_frames", code="video_too_large")
+            count = f"the video has {total} frames, and at most {maximum} are taken (max_video_frames)"
+            raise RequestError(f"{count}; send fewer or say num_frames", code="video_too_large")
         return _SampledFrames(tuple(range(total)), total, rate)
 
     def _check_total(self, size: Size, frames: Collection[Loaded]) -> None:
@@ -264,23 +268,23 @@ def video_bill_item(items: Sequence[MediaItem], run: VideoRun, block_size: int) 
     )
 
 
-def split_kwargs(given: Any) -> tuple[Any, dict[str, Any]]:
+def split_kwargs(kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """mm_processor_kwargs of images, and those of videos."""
-    if not isinstance(given, Mapping):
-        return given, {}
-    video = {name: given[name] for name in REQUEST_KEYS if given.get(name) is not None}
-    return {name: value for name, value in given.items() if name not in REQUEST_KEYS}, video
+    if not isinstance(kwargs, Mapping):
+        return kwargs, {}
+    video = {name: kwargs[name] for name in REQUEST_KEYS if kwargs.get(name) is not None}
+    return {name: value for name, value in kwargs.items() if name not in REQUEST_KEYS}, video
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) in (int, float)
 
 
 def _check_pixels(size: Size, frames: int, maximum: int, where: str) -> None:
     pixels = size.width * size.height * frames
     if pixels > maximum:
-        given = f"{frames} frames of {size.width}x{size.height} have {pixels} pixels"
-        raise RequestError(f"{given}, and at most {maximum} are allowed {where}", code="video_too_large")
+        subject = f"{frames} frames of {size.width}x{size.height} have {pixels} pixels"
+        raise RequestError(f"{subject}, and at most {maximum} are allowed {where}", code="video_too_large")
 
 
 def _identifying(frame: Loaded) -> tuple[bytes, ...]:
@@ -288,12 +292,15 @@ def _identifying(frame: Loaded) -> tuple[bytes, ...]:
 
 
 def _common_size(frames: Mapping[int, Loaded]) -> Size:
-    (first, frame), *others = frames.items()  # by index
+    (first, frame), *tail = frames.items()  # by index
     size = frame.header.size
-    for other, frame in others:
-        found = frame.header.size
-        if found != size:
-            sizes = f"{size.width}x{size.height} and frame {other + 1} is {found.width}x{found.height}"
-            message = f"the frames of a video have one size, but frame {first + 1} is {sizes}"
+    for other, frame in tail:
+        other_size = frame.header.size
+        if other_size != size:
+            size_text = f"{size.width}x{size.height}"
+            other_text = f"frame {other + 1} is {other_size.width}x{other_size.height}"
+            message = (
+                f"the frames of a video have one size, but frame {first + 1} is {size_text} and {other_text}"
+            )
             raise RequestError(message, code="invalid_video")
     return size

@@ -70,29 +70,29 @@ def build_video_prompt(
     rules: VideoRules,
     caption: Callable[[float], Sequence[int]],  # ids of a timestamp
 ) -> VideoPromptBuilder:
-    made = VideoPromptBuilder()
-    waiting = list(images)
-    done = 0  # ids copied
+    builder = VideoPromptBuilder()
+    queue = list(images)
+    position = 0  # ids copied
     grown = 0  # tokens added so far
     for start, video in zip(starts, videos, strict=True):
-        while waiting and waiting[0][0].start < start:
-            made.add_image(*_moved(waiting.pop(0), grown))
+        while queue and queue[0][0].start < start:
+            builder.add_image(*_moved(queue.pop(0), grown))
         tokens, offsets = _expanded(video, rules, caption)
-        made.pieces += [token_ids[done:start], tokens]
+        builder.pieces += [token_ids[position:start], tokens]
         spans = [_span(start + grown + at, item) for at, item in zip(offsets, video.items, strict=True)]
-        made.add_video(spans, video, rules.fence is None)
-        done = start + 1
+        builder.add_video(spans, video, rules.fence is None)
+        position = start + 1
         grown += len(tokens) - 1
-    made.pieces.append(token_ids[done:])
-    for image in waiting:
-        made.add_image(*_moved(image, grown))
-    return made
+    builder.pieces.append(token_ids[position:])
+    for image in queue:
+        builder.add_image(*_moved(image, grown))
+    return builder
 
 
 def _span(start: int, group: MediaItem) -> Span:
     geometry = group.geometry
-    made = None if geometry.cells is None else geometry.cells.width * geometry.cells.height
-    return Span(start, geometry.tokens, group.key, geometry.slots, encoder_tokens=made)
+    encoder_tokens = None if geometry.cells is None else geometry.cells.width * geometry.cells.height
+    return Span(start, geometry.tokens, group.key, geometry.slots, encoder_tokens=encoder_tokens)
 
 
 def _moved(image: tuple[Span, MediaItem], by: int) -> tuple[Span, MediaItem]:

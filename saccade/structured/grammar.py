@@ -105,11 +105,11 @@ class Grammars:
         if not self._pending:
             return frozenset()
         with self._changed:
-            rest = max(self._pending.values(), default=0.0) + patience - time.monotonic()
-            self._changed.wait_for(lambda: not self._pending, max(0.0, rest))
-            waiting = len(self._pending)
-            if waiting and waiting >= num_open:
-                self._changed.wait_for(lambda: len(self._pending) < waiting, _IDLE_SECONDS)
+            seconds = max(self._pending.values(), default=0.0) + patience - time.monotonic()
+            self._changed.wait_for(lambda: not self._pending, max(0.0, seconds))
+            num_waiting = len(self._pending)
+            if num_waiting and num_waiting >= num_open:
+                self._changed.wait_for(lambda: len(self._pending) < num_waiting, _IDLE_SECONDS)
             return frozenset(self._pending)
 
     def close(self) -> None:
@@ -125,10 +125,10 @@ class Grammars:
         self._open[request_id] = grammar
         self._wait_for(request_id)
         template = self._template(_Key(request.prompt.salt, schema, request.params.num_outputs), owner)
-        waiting = weakref.ref(grammar)  # since a cached template keeps its callbacks alive
+        weak_grammar = weakref.ref(grammar)  # since a cached template keeps its callbacks alive
 
         def begin(template: Future[Template]) -> None:
-            if (grammar := waiting()) is not None:
+            if (grammar := weak_grammar()) is not None:
                 self._submit(request_id, owner, grammar, lambda: grammar.begin(template.result()))
 
         template.add_done_callback(begin)
@@ -248,9 +248,9 @@ class Grammar:
 
     def must_end(self, bits: Bits) -> bool:
         """Whether only EOS tokens are allowed."""
-        rest = bits.copy()
-        _clear(rest, self._end_ids)
-        return not rest.any()
+        bits_left = bits.copy()
+        _clear(bits_left, self._end_ids)
+        return not bits_left.any()
 
     def advance(self, token: int) -> None:
         if token in self._ends:
@@ -331,7 +331,7 @@ _TOO_COSTLY = f"the answers were held to {_COSTLY}; make it simpler"
 
 
 def _code(structured: str) -> str:
-    """Of errors, the same as where the server checks it."""
+    """The code of its errors, the same as where the server checks it."""
     return "invalid_json_schema" if is_schema(structured) else "invalid_grammar"
 
 

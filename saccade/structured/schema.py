@@ -102,8 +102,8 @@ def rules_of(schema: str) -> str:
     from llguidance import LLMatcher
 
     try:
-        given: dict[str, Any] = json.loads(schema)
-        return LLMatcher.grammar_from_json_schema(given, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+        fields: dict[str, Any] = json.loads(schema)
+        return LLMatcher.grammar_from_json_schema(fields, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
 

@@ -32,9 +32,8 @@ def check_schema(schema: Any, *, param: str = "response_format", scope: str = ""
     """The schema as text. RequestError if the engine cannot enforce it."""
     _check_available(param)
     text = _as_text(schema, param)
-    found = _problem(text, scope) if text != ANY_OBJECT else None
-    if found is not None:
-        raise _refused(f"the JSON schema cannot be used: {found}", param)
+    if text != ANY_OBJECT and (problem := _problem(text, scope)) is not None:
+        raise _refused(f"the JSON schema cannot be used: {problem}", param)
     return text
 
 
@@ -50,8 +49,8 @@ def check_grammar(text: str, kind: str, *, param: str, scope: str = "") -> str:
     """Check a Lark grammar, which a client wrote or which was made of something of this kind."""
     _check_available(param)
     check_text_size(len(text), param)
-    if (found := _problem(text, scope)) is not None:
-        message = f"the {kind} cannot be used: {found}"
+    if (problem := _problem(text, scope)) is not None:
+        message = f"the {kind} cannot be used: {problem}"
         raise RequestError(message, code="invalid_grammar", param=param)
     return text
 
@@ -124,12 +123,12 @@ class SchemaChecks:
             if digest in cached:
                 cached.move_to_end(digest)
                 return cached[digest]
-        found = self._ask(text)
+        problem = self._ask(text)
         with self._lock:
-            cached[digest] = found
+            cached[digest] = problem
             while len(cached) > _MAX_CACHED:
                 cached.popitem(last=False)
-        return found
+        return problem
 
     def lark_of_ebnf(self, text: str) -> tuple[str, str | None]:
         """A grammar in EBNF as Lark, or what is wrong with it. Not cached: it can be as long as the text."""
@@ -149,7 +148,9 @@ class SchemaChecks:
                 "the process that checks schemas cannot be started, stands still or was killed; try again"
             )
             raise EngineUnavailable(message, _RETRY_SECONDS)
-        return reply.body.decode() or None if reply.outcome is Outcome.DONE else TOO_COMPLEX
+        if reply.outcome is not Outcome.DONE:
+            return TOO_COMPLEX
+        return reply.body.decode() or None
 
     def close(self) -> None:
         """End the processes. Another check starts one again."""

@@ -60,10 +60,12 @@ def problem(text: str) -> str | None:
 
 def _schema_problem(text: str) -> str | None:
     schema = json.loads(text)
-    found = next(_problems_inside(schema, schema, 0), None)
-    if found is None and not _has_finite_value(schema):
-        found = "it refers to itself without end, so no JSON value can follow it"
-    return found or _compile_problem(text) or _trial_problem(text)
+    problem = next(_problems_inside(schema, schema, 0), None)
+    if problem is not None:
+        return problem
+    if not _has_finite_value(schema):
+        return "it refers to itself without end, so no JSON value can follow it"
+    return _compile_problem(text) or _trial_problem(text)
 
 
 def _compile_problem(text: str) -> str | None:
@@ -113,13 +115,13 @@ def _problems_inside(schema: Any, root: Any, depth: int) -> Iterator[str]:
 
 
 def _keyword_problems(schema: Mapping[str, Any]) -> Iterator[str]:
-    reference = schema.get("$ref")
-    pattern = schema.get("pattern")
-    if isinstance(reference, str) and not reference.startswith("#"):
-        yield "its $ref leads outside of it, and nothing is fetched; put the definition under $defs"
-    # The library would cope, but clients validate outputs with regex engines of exponential time.
-    if isinstance(pattern, str) and _NESTED_REPEAT.search(pattern):
-        yield "a pattern repeats a repeat, as (a+)+ does; write it with one repeat"
+    match schema:
+        case {"$ref": str(reference)} if not reference.startswith("#"):
+            yield "its $ref leads outside of it, and nothing is fetched; put the definition under $defs"
+    match schema:
+        # The library would cope, but clients validate outputs with regex engines of exponential time.
+        case {"pattern": str(pattern)} if _NESTED_REPEAT.search(pattern):
+            yield "a pattern repeats a repeat, as (a+)+ does; write it with one repeat"
 
 
 def _count_problems(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -144,33 +146,37 @@ def _choices(schema: Mapping[str, Any], root: Any) -> int:
 
     A schema with a reference counts as none, since its target is checked by itself.
     """
-    found = 0
-    waiting: list[Any] = [schema] if "$ref" not in schema else []
+    if "$ref" in schema:
+        return 0
+    count = 0
+    stack: list[Any] = [schema]
     visited: set[int] = set()
-    while waiting:
-        inner = waiting.pop()
+    while stack:
+        inner = stack.pop()
         if not isinstance(inner, dict) or id(inner) in visited:
             continue
         visited.add(id(inner))
-        found += ("$ref" not in inner) + _optional(inner)
+        count += ("$ref" not in inner) + _optional(inner)
         for name in ("anyOf", "oneOf", "allOf"):
-            waiting += inner[name] if isinstance(inner.get(name), list) else ()
+            stack += _entries(inner, name)
         if isinstance(inner.get("$ref"), str):
-            waiting.append(_target(root, inner["$ref"]))
-    return found
+            stack.append(_target(root, inner["$ref"]))
+    return count
+
+
+def _entries(schema: Mapping[str, Any], name: str) -> list[Any]:
+    """The entries of a list in a schema; none where something else stands there."""
+    entries = schema.get(name)
+    return entries if isinstance(entries, list) else []
 
 
 def _optional(schema: Mapping[str, Any]) -> int:
     """Optional properties, and values of an enum that are objects or lists."""
+    count = sum(isinstance(value, (dict, list)) for value in _entries(schema, "enum"))
     properties = schema.get("properties")
-    required = schema.get("required")
-    values = schema.get("enum")
-    count = 0
     if isinstance(properties, dict):
-        needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-        count += sum(name not in set(needed) for name in properties)
-    if isinstance(values, list):
-        count += sum(isinstance(value, (dict, list)) for value in values)
+        required = {name for name in _entries(schema, "required") if isinstance(name, str)}
+        count += len(properties.keys() - required)
     return count
 
 
@@ -224,24 +230,24 @@ def _ends(schema: Any, ending: set[str]) -> bool:
 
 def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
     """The schemas of parts that every value has."""
-    yield from schema["allOf"] if isinstance(schema.get("allOf"), list) else ()
-    properties = schema.get("properties")
-    required = schema.get("required")
-    is_object = schema.get("type", "object") == "object"
-    if is_object and isinstance(properties, dict) and isinstance(required, list):
-        yield from (properties[name] for name in required if isinstance(name, str) and name in properties)
-    if schema.get("type") == "array" and isinstance(schema.get("minItems"), int) and schema["minItems"] > 0:
-        first = schema.get("prefixItems")
-        yield from first[: schema["minItems"]] if isinstance(first, list) and first else [schema.get("items")]
+    yield from _entries(schema, "allOf")
+    match schema:
+        case {"type": "array", "minItems": int(minimum)} if minimum > 0:
+            yield from _entries(schema, "prefixItems")[:minimum] or [schema.get("items")]
+        case {"type": kind} if kind != "object":
+            return
+        case {"properties": dict() as properties}:
+            names = [name for name in _entries(schema, "required") if isinstance(name, str)]
+            yield from (properties[name] for name in names if name in properties)
 
 
 # --- Lark grammars ------------------------------------------------------------------------------------------
 
 
 def _grammar_problem(text: str) -> str | None:
-    found = next(_problems_in_lark(text), None)
-    if found is not None:
-        return found
+    problem = next(_problems_in_lark(text), None)
+    if problem is not None:
+        return problem
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
     if is_error:
         return _worded(messages[0])
@@ -268,10 +274,10 @@ def _problems_in_lark(text: str) -> Iterator[str]:
 
 
 def _embedded_schemas(text: str) -> Iterator[dict[str, Any]]:
-    """Of %json. One that is not JSON is left to the library, or is inside of a string."""
-    for found in re.finditer(r"%json\s*", text):
+    """The schemas of %json. One that is not JSON is left to the library, or is inside of a string."""
+    for match in re.finditer(r"%json\s*", text):
         try:
-            schema = json.JSONDecoder().raw_decode(text, found.end())[0]
+            schema = json.JSONDecoder().raw_decode(text, match.end())[0]
         except (ValueError, RecursionError):
             continue
         if isinstance(schema, dict):
@@ -307,7 +313,7 @@ def main() -> None:
 
 
 def _answer(body: bytes, fds: Sequence[int]) -> bytes:
-    """In a thread, since it has the stack."""
+    """Answer in a thread, since it has the stack."""
     replies: list[str] = []
     thread = threading.Thread(target=lambda: replies.append(_reply(body.decode())))
     thread.start()

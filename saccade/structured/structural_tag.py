@@ -73,15 +73,15 @@ class _Rules:
     def _made(self, form: Any) -> str:
         kind = str(form.get("type")) if isinstance(form, Mapping) else "nothing"
         if kind not in self._makers:
-            known = ", ".join(self._makers)
-            raise ValueError(f"a format must be an object whose type is one of {known}, not {kind[:40]!r}")
+            kinds = ", ".join(self._makers)
+            raise ValueError(f"a format must be an object whose type is one of {kinds}, not {kind[:40]!r}")
         self._num_parts += 1
         self._depth += 1
         if self._depth > _MAX_DEPTH or self._num_parts > _MAX_PARTS:
             raise ValueError(f"it may have {_MAX_PARTS} parts, nested {_MAX_DEPTH} deep; make it simpler")
-        made = self._makers[kind](form)
+        rule = self._makers[kind](form)
         self._depth -= 1
-        return f"({made})"
+        return f"({rule})"
 
     def _rule(self, body: str, attributes: str = "") -> str:
         name = f"part_{len(self._lines)}"
@@ -95,40 +95,43 @@ class _Rules:
         """What follows the trigger, which is the beginning of the tag's own `begin`."""
         begin = _string(form, "begin").removeprefix(trigger)
         ends = form.get("end", "")
-        ends = [ends] if isinstance(ends, str) else ends
+        if isinstance(ends, str):
+            ends = [ends]
         if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends) or not ends:
             raise ValueError("the end of a tag must be a string, or a list of strings")
         end = f"({' | '.join(map(quoted_text, ends))})"
         content = form.get("content")
-        is_text = isinstance(content, Mapping) and content.get("type") == "any_text"
-        if is_text and all(ends):  # it ends where `end` first comes
-            return f"{quoted_text(begin)} {self._rule(f'{_TEXT} {end}', '[lazy]')}"
+        match content:
+            case {"type": "any_text"} if all(ends):  # it ends where `end` first comes
+                return f"{quoted_text(begin)} {self._rule(f'{_TEXT} {end}', '[lazy]')}"
         return f"{quoted_text(begin)} {self._made(content)} {end}"
 
     def _triggered(self, form: Mapping[str, Any]) -> str:
         triggers = _strings(form, "triggers")
-        tags = _list(form, "tags")
         by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
-        for tag in tags:
-            begin = _string(tag if isinstance(tag, Mapping) else {}, "begin")
+        for tag in _tags(form):
+            begin = _string(tag, "begin")
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
                 raise ValueError(f"the tag that begins with {begin[:40]!r} has no trigger")
             by_trigger[trigger].append(self._tag(tag, trigger))
         options = []
-        for trigger, rest in by_trigger.items():
-            if rest:
-                found = self._rule(f"{_TEXT} {quoted_text(trigger)}", "[lazy]")
-                options.append(f"{found} ({' | '.join(rest)})")
-        return f"({' | '.join(options)}){_times(form)}" + (
-            "" if form.get("stop_after_first") else f" {_TEXT}"
-        )
+        for trigger, options_of_trigger in by_trigger.items():
+            if options_of_trigger:
+                prefix = self._rule(f"{_TEXT} {quoted_text(trigger)}", "[lazy]")
+                options.append(f"{prefix} ({' | '.join(options_of_trigger)})")
+        calls = f"({' | '.join(options)}){_times(form)}"
+        return calls if form.get("stop_after_first") else f"{calls} {_TEXT}"
 
     def _separated(self, form: Mapping[str, Any]) -> str:
-        tags = " | ".join(self._tag(tag if isinstance(tag, Mapping) else {}) for tag in _list(form, "tags"))
+        tags = " | ".join(map(self._tag, _tags(form)))
         separator = quoted_text(_string(form, "separator"))
         many = f"({tags})" if form.get("stop_after_first") else f"({tags}) ({separator} ({tags}))*"
         return many if form.get("at_least_one") else f"({many})?"
+
+
+def _tags(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [tag if isinstance(tag, Mapping) else {} for tag in _list(form, "tags")]
 
 
 def _times(form: Mapping[str, Any]) -> str:
@@ -151,14 +154,14 @@ def _string(form: Mapping[str, Any], name: str) -> str:
 
 
 def _list(form: Mapping[str, Any], name: str) -> Sequence[Any]:
-    given = form.get(name)
-    if not isinstance(given, (list, tuple)) or not 1 <= len(given) <= _MAX_PARTS:
+    entries = form.get(name)
+    if not isinstance(entries, (list, tuple)) or not 1 <= len(entries) <= _MAX_PARTS:
         raise ValueError(f"it needs a list of 1 to {_MAX_PARTS} entries under {name}")
-    return given
+    return entries
 
 
 def _strings(form: Mapping[str, Any], name: str) -> Sequence[str]:
-    given = _list(form, name)
-    if not all(isinstance(text, str) and text for text in given):
+    texts = _list(form, name)
+    if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"it needs strings that are not empty under {name}")
-    return given
+    return texts

@@ -43,42 +43,41 @@ def structured_from(response_format: Any, scope: str = "") -> str | None:
 
 
 def _schema_in(response_format: Mapping[str, Any]) -> Any:
-    given = response_format.get("json_schema")
-    schema = given.get("schema") if isinstance(given, Mapping) else None
-    if not isinstance(schema, Mapping):
-        message = "response_format of the type json_schema needs an object under json_schema.schema"
-        raise RequestError(message, code="invalid_json_schema", param="response_format")
-    return schema
+    match response_format:
+        case {"json_schema": {"schema": Mapping() as schema}}:
+            return schema
+    message = "response_format of the type json_schema needs an object under json_schema.schema"
+    raise RequestError(message, code="invalid_json_schema", param="response_format")
 
 
-def structured_of(given: Any, *, param: str = "structured_outputs", scope: str = "") -> str | None:
-    """Of an object with one of `KINDS`: a mapping, or `StructuredOutputsParams`. None if it has none.
+def structured_of(options: Any, *, param: str = "structured_outputs", scope: str = "") -> str | None:
+    """The structure of an object with one of `KINDS`: a mapping, or `StructuredOutputsParams`; None: none.
 
     RequestError with `param`.KIND if the engine cannot enforce it.
     """
-    if is_dataclass(given) and not isinstance(given, type):
-        given = {item.name: getattr(given, item.name) for item in fields(given)}
-    if not isinstance(given, Mapping):
-        raise _invalid(f"{param} must be an object, not {quoted(given)}", param)
-    asked = {name: value for name, value in given.items() if value is not None and value is not False}
-    for name in asked:
-        if name not in KINDS and name not in _INERT:
-            message = (
-                f"{param} takes one of {', '.join(KINDS)}, and {quoted(name)} is not supported; leave it out"
-            )
+    if is_dataclass(options) and not isinstance(options, type):
+        options = {item.name: getattr(options, item.name) for item in fields(options)}
+    if not isinstance(options, Mapping):
+        raise _invalid(f"{param} must be an object, not {quoted(options)}", param)
+    names = [name for name, value in options.items() if not (value is None or value is False)]
+    for name in names:
+        if name not in (*KINDS, *_INERT):
+            remedy = f"{quoted(name)} is not supported; leave it out"
+            message = f"{param} takes one of {', '.join(KINDS)}, and {remedy}"
             raise RequestError(message, code="unsupported", param=f"{param}.{str(name)[:64]}")
-    kinds = [name for name in asked if name in KINDS]
+    kinds = [name for name in names if name in KINDS]
     if len(kinds) > 1:
         raise _invalid(f"{param} takes one kind of structure, but has {' and '.join(kinds)}", param)
-    return structured_as(kinds[0], asked[kinds[0]], f"{param}.{kinds[0]}", scope) if kinds else None
+    if not kinds:
+        return None
+    return structured_as(kinds[0], options[kinds[0]], f"{param}.{kinds[0]}", scope)
 
 
 def structured_as(kind: str, value: Any, param: str, scope: str = "") -> str:
     """One kind by itself. `param` names the field in errors."""
     if kind == "json":
-        return (check_schema_text if isinstance(value, str) else check_schema)(
-            value, param=param, scope=scope
-        )
+        check = check_schema_text if isinstance(value, str) else check_schema
+        return check(value, param=param, scope=scope)
     if kind == "json_object":
         return check_schema(json.loads(ANY_OBJECT), param=param, scope=scope)
     make: Callable[[Any, str], str] = _MAKERS[kind]

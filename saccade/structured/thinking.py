@@ -28,7 +28,9 @@ class ThinkingGate:
     @property
     def opener(self) -> int | None:
         """A token that may come before the structure: with it the model begins to think."""
-        return self._thinking.open_id if self._is_first and not self.is_open else None
+        if self.is_open or not self._is_first:
+            return None
+        return self._thinking.open_id
 
     def take(self, token: int) -> list[int]:
         """The tokens of the structure in this one: usually all or nothing of it."""
@@ -36,7 +38,7 @@ class ThinkingGate:
         self._is_first = False
         if self.is_open:
             return self._think(token)
-        if opener is not None and token == opener:
+        if token == opener:
             self.is_open = True
             return []
         return [token]
@@ -47,11 +49,11 @@ class ThinkingGate:
             return []
         close = self._thinking.close.encode()
         text = self._tail + self._tokenizer.decode_bytes([token])
-        _, found, rest = text.partition(close)
+        _, marker, answer = text.partition(close)
         self._tail = text[-len(close) + 1 :]
-        self.is_open = not found
-        rest = rest.lstrip()  # such as the brace of a token ">{"
-        return self._tokenizer.tokenize_bytes(rest) if rest else []
+        self.is_open = not marker
+        answer = answer.lstrip()  # such as the brace of a token ">{"
+        return self._tokenizer.tokenize_bytes(answer) if answer else []
 
 
 class ThinkingBudget:

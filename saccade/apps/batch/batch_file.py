@@ -26,7 +26,7 @@ _RESULT = re.compile(
 _NO_ERROR = b', "error": null}\n'
 
 
-class _Answer(msgspec.Struct):
+class _ErrorAnswer(msgspec.Struct):
     error: Any = None
 
 
@@ -51,9 +51,11 @@ class BatchResult(NamedTuple):
     def _error(self) -> bytes:
         if not self.is_error:
             return _NO_ERROR
-        told = _error_in(self.body)
-        code = told.get("code") or ("invalid_request" if self.request.problem else "request_failed")
-        message = self.request.problem or told.get("message") or f"the server answered {self.status}"
+        code, message = "invalid_request", self.request.problem
+        if message is None:
+            error = _error_in(self.body)
+            code = error.get("code") or "request_failed"
+            message = error.get("message") or f"the server answered {self.status}"
         return b', "error": %s}\n' % _json({"code": code, "message": message})
 
 
@@ -63,7 +65,7 @@ def _json(value: Any) -> bytes:
 
 def _error_in(body: bytes) -> dict[str, Any]:
     try:
-        error = msgspec.json.decode(body, type=_Answer).error
+        error = msgspec.json.decode(body, type=_ErrorAnswer).error
     except ValueError:
         return {}
     return error if isinstance(error, dict) else {}
@@ -74,25 +76,25 @@ def finished(path: Path, check: Callable[[int, str | None], None]) -> set[int]:
 
     ConfigError for any other content: nothing of a file that is not ours is removed.
     """
-    done: set[int] = set()
+    lines: set[int] = set()
     if not path.exists():
-        return done
+        return lines
     with open_plain(path, "r+b") as stream:
         end = 0
         for line in stream:
-            found = _RESULT.fullmatch(line)
-            if found is None:
+            match = _RESULT.fullmatch(line)
+            if match is None:
                 break
-            check(int(found[1]), json.loads(found[2]))
-            done.add(int(found[1]))
+            check(int(match[1]), json.loads(match[2]))
+            lines.add(int(match[1]))
             end += len(line)
         else:
-            return done
+            return lines
         if line.endswith(b"\n") or line[: len(_START)] != _START[: len(line)]:
             position = f"line {line[:40]!r} of {path.name} is no result of a batch"
             raise ConfigError(f"{position}; choose another file, or remove that line")
         stream.truncate(end)
-    return done
+    return lines
 
 
 def result_lines(path: Path) -> Iterator[tuple[bytes, bool]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from saccade.apps.batch.line_helper import URLS, Piece, Place, Start
+from saccade.apps.batch.line_helper import URLS, Piece, PieceStart, Place
 from saccade.errors import ConfigError
 from saccade.helpers.process import HelperProcess, Outcome, Reply
 from saccade.util.plain_files import open_plain
@@ -58,11 +58,11 @@ class BatchLines:
             if problem:
                 self._problems[place.line] = self._texts.setdefault(problem, problem)
 
-    def requests(self, done: Collection[int]) -> Iterator[BatchRequest]:
+    def requests(self, skip: Collection[int]) -> Iterator[BatchRequest]:
         """Those without the lines that are done."""
         for row in range(len(self)):
             place = self._place(row)
-            if place.line not in done:
+            if place.line not in skip:
                 yield self._request(place)
 
     def custom_id(self, line: int) -> str | None:
@@ -104,7 +104,7 @@ def batch_lines(
         raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
     with stream:
         lines = BatchLines(stream.fileno())
-        start = Start(1, 0)
+        start = PieceStart(1, 0)
         is_last = False
         while not is_last:
             body = msgspec.msgpack.encode(start)
@@ -114,7 +114,8 @@ def batch_lines(
                 raise ConfigError(f"the lines from {start.line} on cannot be read: {reason}")
             piece = msgspec.msgpack.decode(reply.body, type=Piece)
             lines.add(piece)
-            start, is_last = piece.end, piece.is_last
+            start = piece.end
+            is_last = piece.is_last
             if max_lines is not None and start.line - 1 > max_lines:
                 raise ConfigError(f"the file has more than {max_lines} lines; split it")
         yield lines

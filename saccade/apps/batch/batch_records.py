@@ -55,12 +55,12 @@ class BatchRecord(msgspec.Struct):
         return self.status in FINAL
 
     def view(self) -> dict[str, Any]:
-        told = {"code": "batch_failed", "message": self.error, "line": None, "param": None}
+        failure = {"code": "batch_failed", "message": self.error, "line": None, "param": None}
         return {
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
-            "errors": {"object": "list", "data": [told]} if self.error else None,
+            "errors": {"object": "list", "data": [failure]} if self.error else None,
             "input_file_id": self.input_file_id,
             "completion_window": self.completion_window,
             "status": self.status,

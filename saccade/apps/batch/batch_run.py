@@ -42,10 +42,10 @@ async def run_batch(
 
     A server that is gone raises ConfigError; what was written stays, and another run goes on from there.
     """
-    done = finished(results, partial(_check, lines, results))
-    on_start(len(lines), len(done))
+    result_lines = finished(results, partial(_check, lines, results))
+    on_start(len(lines), len(result_lines))
     failed = 0
-    waiting = lines.requests(done)
+    requests = lines.requests(result_lines)
     with results.open("ab") as out:
 
         def write(result: BatchResult) -> None:
@@ -57,16 +57,19 @@ async def run_batch(
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(max(1, min(concurrency, len(lines) - len(done)))):
-                    group.create_task(_worker(waiting, send, write))
+                for _ in range(max(1, min(concurrency, len(lines) - len(result_lines)))):
+                    group.create_task(_worker(requests, send, write))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-    return BatchCounts(len(lines), len(done), failed)
+    return BatchCounts(len(lines), len(result_lines), failed)
 
 
-async def _worker(waiting: Iterator[BatchRequest], send: Send, write: Callable[[BatchResult], None]) -> None:
-    for request in waiting:  # shared by all workers, which run in one thread
-        write(BatchResult(request, 0, "", b"") if request.problem else await send(request))
+async def _worker(requests: Iterator[BatchRequest], send: Send, write: Callable[[BatchResult], None]) -> None:
+    for request in requests:  # shared by all workers, which run in one thread
+        if request.problem:
+            write(BatchResult(request, 0, "", b""))
+        else:
+            write(await send(request))
 
 
 def _check(lines: BatchLines, results: Path, line: int, custom_id: str | None) -> None:
@@ -92,12 +95,12 @@ class HttpSender:
         self._timeout = {"connect": 10.0, "read": timeout, "write": timeout, "pool": timeout}
 
     async def __call__(self, request: BatchRequest) -> BatchResult:
-        for tried in range(_MAX_TRIES):
+        for attempt in range(_MAX_TRIES):
             response = await self._post(request.url, request.body)
             headers = {name.lower(): value for name, value in response.headers}
-            if response.status not in BUSY or tried == _MAX_TRIES - 1:
+            if response.status not in BUSY or attempt == _MAX_TRIES - 1:
                 break
-            await asyncio.sleep(retry_seconds(headers.get(b"retry-after"), tried))
+            await asyncio.sleep(retry_seconds(headers.get(b"retry-after"), attempt))
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         return BatchResult(request, response.status, request_id, in_one_line(response.content))
 
@@ -116,11 +119,11 @@ class HttpSender:
             raise ConfigError(f"no answer from {self._url}: {reason}; {again}") from None
 
 
-def retry_seconds(retry_after: bytes | None, tried: int) -> float:
+def retry_seconds(retry_after: bytes | None, attempt: int) -> float:
     """What the server asks for, or ever longer."""
     if retry_after is not None and retry_after.isdigit():
         return min(float(retry_after), _MAX_WAIT_SECONDS)
-    return min(0.1 * (1 << min(tried, _MAX_DOUBLINGS)), _MAX_WAIT_SECONDS)
+    return min(0.1 * (1 << min(attempt, _MAX_DOUBLINGS)), _MAX_WAIT_SECONDS)
 
 
 def in_one_line(content: bytes) -> bytes:

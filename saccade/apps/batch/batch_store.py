@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -81,22 +81,18 @@ class BatchStore:
     def check_conservation(self) -> None:
         """What is counted is what the folder has."""
         with self._lock:
-            held: Counter[str] = Counter()
+            sizes: Counter[str] = Counter()
             for file in self._files.values():
-                held[file.owner] += self.data(file.id).stat().st_size
+                sizes[file.owner] += self.data(file.id).stat().st_size
             for batch in self._batches.values():
-                results = self.results(batch)
-                held[batch.owner] += results.stat().st_size if results.exists() else 0
-            assert +self._bytes == +held, (self._bytes, held)
+                sizes[batch.owner] += self._results_size(batch)
+            assert +self._bytes == +sizes, (self._bytes, sizes)
             assert +self._num_files == Counter(file.owner for file in self._files.values())
 
     # --- files ----------------------------------------------------------------------------------------------
 
     def file(self, owner: str, file_id: str, param: str = "file_id") -> FileRecord:
-        record = self._files.get(file_id)
-        if record is None or record.owner != owner:
-            raise RequestError(f"there is no file {quoted(file_id)}", code="file_not_found", param=param)
-        return record
+        return _owned(self._files, owner, file_id, "file", param)
 
     def files(self, owner: str) -> list[FileRecord]:
         """The newest first."""
@@ -126,15 +122,15 @@ class BatchStore:
     def check_bytes(self, owner: str, more: int) -> None:
         """RequestError if the owner, or the server, may not store so many more."""
         drafts = list(self._drafts.items())
-        held = self._bytes[owner] + sum(draft.size for draft, of in drafts if of == owner)
-        if held + more > self._max_bytes:
+        size = self._bytes[owner] + sum(draft.size for draft, of in drafts if of == owner)
+        if size + more > self._max_bytes:
             limit = f"{self._max_bytes} may be (--batch-storage-mb)"
-            message = f"your files have {held} bytes, {more} would be added and {limit}; delete some"
+            message = f"your files have {size} bytes, {more} would be added and {limit}; delete some"
             raise RequestError(message, code="storage_full")
-        held = self._bytes.total() + sum(draft.size for draft, _ in drafts)
-        if held + more > self._max_all_bytes:
+        size = self._bytes.total() + sum(draft.size for draft, _ in drafts)
+        if size + more > self._max_all_bytes:
             limit = f"{self._max_all_bytes} may be (--batch-dir-mb)"
-            message = f"the files of all clients have {held} bytes, {more} would be added and {limit}"
+            message = f"the files of all clients have {size} bytes, {more} would be added and {limit}"
             raise RequestError(message, code="storage_full")
 
     def add_file(self, record: FileRecord) -> None:
@@ -177,11 +173,7 @@ class BatchStore:
     # --- batches --------------------------------------------------------------------------------------------
 
     def batch(self, owner: str, batch_id: str) -> BatchRecord:
-        record = self._batches.get(batch_id)
-        if record is None or record.owner != owner:
-            message = f"there is no batch {quoted(batch_id)}"
-            raise RequestError(message, code="batch_not_found", param="batch_id")
-        return record
+        return _owned(self._batches, owner, batch_id, "batch", "batch_id")
 
     def batches(self, owner: str) -> list[BatchRecord]:
         """The newest first."""
@@ -234,6 +226,10 @@ class BatchStore:
     def results(self, record: BatchRecord) -> Path:
         return self._folder / "batches" / f"{record.id}.jsonl"
 
+    def _results_size(self, record: BatchRecord) -> int:
+        results = self.results(record)
+        return results.stat().st_size if results.exists() else 0
+
     def check_results(self, record: BatchRecord) -> None:
         """RequestError if its results so far are more than may be stored."""
         self._count_results(record)
@@ -241,8 +237,7 @@ class BatchStore:
 
     def _count_results(self, record: BatchRecord) -> None:
         with self._lock:
-            results = self.results(record)
-            size = results.stat().st_size if results.exists() else 0
+            size = self._results_size(record)
             self._add_bytes(record.owner, size - self._results.pop(record.id, 0))
             if size:
                 self._results[record.id] = size
@@ -252,7 +247,7 @@ class BatchStore:
             _write(self._folder / "batches" / f"{record.id}.json", msgspec.json.encode(record))
 
     def move(self, record: BatchRecord, status: str) -> bool:
-        """Into another status; whether the disk has it. One that ends stays as it is."""
+        """Move it into another status; return whether the disk has it. One that ends stays as it is."""
         with self._lock:
             if record.is_final or (status == "cancelling" and record.status not in STOPPABLE):
                 return False
@@ -285,8 +280,8 @@ class BatchStore:
     def suspend(self, record: BatchRecord, failure: OSError) -> None:
         """The disk is full: it has failed for this run of the server. On the disk it stays as it is."""
         with self._lock:
-            kept = "its results so far are kept, and the next start of the server goes on"
-            record.error = f"the folder of --batch-dir cannot be written: {failure.strerror}; {kept}"
+            remedy = "its results so far are kept, and the next start of the server goes on"
+            record.error = f"the folder of --batch-dir cannot be written: {failure.strerror}; {remedy}"
             record.output_file_id = record.error_file_id = None
             record.status = "failed"
             self._count_results(record)
@@ -328,8 +323,8 @@ class FileDraft:
         self._out.flush()
         os.fsync(self._out.fileno())
         os.replace(self._partial, self._store.data(self._id))
-        shown = "".join(char for char in filename if char.isprintable())[:_MAX_NAME_CHARS]
-        record = FileRecord(self._id, self._owner, shown, purpose, self.size, int(time.time()))
+        name = "".join(char for char in filename if char.isprintable())[:_MAX_NAME_CHARS]
+        record = FileRecord(self._id, self._owner, name, purpose, self.size, int(time.time()))
         try:
             self._store.add_file(record)
         except OSError:
@@ -343,8 +338,15 @@ class FileDraft:
         self._partial.unlink(missing_ok=True)
 
 
+def _owned(records: Mapping[str, Record], owner: str, name: str, kind: str, param: str) -> Record:
+    record = records.get(name)
+    if record is None or record.owner != owner:
+        raise RequestError(f"there is no {kind} {quoted(name)}", code=f"{kind}_not_found", param=param)
+    return record
+
+
 def _load(folder: Path, kind: type[Record]) -> dict[str, Record]:
-    """In the order of creation."""
+    """The records, in the order of creation."""
     records = []
     for path in folder.glob("*.json"):
         try:

@@ -1,6 +1,6 @@
 """The helper process that reads batch files: where each line has its body, and what is wrong with it.
 
-    request: Start, descriptor of the file ─► reply: Piece, up to some lines and bytes
+    request: PieceStart, descriptor of the file ─► reply: Piece, up to some lines and bytes
 
 A body is never decoded, only looked through. Nothing is kept between requests.
 """
@@ -31,7 +31,7 @@ Check = Callable[[bytes], str | None]
 """A body -> why no server could answer it."""
 
 
-class Start(NamedTuple):
+class PieceStart(NamedTuple):
     line: int  # from 1
     offset: int
 
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 class Piece(msgspec.Struct, array_like=True):
     places: list[Place]
-    end: Start  # of the next piece
+    end: PieceStart  # of the next piece
     is_last: bool
 
 
@@ -65,7 +65,7 @@ class _Body(msgspec.Struct):
     stream: msgspec.Raw = msgspec.Raw(b"false")
 
 
-def read_piece(fd: int, start: Start, check: Check) -> Piece:
+def read_piece(fd: int, start: PieceStart, check: Check) -> Piece:
     places: list[Place] = []
     number, offset = start
     with open(fd, "rb", closefd=False) as stream:
@@ -73,7 +73,7 @@ def read_piece(fd: int, start: Start, check: Check) -> Piece:
         while number - start.line < _PIECE_LINES and offset - start.offset < _PIECE_BYTES:
             line = stream.readline(MAX_LINE_BYTES + 1)
             if not line:
-                return Piece(places, Start(number, offset), True)
+                return Piece(places, PieceStart(number, offset), True)
             if len(line) > MAX_LINE_BYTES:
                 places.append(Place(number, problem=f"it has more than {MAX_LINE_BYTES} bytes"))
                 while line and not line.endswith(b"\n"):
@@ -82,7 +82,7 @@ def read_piece(fd: int, start: Start, check: Check) -> Piece:
                 places.append(_placed(line, number, offset, check))
             number += 1
             offset = stream.tell()
-    return Piece(places, Start(number, offset), False)
+    return Piece(places, PieceStart(number, offset), False)
 
 
 def _placed(line: bytes, number: int, offset: int, check: Check) -> Place:
@@ -144,7 +144,7 @@ def serve_lines(check: Check) -> None:
     limit_memory(_MEMORY_MB)
 
     def answer(request: bytes, fds: Sequence[int]) -> bytes:
-        start = msgspec.msgpack.decode(request, type=Start)
+        start = msgspec.msgpack.decode(request, type=PieceStart)
         return msgspec.msgpack.encode(read_piece(fds[0], start, check))
 
     serve(answer)

@@ -4,54 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from saccade.apps.bench.goodput import Trial
 from saccade.apps.bench.load import Result
 from saccade.apps.bench.report import Slo, gaps_ms, ttft_ms
-from saccade.apps.svg import COLORS, Point, curve, document, text
+from saccade.apps.svg import COLORS, Panel, Point, color_of, curve, dashes, document, legend, steps, text
 
 _PANEL = 470.0  # SVG units from one panel to the next
 _WIDTH = 970
-_TICKS = 5
 _POINTS = 200  # of a curve, at most
 _MIN_MS = 0.01  # where a logarithmic axis begins at the lowest
 
 
-class _Panel(NamedTuple):
-    """A plot area in SVG units, and what its edges stand for."""
-
-    left: float
-    x: tuple[float, float]
-    y: tuple[float, float]
-    is_log: bool = False  # the x axis
-
-    width: float = 380
-    top: float = 60
-    bottom: float = 300
-
-    def at(self, x: float, y: float) -> Point:
-        low, high, x = (math.log10(v) if self.is_log else v for v in (*self.x, x))
-        across = min(max((x - low) / (high - low), 0.0), 1.0)
-        up = min(max((y - self.y[0]) / (self.y[1] - self.y[0]), 0.0), 1.0)
-        return self.left + self.width * across, self.bottom - (self.bottom - self.top) * up
-
-
 def distributions(groups: Mapping[str, Sequence[Result]], slo: Slo) -> str:
     """The share of first tokens, and of gaps between tokens, that came within a time: a curve a group."""
-    good = {name: [r for r in some if r.sample.error is None] for name, some in groups.items()}
-    first = {name: [ttft_ms(r) for r in some] for name, some in good.items()}
-    between = {name: [ms for r in some for ms in gaps_ms(r)] for name, some in good.items()}
+    good = {name: [r for r in group if r.sample.error is None] for name, group in groups.items()}
+    first = {name: [ttft_ms(r) for r in group] for name, group in good.items()}
+    between = {name: [ms for r in group for ms in gaps_ms(r)] for name, group in good.items()}
     parts: list[str] = []
     panels = (("first token", first, slo.ttft_ms), ("between tokens", between, slo.itl_ms))
     for place, (title, times, level) in enumerate(panels):
-        panel = _Panel(70 + place * _PANEL, _decades(times, level), (0.0, 100.0), is_log=True)
-        parts += _frame(panel, f"{title}: % within a time", "milliseconds")
+        panel = _panel(place, _decades(times, level), 100.0, is_log=True)
+        parts += _axes(panel, f"{title}: % within a time", "milliseconds")
         parts += _level(panel.at(level, 0), panel.at(level, 100), level, anchor="end")
-        for color, values in zip(_colors(len(times)), times.values(), strict=True):
+        for row, values in enumerate(times.values()):
             if values:
-                parts.append(curve([panel.at(*point) for point in _shares(values)], color))
-    return document(_WIDTH, 360 + 20 * len(groups), [*parts, *_legend(list(groups))])
+                parts.append(curve([panel.at(*point) for point in _shares(values)], color_of(row)))
+    return document(_WIDTH, 360 + 20 * len(groups), [*parts, *legend(70, 362, list(groups))])
 
 
 def rates(trials: Sequence[Trial], slo: Slo) -> str:
@@ -61,16 +40,20 @@ def rates(trials: Sequence[Trial], slo: Slo) -> str:
     parts: list[str] = []
     panels = (("first token", "ttft_ms", slo.ttft_ms), ("between tokens", "itl_ms", slo.itl_ms))
     for place, (title, kind, level) in enumerate(panels):
-        found = [
+        marks = [
             (trial, getattr(trial.figures, kind)[-1]) for trial in trials if getattr(trial.figures, kind)
         ]
-        panel = _Panel(70 + place * _PANEL, (0.0, highest), (0.0, max([2 * level, *(ms for _, ms in found)])))
-        parts += _frame(panel, f"{title}: p99 in milliseconds", "requests/s")
+        panel = _panel(place, (0.0, highest), max([2 * level, *(ms for _, ms in marks)]))
+        parts += _axes(panel, f"{title}: p99 in milliseconds", "requests/s")
         parts += _level(panel.at(highest, level), panel.at(0, level), level, anchor="start")
-        parts.append(curve([panel.at(trial.rate, ms) for trial, ms in found], COLORS[place]))
-        parts += [_mark(panel.at(trial.rate, ms), COLORS[place], trial.is_kept) for trial, ms in found]
+        parts.append(curve([panel.at(trial.rate, ms) for trial, ms in marks], COLORS[place]))
+        parts += [_mark(panel.at(trial.rate, ms), COLORS[place], trial.is_kept) for trial, ms in marks]
     words = "filled: within both service levels, without errors"
     return document(_WIDTH, 380, [*parts, text(70, 365, words)])
+
+
+def _panel(place: int, x: tuple[float, float], highest: float, *, is_log: bool = False) -> Panel:
+    return Panel(70 + place * _PANEL, 380, 60, x, (0.0, highest), is_log)
 
 
 def _shares(values: Sequence[float]) -> list[Point]:
@@ -83,49 +66,27 @@ def _shares(values: Sequence[float]) -> list[Point]:
 
 def _decades(times: Mapping[str, Sequence[float]], level: float) -> tuple[float, float]:
     """Powers of ten around all times and the service level."""
-    values = [max(value, _MIN_MS) for some in times.values() for value in some] + [level]
+    values = [max(value, _MIN_MS) for group in times.values() for value in group] + [level]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     return 10.0**low, 10.0 ** max(high, low + 1)
 
 
-def _frame(panel: _Panel, title: str, unit: str) -> Iterator[str]:
-    right = panel.left + panel.width
+def _axes(panel: Panel, title: str, unit: str) -> Iterator[str]:
     yield text(panel.left, 30, title, size=15)
-    for tick in range(_TICKS + 1):
-        value = panel.y[0] + (panel.y[1] - panel.y[0]) * tick / _TICKS
-        y = panel.at(panel.x[1], value)[1]
-        yield f'<path d="M{panel.left:.1f} {y:.1f}H{right:.1f}" stroke="#e3e3e3"/>'
-        yield text(panel.left - 8, y + 4, f"{value:,.0f}", anchor="end")
-    for value in _x_ticks(panel):
-        words = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-        yield text(panel.at(value, 0)[0], panel.bottom + 20, words, anchor="middle")
-    yield text((panel.left + right) / 2, panel.bottom + 40, unit, anchor="middle")
-
-
-def _x_ticks(panel: _Panel) -> list[float]:
-    low, high = panel.x
-    if not panel.is_log:
-        return [low + (high - low) * tick / _TICKS for tick in range(_TICKS + 1)]
-    return [10.0**power for power in range(round(math.log10(low)), round(math.log10(high)) + 1)]
+    columns = steps(panel.x)
+    if panel.is_log:
+        low, high = (round(math.log10(end)) for end in panel.x)
+        columns = [10.0**power for power in range(low, high + 1)]
+    labels = {value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in columns}
+    yield from panel.axes(unit, labels, {value: f"{value:,.0f}" for value in steps(panel.y)})
 
 
 def _level(start: Point, end: Point, ms: float, anchor: str) -> Iterator[str]:
     line = f"M{start[0]:.1f} {start[1]:.1f}L{end[0]:.1f} {end[1]:.1f}"
-    yield f'<path d="{line}" stroke="#888888" stroke-dasharray="2 3"/>'
+    yield dashes(line)
     yield text(end[0], end[1] - 4, f"service level: {ms:g} ms", anchor)
 
 
 def _mark(at: Point, color: str, is_filled: bool) -> str:
     fill = color if is_filled else "#ffffff"
     return f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="4" fill="{fill}" stroke="{color}"/>'
-
-
-def _legend(names: Sequence[str]) -> Iterator[str]:
-    for row, (name, color) in enumerate(zip(names, _colors(len(names)), strict=True)):
-        y = 362 + 20 * row
-        yield f'<path d="M70 {y - 4}h18" stroke="{color}" stroke-width="3"/>'
-        yield text(94, y, name)
-
-
-def _colors(count: int) -> list[str]:
-    return [COLORS[i % len(COLORS)] for i in range(count)]

@@ -36,10 +36,11 @@ def saturated(measure: Callable[[int], Figures], clients: int) -> float:
     """Requests/s of closed loops with more and more clients, while that helps."""
     best = 0.0
     while True:
-        found = measure(clients)
-        gain, best = found.requests_per_s / max(best, 1e-9), max(best, found.requests_per_s)
+        figures = measure(clients)
+        gain = figures.requests_per_s / max(best, 1e-9)
+        best = max(best, figures.requests_per_s)
         clients *= _MORE_CLIENTS
-        if gain < _GAIN or found.errors or clients > min(_MAX_CLIENTS, best * _WAVE_SECONDS):
+        if gain < _GAIN or figures.errors or clients > min(_MAX_CLIENTS, best * _WAVE_SECONDS):
             return best
 
 
@@ -57,32 +58,38 @@ class _Search:
         return len(self.trials) >= MAX_TRIALS or self._clock() >= self._end
 
     def keeps(self, rate: float) -> bool:
-        found = self._measure(rate)
-        self.trials.append(Trial(rate, found, found.keeps(self._slo)))
+        figures = self._measure(rate)
+        self.trials.append(Trial(rate, figures, figures.keeps(self._slo)))
         return self.trials[-1].is_kept
 
     def up(self, rate: float) -> tuple[float, float] | None:
-        """From a rate that was kept: a kept and a missed one."""
+        """A kept and a missed rate, above one that was kept."""
         factor = _FACTOR
         while not self.is_over():
             if not self.keeps(rate * factor):
                 return rate, rate * factor
-            rate, factor = rate * factor, factor * _FACTOR
+            rate *= factor
+            factor *= _FACTOR
         return None
 
     def down(self, rate: float) -> tuple[float, float] | None:
-        """From a rate that was missed."""
-        low, lowest = rate / _FACTOR, rate / _LOWEST
+        """The same, below a rate that was missed."""
+        low = rate / _FACTOR
+        lowest = rate / _LOWEST
         while low >= lowest and not self.is_over():
             if self.keeps(low):
                 return low, rate
-            low, rate = low / _DOWN, low
+            rate = low
+            low /= _DOWN
         return None
 
     def between(self, low: float, high: float) -> None:
         while high - low > _PRECISION * high and not self.is_over():
             middle = (low + high) / 2
-            low, high = (middle, high) if self.keeps(middle) else (low, middle)
+            if self.keeps(middle):
+                low = middle
+            else:
+                high = middle
 
 
 def find_goodput(
@@ -107,13 +114,12 @@ def best(trials: list[Trial]) -> Trial | None:
 
 def summary(trials: list[Trial], slo: Slo) -> str:
     """The goodput, and how far the search came."""
-    found = best(trials)
-    rate = found.rate if found else 0.0
+    rate = max((trial.rate for trial in trials if trial.is_kept), default=0.0)
     words = f"goodput: {rate:.2f} requests/s within {slo.ttft_ms:g} and {slo.itl_ms:g} ms at p99"
     missed = [trial.rate for trial in trials if not trial.is_kept and trial.rate > rate]
     if not missed:
         return f"{words}; the search ended before a rate was missed, so the limit is higher"
     lowest = min(missed)
-    if found and lowest - rate > _PRECISION * lowest:
+    if rate and lowest - rate > _PRECISION * lowest:
         return f"{words}; the search ended early: the limit is below {lowest:.2f}"
     return words

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from saccade.apps.bench.stream_client import Connections, Sample, Target
+from saccade.apps.bench.stream_client import RequestSample, ServerAddress, StreamConnections
 from saccade.apps.bench.trace import TraceRequest, job_of
-from saccade.apps.bench.workloads import WORKLOADS, Job, Shape
+from saccade.apps.bench.workloads import WORKLOADS, ClientJob, RequestShape
 from saccade.errors import ConfigError
 
 PATH = "/v1/chat/completions"
@@ -39,7 +39,7 @@ class Part:
     """One kind of jobs in a load."""
 
     workload: str
-    shape: Shape
+    shape: RequestShape
     jobs: int
     clients: int | None = None  # closed loop
     rate: float | None = None  # open loop, jobs a second
@@ -62,7 +62,7 @@ class Part:
             now += rng.expovariate(self.rate)
         return times
 
-    def job(self, number: int, place: int) -> Job:
+    def job(self, number: int, place: int) -> ClientJob:
         """`place`: of this part in the load. Parts of one seed send different things."""
         rng = random.Random(f"{self.seed} {place} {number}")
         if self.trace:
@@ -76,7 +76,7 @@ class Result(NamedTuple):
     part: int
     has_images: bool
     due: float  # when it should have been sent
-    sample: Sample
+    sample: RequestSample
 
 
 class LoadResult(NamedTuple):
@@ -94,22 +94,25 @@ class Server:
 def run_load(
     server: Server, parts: Sequence[Part], processes: int | None = None, progress: bool = True
 ) -> LoadResult:
-    Target(server.url, server.api_key)  # a bad address fails here, once
-    wanted = max(part.clients or part.jobs for part in parts)
-    number = max(1, min(processes or min(MAX_PROCESSES, os.cpu_count() or 1), wanted))
-    made, ended = _context.Value("L", 0), _context.Value("L", 0)
+    ServerAddress(server.url, server.api_key)  # a bad address fails here, once
+    max_workers = max(part.clients or part.jobs for part in parts)
+    number = max(1, min(processes or min(MAX_PROCESSES, os.cpu_count() or 1), max_workers))
+    num_jobs = _context.Value("L", 0)
+    num_answers = _context.Value("L", 0)
     barrier = _context.Barrier(number + 1)
     queues: list[Queue[LoadResult]] = [_context.Queue() for _ in range(number)]
-    arguments = [(server, tuple(parts), i, number, made, ended, barrier, queues[i]) for i in range(number)]
-    workers = [_context.Process(target=_work, args=given, daemon=True) for given in arguments]
+    arguments = [
+        (server, tuple(parts), i, number, num_jobs, num_answers, barrier, queues[i]) for i in range(number)
+    ]
+    workers = [_context.Process(target=_work, args=row, daemon=True) for row in arguments]
     total = sum(part.jobs for part in parts)
     with _running(workers):
-        _watch(made, total, "preparing", workers, progress)
+        _watch(num_jobs, total, "preparing", workers, progress)
         barrier.wait(_WAIT_SECONDS)
-        _watch(ended, total, "requests", workers, progress)
-        found = [_taken(queue, workers) for queue in queues]
-    results = [result for one in found for result in one.results]
-    return LoadResult(results, [late for one in found for late in one.lag])
+        _watch(num_answers, total, "requests", workers, progress)
+        shares = [_taken(queue, workers) for queue in queues]
+    results = [result for one in shares for result in one.results]
+    return LoadResult(results, [late for one in shares for late in one.lag])
 
 
 @contextlib.contextmanager
@@ -139,11 +142,11 @@ def _taken(queue: Queue[LoadResult], workers: Sequence[SpawnProcess]) -> LoadRes
 
 def _watch(counter: Any, total: int, name: str, workers: Sequence[SpawnProcess], progress: bool) -> None:
     with tqdm(total=total, desc=name, unit="", disable=not progress, leave=False) as bar:
-        seen = 0
-        while seen < total:
+        count = 0
+        while count < total:
             time.sleep(0.05)
-            new = counter.value - seen
-            seen += new
+            new = counter.value - count
+            count += new
             if new:
                 bar.update(new)
             if any(worker.exitcode not in (None, 0) for worker in workers):
@@ -158,8 +161,8 @@ def _work(
     parts: tuple[Part, ...],
     index: int,
     number: int,
-    made: Any,
-    ended: Any,
+    num_jobs: Any,
+    num_answers: Any,
     barrier: Any,
     queue: Any,
 ) -> None:
@@ -170,16 +173,18 @@ def _work(
 
         return count
 
-    shares = [_Share.of(part, place, index, number, tick(made)) for place, part in enumerate(parts)]
+    shares = [_Share.of(part, place, index, number, tick(num_jobs)) for place, part in enumerate(parts)]
     barrier.wait()
-    queue.put(asyncio.run(_drive(server, shares, time.perf_counter() + _HEAD_START_SECONDS, tick(ended))))
+    queue.put(
+        asyncio.run(_drive(server, shares, time.perf_counter() + _HEAD_START_SECONDS, tick(num_answers)))
+    )
 
 
 class _Share(NamedTuple):
     """A process's part of a part."""
 
     part: int
-    jobs: list[Job]
+    jobs: list[ClientJob]
     times: list[float] | None
     clients: int
 
@@ -198,16 +203,16 @@ class _Share(NamedTuple):
 async def _drive(
     server: Server, shares: Sequence[_Share], start: float, tick: Callable[[], None]
 ) -> LoadResult:
-    connections = Connections(Target(server.url, server.api_key), server.timeout)
+    connections = StreamConnections(ServerAddress(server.url, server.api_key), server.timeout)
     results: list[Result] = []
 
-    async def send(share: _Share, job: Job, due: float) -> None:
+    async def send(share: _Share, job: ClientJob, due: float) -> None:
         for body in job.bodies:
             results.append(Result(share.part, job.has_images, due, await connections.send(PATH, body)))
             due = time.perf_counter()
         tick()
 
-    async def client(share: _Share, jobs: Iterator[Job]) -> None:
+    async def client(share: _Share, jobs: Iterator[ClientJob]) -> None:
         for job in jobs:
             await send(share, job, time.perf_counter())
 

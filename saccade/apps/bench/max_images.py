@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from saccade.apps.bench.load import PATH, Server
-from saccade.apps.bench.stream_client import Connections, Sample, Target
-from saccade.apps.bench.workloads import WORKLOADS, Shape
+from saccade.apps.bench.stream_client import RequestSample, ServerAddress, StreamConnections
+from saccade.apps.bench.workloads import WORKLOADS, RequestShape
 
 
 class Attempt(NamedTuple):
@@ -28,31 +28,34 @@ class MaxImages(NamedTuple):
 
 def find_max_images(attempt: Callable[[int], Attempt], up_to: int) -> MaxImages:
     """A failure, other than a refusal, ends the search: a server that broke is not asked again."""
-    low, high, limit = 0, 1, None
+    low = 0
+    high = 1
+    limit: Attempt | None = None
     while limit is None and low < up_to:
-        found = attempt(high)
-        if found.error is not None:
-            limit = found
+        outcome = attempt(high)
+        if outcome.error is not None:
+            limit = outcome
         else:
-            low, high = high, min(2 * high, up_to)
+            low = high
+            high = min(2 * high, up_to)
     while limit is not None and limit.is_refusal and limit.images - low > 1:
-        found = attempt((low + limit.images) // 2)
-        if found.error is None:
-            low = found.images
+        outcome = attempt((low + limit.images) // 2)
+        if outcome.error is None:
+            low = outcome.images
         else:
-            limit = found
+            limit = outcome
     return MaxImages(low, limit)
 
 
-def send_images(server: Server, shape: Shape, images: int, seed: int) -> Attempt:
+def send_images(server: Server, shape: RequestShape, images: int, seed: int) -> Attempt:
     """New images each time: those of the last attempt may be cached."""
     job = WORKLOADS["image"](replace(shape, images=images), 0, random.Random(f"{seed} {images}"))
     sample = asyncio.run(_send(server, job.bodies[0]))
     return Attempt(images, sample.error, 400 <= sample.status < 500)
 
 
-async def _send(server: Server, body: bytes) -> Sample:
-    connections = Connections(Target(server.url, server.api_key), server.timeout)
+async def _send(server: Server, body: bytes) -> RequestSample:
+    connections = StreamConnections(ServerAddress(server.url, server.api_key), server.timeout)
     try:
         return await connections.send(PATH, body)
     finally:

@@ -28,7 +28,7 @@ class Slo(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Of some requests. Percentiles are those of `SHARES`."""
+    """Figures of some requests. Percentiles are those of `SHARES`."""
 
     requests: int
     errors: int
@@ -43,9 +43,9 @@ class Figures(NamedTuple):
 
     def keeps(self, slo: Slo) -> bool:
         """Whether the 99th percentiles do, and nothing failed."""
-        if self.errors or not self.requests:
+        if self.errors or not self.requests or self.ttft_ms[-1] > slo.ttft_ms:
             return False
-        return self.ttft_ms[-1] <= slo.ttft_ms and (not self.itl_ms or self.itl_ms[-1] <= slo.itl_ms)
+        return not self.itl_ms or self.itl_ms[-1] <= slo.itl_ms
 
 
 def figures(results: Sequence[Result], slo: Slo, within: Sequence[Result] | None = None) -> Figures:
@@ -53,7 +53,9 @@ def figures(results: Sequence[Result], slo: Slo, within: Sequence[Result] | None
     good = [result for result in results if result.sample.error is None]
     seconds = _seconds(results if within is None else within)
     gaps = [gaps_ms(result) for result in good]
-    kept = [ttft_ms(r) <= slo.ttft_ms and _p99(gap) <= slo.itl_ms for r, gap in zip(good, gaps, strict=True)]
+    is_good = [
+        ttft_ms(r) <= slo.ttft_ms and _p99(gap) <= slo.itl_ms for r, gap in zip(good, gaps, strict=True)
+    ]
     rate = 1 / seconds if seconds else 0.0
     return Figures(
         requests=len(good),
@@ -62,7 +64,7 @@ def figures(results: Sequence[Result], slo: Slo, within: Sequence[Result] | None
         requests_per_s=len(good) * rate,
         prompt_tokens_per_s=sum(r.sample.prompt_tokens for r in good) * rate,
         output_tokens_per_s=sum(r.sample.output_tokens for r in good) * rate,
-        goodput_per_s=sum(kept) * rate,
+        goodput_per_s=sum(is_good) * rate,
         ttft_ms=_percentiles([ttft_ms(result) for result in good]),
         itl_ms=_percentiles([ms for gap in gaps for ms in gap]),
         e2e_ms=_percentiles([1e3 * (result.sample.end - result.due) for result in good]),
@@ -70,22 +72,22 @@ def figures(results: Sequence[Result], slo: Slo, within: Sequence[Result] | None
 
 
 def groups(results: Sequence[Result], names: Sequence[str]) -> dict[str, list[Result]]:
-    """By part. One that mixes requests with and without images is also split by that."""
-    found: dict[str, list[Result]] = {}
+    """Results by part. One that mixes requests with and without images is also split by that."""
+    by_name: dict[str, list[Result]] = {}
     for part, name in enumerate(names):
-        some = [result for result in results if result.part == part]
-        halves = {kind: [r for r in some if r.has_images == has] for kind, has in _SPLIT.items()}
-        found[name] = some
+        members = [result for result in results if result.part == part]
+        halves = {kind: [r for r in members if r.has_images == has] for kind, has in _SPLIT.items()}
+        by_name[name] = members
         if all(halves.values()):
-            found |= {f"{name}, {kind}": half for kind, half in halves.items()}
-    return {name: some for name, some in found.items() if some}
+            by_name |= {f"{name}, {kind}": half for kind, half in halves.items()}
+    return {name: members for name, members in by_name.items() if members}
 
 
 def figures_by_group(results: Sequence[Result], names: Sequence[str], slo: Slo) -> dict[str, Figures]:
     """Rates of a part's two kinds are over the time of the part, so that they add up to its own."""
     return {
-        name: figures(some, slo, [result for result in results if result.part == some[0].part])
-        for name, some in groups(results, names).items()
+        name: figures(group, slo, [result for result in results if result.part == group[0].part])
+        for name, group in groups(results, names).items()
     }
 
 
@@ -110,8 +112,8 @@ def errors_of(results: Sequence[Result]) -> dict[str, int]:
 
 
 def client_warning(load: LoadResult) -> str | None:
-    """Where the clients were too busy for their own times."""
-    late = 1e3 * float(np.percentile(load.lag, 99)) if load.lag else 0.0
+    """A warning if the clients were too busy for their own times."""
+    late = 1e3 * _p99(load.lag)
     if late <= LATE_MS:
         return None
     return (
@@ -137,8 +139,10 @@ def write_csv(path: Path, results: Sequence[Result], names: Sequence[str]) -> No
 
 
 def as_json(row: Figures) -> dict[str, Any]:
-    named = {kind: dict(zip([f"p{s}" for s in SHARES], getattr(row, kind), strict=False)) for kind in _KINDS}
-    return {**row._asdict(), **named}
+    percentiles = {
+        kind: dict(zip([f"p{s}" for s in SHARES], getattr(row, kind), strict=False)) for kind in _KINDS
+    }
+    return {**row._asdict(), **percentiles}
 
 
 def _seconds(results: Sequence[Result]) -> float:

@@ -14,11 +14,12 @@ import msgspec
 from saccade.errors import ConfigError
 
 CONNECT_SECONDS = 10.0
+_PORTS = {"http": 80, "https": 443}
 _ERROR_BYTES = 4096  # of an answer that is not a stream
 _ERROR_CHARACTERS = 300  # of it that are shown
 
 
-class Sample(NamedTuple):
+class RequestSample(NamedTuple):
     """What became of one request. Times are `time.perf_counter()`."""
 
     start: float
@@ -35,7 +36,7 @@ class _Delta(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamChoice(msgspec.Struct):
     delta: _Delta | None = None
 
 
@@ -45,7 +46,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_StreamChoice] = []
     usage: _Usage | None = None
     error: Any = None
 
@@ -54,14 +55,14 @@ class _Message(msgspec.Struct):
     message: str
 
 
-class _Refusal(msgspec.Struct):
+class _ErrorBody(msgspec.Struct):
     error: _Message
 
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-class Target:
+class ServerAddress:
     """Where requests go."""
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
@@ -70,12 +71,12 @@ class Target:
             port = url.port
         except ValueError as error:
             raise ConfigError(f"the address of the server is {base_url!r}: {error}") from None
-        if url.scheme not in ("http", "https") or not url.hostname:
+        if url.scheme not in _PORTS or not url.hostname:
             raise ConfigError(
                 f"the address of the server is {base_url!r}; give one such as http://localhost:8000"
             )
         self.host = url.hostname
-        self.port = port or (443 if url.scheme == "https" else 80)
+        self.port = port or _PORTS[url.scheme]
         self.tls = ssl.create_default_context() if url.scheme == "https" else None
         self.path = url.path.rstrip("/").removesuffix("/v1")
         self._headers = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
@@ -92,7 +93,7 @@ class Target:
         return head.encode() + body
 
 
-class Connection(asyncio.Protocol):
+class StreamConnection(asyncio.Protocol):
     """One request at a time, kept open between them."""
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class Connection(asyncio.Protocol):
         self._token_times: list[float] = []
         self._reset()
 
-    async def request(self, data: bytes, timeout: float) -> Sample:
+    async def request(self, data: bytes, timeout: float) -> RequestSample:
         assert self._transport is not None and self._done is None
         self._reset()
         self._done = asyncio.get_running_loop().create_future()
@@ -121,7 +122,7 @@ class Connection(asyncio.Protocol):
         counted = usage.completion_tokens or len(self._token_times)
         end = time.perf_counter()
         tokens = (usage.prompt_tokens, counted)
-        return Sample(start, self._token_times, end, *tokens, self._error, self._status)
+        return RequestSample(start, self._token_times, end, *tokens, self._error, self._status)
 
     def close(self) -> None:
         self.is_open = False
@@ -197,40 +198,40 @@ class Connection(asyncio.Protocol):
 def _reason(body: bytes) -> str:
     """The message of an error as OpenAI's API has it, else the body itself."""
     try:
-        text = msgspec.json.decode(body, type=_Refusal).error.message
+        text = msgspec.json.decode(body, type=_ErrorBody).error.message
     except msgspec.DecodeError:
         text = body.decode(errors="replace")
     return text[:_ERROR_CHARACTERS]
 
 
-class Connections:
+class StreamConnections:
     """Idle ones are used again, as clients do."""
 
-    def __init__(self, target: Target, timeout: float) -> None:
+    def __init__(self, target: ServerAddress, timeout: float) -> None:
         self._target = target
         self._timeout = timeout
-        self._idle: list[Connection] = []
+        self._idle: list[StreamConnection] = []
 
-    async def send(self, path: str, body: bytes) -> Sample:
+    async def send(self, path: str, body: bytes) -> RequestSample:
         start = time.perf_counter()
         try:
             connection = await self._connection()
         except (OSError, TimeoutError) as error:
             address = f"{self._target.host}:{self._target.port}"
-            return Sample(start, [], time.perf_counter(), 0, 0, f"no connection to {address}: {error}")
+            return RequestSample(start, [], time.perf_counter(), 0, 0, f"no connection to {address}: {error}")
         sample = await connection.request(self._target.post(path, body), self._timeout)
         if connection.is_open:
             self._idle.append(connection)
         return sample._replace(start=start)
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> StreamConnection:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
                 return connection
         loop = asyncio.get_running_loop()
         target = self._target
-        opening = loop.create_connection(Connection, target.host, target.port, ssl=target.tls)
+        opening = loop.create_connection(StreamConnection, target.host, target.port, ssl=target.tls)
         _, connection = await asyncio.wait_for(opening, CONNECT_SECONDS)
         return connection
 

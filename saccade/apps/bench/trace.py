@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.apps.bench.workloads import WORKLOADS, Job, Shape
+from saccade.apps.bench.workloads import WORKLOADS, ClientJob, RequestShape
 from saccade.errors import ConfigError
 from saccade.util.plain_files import read_text
 
@@ -37,22 +37,18 @@ class TraceRequest(NamedTuple):
 
 
 def read_trace(path: Path) -> tuple[TraceRequest, ...]:
-    """In the order of arrival. ConfigError with the line and the field where one cannot be used."""
+    """Requests in the order of arrival. ConfigError names the line and the field that cannot be used."""
     text = read_text(path, _MAX_BYTES, f"the trace {path}")
-    found = sorted(_requests(path, text), key=lambda request: request.at)
-    if not found:
+    requests = sorted(_requests(path, text), key=lambda request: request.at)
+    if not requests:
         raise ConfigError(f"the trace {path} has no requests; it needs a JSON object a line")
-    return tuple(request._replace(at=request.at - found[0].at) for request in found)
+    return tuple(request._replace(at=request.at - requests[0].at) for request in requests)
 
 
-def job_of(request: TraceRequest, shape: Shape, rng: random.Random) -> Job:
-    shape = replace(
-        shape,
-        words=request.words or shape.words,
-        tokens=request.tokens or shape.tokens,
-        sizes=request.sizes or shape.sizes,
-        images=len(request.sizes),
-    )
+def job_of(request: TraceRequest, shape: RequestShape, rng: random.Random) -> ClientJob:
+    values: dict[str, Any] = {"words": request.words, "tokens": request.tokens, "sizes": request.sizes}
+    changes = {name: value for name, value in values.items() if value}
+    shape = replace(shape, images=len(request.sizes), **changes)
     return WORKLOADS["image" if request.sizes else "text"](shape, 0, rng)
 
 
@@ -68,45 +64,45 @@ def _requests(path: Path, text: str) -> Iterator[TraceRequest]:
                 raise ConfigError(f"{path}, line {number}: {error}") from None
 
 
-def _request(given: Any) -> TraceRequest:
-    if not isinstance(given, dict):
-        raise ConfigError(f'{given!r} is no object such as {{"at": 0.5, "words": 20}}')
-    if unknown := [name for name in given if name not in FIELDS]:
+def _request(fields: Any) -> TraceRequest:
+    if not isinstance(fields, dict):
+        raise ConfigError(f'{fields!r} is no object such as {{"at": 0.5, "words": 20}}')
+    if unknown := [name for name in fields if name not in FIELDS]:
         raise ConfigError(f"the field {unknown[0]!r} is unknown; there are {', '.join(FIELDS)}")
-    if "words" in given and "input_tokens" in given:
+    if "words" in fields and "input_tokens" in fields:
         raise ConfigError("words and input_tokens are two ways to say one thing; give one of them")
-    words = _count(given, "words") or _count(given, "input_tokens")
-    return TraceRequest(_at(given), words, _count(given, "output_tokens"), _sizes(given))
+    words = _count(fields, "words") or _count(fields, "input_tokens")
+    return TraceRequest(_at(fields), words, _count(fields, "output_tokens"), _sizes(fields))
 
 
-def _at(given: dict[str, Any]) -> float:
-    if "at" not in given:
+def _at(fields: dict[str, Any]) -> float:
+    if "at" not in fields:
         raise ConfigError("at is missing; give the time of arrival in seconds")
-    at = given["at"]
-    if isinstance(at, bool) or not isinstance(at, (int, float)) or not math.isfinite(at):
+    at = fields["at"]
+    if type(at) not in (int, float) or not math.isfinite(at):
         raise ConfigError(f"at is {at!r}; give the time of arrival in seconds")
     return float(at)
 
 
-def _count(given: dict[str, Any], name: str) -> int | None:
-    if name not in given:
+def _count(fields: dict[str, Any], name: str) -> int | None:
+    if name not in fields:
         return None
-    value = given[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    value = fields[name]
+    if type(value) is not int or value < 1:
         raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more")
     return value
 
 
-def _sizes(given: dict[str, Any]) -> tuple[tuple[int, int], ...]:
-    sizes = given.get("images", [])
+def _sizes(fields: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    sizes = fields.get("images", [])
     if not isinstance(sizes, list):
         raise ConfigError(f'images is {sizes!r}; give a list of sizes such as ["1280x720"]')
     return tuple(_size(index, size) for index, size in enumerate(sizes))
 
 
 def _size(index: int, size: Any) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", size) if isinstance(size, str) else None
-    sides = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not all(1 <= side <= _MAX_SIDE for side in sides):
-        raise ConfigError(f'images[{index}] is {size!r}; give a size such as "1280x720"')
-    return sides
+    if match := re.fullmatch(r"(\d{1,5})x(\d{1,5})", str(size)):
+        sides = (int(match[1]), int(match[2]))
+        if all(1 <= side <= _MAX_SIDE for side in sides):
+            return sides
+    raise ConfigError(f'images[{index}] is {size!r}; give a size such as "1280x720"')

@@ -15,7 +15,7 @@ _CODECS = ("libx264", "mpeg4")  # the first that this build of PyAV has
 
 
 def check_av() -> None:
-    """Before a load: in a process of clients it would be too late to say so."""
+    """Check before a load: in a process of clients it would be too late."""
     if find_spec("av") is None:
         remedy = (
             "install it with `pip install saccade[video]`, or send the frames as images (image --images 16)"
@@ -35,7 +35,8 @@ def mp4(frames: np.ndarray[Any, Any], fps: int) -> bytes:
         stream.pix_fmt = "yuv420p"
         for index, image in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(image, format="rgb24")
-            frame.pts, frame.time_base = index, Fraction(1, fps)
+            frame.pts = index
+            frame.time_base = Fraction(1, fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return file.getvalue()

@@ -21,19 +21,20 @@ from saccade.apps.bench.video import mp4
 WORDS = ("the", "a", "picture", "of", "what", "which", "colour", "is", "there", "how", "many", "people",
          "left", "right", "above", "large", "small", "read", "name", "number", "list", "every")  # fmt: skip
 ANSWER = "It is a picture."  # of the assistant, in conversations
+_TYPES = {"image_url": "image/jpeg", "video_url": "video/mp4"}
 _TILE = 40  # pixels of a random patch of colour
 _QUALITY = 90
 _PAN = 8  # pixels from one frame of a video to the next
 
 
-class Job(NamedTuple):
+class ClientJob(NamedTuple):
     bodies: list[bytes]
     has_images: bool
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of the requests of a workload."""
+class RequestShape:
+    """The shape of a workload's requests."""
 
     model: str
     sizes: tuple[tuple[int, int], ...] = ((1280, 720),)  # of images, in turn
@@ -48,42 +49,43 @@ class Shape:
     ignore_eos: bool = True  # not part of OpenAI's API; without it answers may be shorter
 
 
-Workload = Callable[[Shape, int, random.Random], Job]
+Workload = Callable[[RequestShape, int, random.Random], ClientJob]
 
 
-def text(shape: Shape, number: int, rng: random.Random) -> Job:
-    return Job([_body(shape, [_user([_text(shape, rng)])])], has_images=False)
+def text(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
+    return ClientJob([_body(shape, [_question(shape, rng, [])])], has_images=False)
 
 
-def image(shape: Shape, number: int, rng: random.Random) -> Job:
+def image(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
     """New images in every request."""
-    parts = [_image(jpeg(_size(shape, number + i), rng)) for i in range(shape.images)]
-    return Job([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
+    parts = [_media("image_url", jpeg(_size(shape, number + i), rng)) for i in range(shape.images)]
+    return ClientJob([_body(shape, [_question(shape, rng, parts)])], has_images=True)
 
 
-def catalogue(shape: Shape, number: int, rng: random.Random) -> Job:
+def catalogue(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
     """Questions about a catalogue of images, few of which are asked about most."""
     weights = [1 / rank**shape.zipf for rank in range(1, shape.catalogue + 1)]
     ranks = rng.choices(range(shape.catalogue), weights, k=shape.images)
-    parts = [_image(jpeg(_size(shape, rank), random.Random(rank))) for rank in ranks]
-    return Job([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
+    parts = [_media("image_url", jpeg(_size(shape, rank), random.Random(rank))) for rank in ranks]
+    return ClientJob([_body(shape, [_question(shape, rng, parts)])], has_images=True)
 
 
-def conversation(shape: Shape, number: int, rng: random.Random) -> Job:
+def conversation(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
     """Every turn brings a new image and all that was said before."""
     messages: list[dict[str, Any]] = []
     bodies = []
     for turn in range(shape.turns):
-        messages.append(_user([_image(jpeg(_size(shape, number + turn), rng)), _text(shape, rng)]))
+        image = _media("image_url", jpeg(_size(shape, number + turn), rng))
+        messages.append(_question(shape, rng, [image]))
         bodies.append(_body(shape, messages))
         messages.append({"role": "assistant", "content": ANSWER})
-    return Job(bodies, has_images=True)
+    return ClientJob(bodies, has_images=True)
 
 
-def video(shape: Shape, number: int, rng: random.Random) -> Job:
+def video(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
     """New videos in every request."""
-    parts = [_video(_film(shape, _size(shape, number + i), rng)) for i in range(shape.images)]
-    return Job([_body(shape, [_user([*parts, _text(shape, rng)])])], has_images=True)
+    parts = [_media("video_url", _film(shape, _size(shape, number + i), rng)) for i in range(shape.images)]
+    return ClientJob([_body(shape, [_question(shape, rng, parts)])], has_images=True)
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -102,7 +104,7 @@ def jpeg(size: tuple[int, int], rng: random.Random) -> bytes:
     return file.getvalue()
 
 
-def _film(shape: Shape, size: tuple[int, int], rng: random.Random) -> bytes:
+def _film(shape: RequestShape, size: tuple[int, int], rng: random.Random) -> bytes:
     """A view that moves over a wide image, so that no two frames are the same."""
     width, height = (side + side % 2 for side in size)  # even, as videos need
     wide = np.asarray(_patches((width + _PAN * shape.frames, height), rng))
@@ -118,29 +120,21 @@ def _patches(size: tuple[int, int], rng: random.Random) -> Image.Image:
     return Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC)
 
 
-def _size(shape: Shape, number: int) -> tuple[int, int]:
+def _size(shape: RequestShape, number: int) -> tuple[int, int]:
     return shape.sizes[number % len(shape.sizes)]
 
 
-def _text(shape: Shape, rng: random.Random) -> dict[str, Any]:
-    return {"type": "text", "text": " ".join(rng.choices(WORDS, k=shape.words))}
+def _media(kind: str, data: bytes) -> dict[str, Any]:
+    url = f"data:{_TYPES[kind]};base64,{base64.b64encode(data).decode()}"
+    return {"type": kind, kind: {"url": url}}
 
 
-def _image(data: bytes) -> dict[str, Any]:
-    url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
+def _question(shape: RequestShape, rng: random.Random, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    text = {"type": "text", "text": " ".join(rng.choices(WORDS, k=shape.words))}
+    return {"role": "user", "content": [*parts, text]}
 
 
-def _video(data: bytes) -> dict[str, Any]:
-    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
-    return {"type": "video_url", "video_url": {"url": url}}
-
-
-def _user(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"role": "user", "content": parts}
-
-
-def _body(shape: Shape, messages: list[dict[str, Any]]) -> bytes:
+def _body(shape: RequestShape, messages: list[dict[str, Any]]) -> bytes:
     body = {
         "model": shape.model,
         "messages": messages,
@@ -149,4 +143,6 @@ def _body(shape: Shape, messages: list[dict[str, Any]]) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return json.dumps({**body, "ignore_eos": True} if shape.ignore_eos else body).encode()
+    if shape.ignore_eos:
+        body["ignore_eos"] = True
+    return json.dumps(body).encode()

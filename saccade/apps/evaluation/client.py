@@ -24,7 +24,7 @@ _LONGEST_WAIT = 10.0  # seconds before each
 _MAX_BREAKS = 3  # of the connection, for one question
 
 
-class Refused(Exception):
+class QuestionRefused(Exception):
     """The server refused this request; the message is its own."""
 
 
@@ -42,7 +42,7 @@ class ServerInfo(NamedTuple):
     block_size: int | None = None
 
 
-class Reply(NamedTuple):
+class ModelReply(NamedTuple):
     text: str
     error: str | None = None  # why there is no text
     prompt_tokens: int = 0
@@ -69,24 +69,26 @@ class Client:
         await self._pool.aclose()
 
     async def info(self, model: str | None = None) -> ServerInfo:
-        """About `model`, or the first one that is served."""
+        """What the server says about `model`, or about its first one."""
         status, _, content = await self._send("GET", _MODELS, None)
         if status != 200:
             self._fail(status, _MODELS, content)
         cards = _get(_decoded(content), "data", list)
-        named = {str(card["id"]): card for card in cards if isinstance(card, dict) and "id" in card}
-        if not named or (model is not None and model not in named):
-            wanted = "no model" if model is None else f"no model {model!r}"
-            raise ConfigError(f"{self.url} serves {wanted}; it names {', '.join(named) or 'none'}")
-        name = model or next(iter(named))
-        return _server_info(name, named[name])
+        by_id = {str(card["id"]): card for card in cards if isinstance(card, dict) and "id" in card}
+        name = next(iter(by_id), "") if model is None else model
+        if name not in by_id:
+            problem = "no model" if model is None else f"no model {model!r}"
+            raise ConfigError(f"{self.url} serves {problem}; it names {', '.join(by_id) or 'none'}")
+        return _server_info(name, by_id[name])
 
-    async def ask(self, body: Mapping[str, Any]) -> Reply:
+    async def ask(self, body: Mapping[str, Any]) -> ModelReply:
         """The whole reply. A refusal is a reply without text; one of all requests is a ConfigError."""
         status, content = await self._ask_until_taken(json.dumps(body).encode())
         if status in (401, 403, 404):
             self._fail(status, _CHAT, content)
-        return _reply(_decoded(content)) if status == 200 else Reply("", _message(status, content))
+        if status != 200:
+            return ModelReply("", _message(status, content))
+        return _reply(_decoded(content))
 
     async def first_token(self, body: Mapping[str, Any]) -> float:
         """Time to first token, in seconds."""
@@ -94,11 +96,11 @@ class Client:
         start = time.perf_counter()
         async with self._stream("POST", _CHAT, content) as response:
             if response.status != 200:
-                raise Refused(_message(response.status, await response.aread()))
+                raise QuestionRefused(_message(response.status, await response.aread()))
             async for line in _lines(response):
                 if line.startswith("data: {") and _has_token(_decoded(line[6:].encode())):
                     return time.perf_counter() - start
-        raise Refused("the stream ended without a token")
+        raise QuestionRefused("the stream ended without a token")
 
     async def _ask_until_taken(self, content: bytes) -> tuple[int, bytes]:
         """Retry while the server is busy, and a few times if the connection breaks."""
@@ -147,29 +149,31 @@ def _server_info(name: str, card: Mapping[str, Any]) -> ServerInfo:
     return ServerInfo(name, is_saccade, pixels, kv.get("blocks"), kv.get("block_size"))
 
 
-def _reply(answer: Mapping[str, Any]) -> Reply:
-    choices = _get(answer, "choices", list)
-    if not choices or not isinstance(choices[0], dict):
-        return Reply("", "the server's answer has no choices")
+def _reply(answer: Mapping[str, Any]) -> ModelReply:
+    match answer.get("choices"):
+        case [dict() as choice, *_]:
+            text = _said(_get(choice, "message", dict))
+        case _:
+            return ModelReply("", "the server's answer has no choices")
     usage = _get(answer, "usage", dict)
-    return Reply(
-        _said(_get(choices[0], "message", dict)),
-        prompt_tokens=usage.get("prompt_tokens") or 0,
-        answer_tokens=usage.get("completion_tokens") or 0,
+    return ModelReply(
+        text,
+        prompt_tokens=_get(usage, "prompt_tokens", int),
+        answer_tokens=_get(usage, "completion_tokens", int),
         image_tokens=_get(usage, "prompt_tokens_details", dict).get("image_tokens"),
     )
 
 
 def _said(message: Mapping[str, Any]) -> str:
     """The text of a reply; calls of tools follow in Hermes' form, whatever the model's own is."""
-    said = str(message.get("content") or "")
+    text = str(message.get("content") or "")
     for call in _get(message, "tool_calls", list):
-        function = _get(call, "function", dict) if isinstance(call, dict) else {}
+        function = _get(call, "function", dict)
         arguments = function.get("arguments") or "{}"
-        said += (
+        text += (
             f'<tool_call>{{"name": {json.dumps(function.get("name"))}, "arguments": {arguments}}}</tool_call>'
         )
-    return said
+    return text
 
 
 def _has_token(chunk: Mapping[str, Any]) -> bool:
@@ -183,8 +187,8 @@ def _message(status: int, content: bytes) -> str:
     """One line with the status and the server's message, in whatever format."""
     decoded = _decoded(content)
     error = decoded.get("error", decoded)
-    said = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    return f"{status}: {' '.join(str(said or content[:200].decode('utf-8', 'replace')).split())}"
+    text = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return f"{status}: {' '.join(str(text or content[:200].decode('utf-8', 'replace')).split())}"
 
 
 def _decoded(content: bytes) -> dict[str, Any]:
@@ -195,10 +199,11 @@ def _decoded(content: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _get(value: Mapping[str, Any], name: str, kind: type) -> Any:
+def _get(value: Any, name: str, kind: type) -> Any:
     """A member of a server's response, or an empty value if it is missing or of another type."""
-    found = value.get(name)
-    return found if isinstance(found, kind) else kind()
+    if isinstance(value, Mapping) and isinstance(value.get(name), kind):
+        return value[name]
+    return kind()
 
 
 def _number(text: str | None) -> float:
@@ -209,8 +214,8 @@ def _number(text: str | None) -> float:
 
 
 async def _lines(response: httpcore.Response) -> AsyncIterator[str]:
-    rest = b""
+    tail = b""
     async for chunk in response.aiter_stream():
-        *whole, rest = (rest + chunk).split(b"\n")
+        *whole, tail = (tail + chunk).split(b"\n")
         for line in whole:
             yield line.decode("utf-8", "replace").rstrip("\r")

@@ -18,10 +18,10 @@ from saccade.apps.evaluation.chart import svg, text_chart, tuned_table
 from saccade.apps.evaluation.client import Client
 from saccade.apps.evaluation.questions import QuestionSet, load_questions
 from saccade.apps.evaluation.report import as_json, check_markers, rewrite, scores, table, wrong_answers
-from saccade.apps.evaluation.run import Answered, Asking, ask_all
+from saccade.apps.evaluation.run import AskSettings, ScoredReply, ask_all
 from saccade.apps.evaluation.serving import serving
 from saccade.apps.evaluation.tune import (
-    Measured,
+    Measurement,
     advise,
     choose_sizes,
     measure,
@@ -37,7 +37,7 @@ _INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class EvalTarget:
     """The server and the questions."""
 
     options: Options  # of the server to start; with a url only the model's name counts
@@ -76,7 +76,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ReportFiles:
     """Where results go, besides the terminal."""
 
     json: str | None = None
@@ -91,7 +91,7 @@ class _Progress:
 
     total: int
     label: str = "questions"
-    answered: list[Answered] = field(default_factory=list)
+    answers: list[ScoredReply] = field(default_factory=list)
     bar: Any = None
 
     def __enter__(self) -> _Progress:
@@ -101,14 +101,14 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self.bar.close()
 
-    def add(self, one: Answered) -> None:
-        self.answered.append(one)
-        right = sum(a.is_right for a in self.answered)
-        self.bar.set_postfix_str(f"{right / len(self.answered):.1%} right", refresh=False)
+    def add(self, one: ScoredReply) -> None:
+        self.answers.append(one)
+        right = sum(a.is_right for a in self.answers)
+        self.bar.set_postfix_str(f"{right / len(self.answers):.1%} right", refresh=False)
         self.bar.update()
 
 
-def evaluate(target: Target, output: Output) -> int:
+def evaluate(target: EvalTarget, output: ReportFiles) -> int:
     """The exit status: 1 if a goal is missed."""
     questions = target.load()
     for file in output.markdown:
@@ -118,52 +118,57 @@ def evaluate(target: Target, output: Output) -> int:
     try:
         with target.server() as url, progress:
             start = time.monotonic()
-            answered = asyncio.run(_ask(target, url, questions, progress))
+            answers = asyncio.run(_ask(target, url, questions, progress))
     except KeyboardInterrupt:
-        done = f"{len(progress.answered)} of {len(questions.questions)}"
-        print(f"interrupted after {done} questions", file=sys.stderr)
-        if progress.answered:
-            print(_findings(progress.answered, questions, output.show_wrong))
+        count = f"{len(progress.answers)} of {len(questions.questions)}"
+        print(f"interrupted after {count} questions", file=sys.stderr)
+        if progress.answers:
+            print(_findings(progress.answers, questions, output.show_wrong))
         return _INTERRUPTED
-    count = f"{len(answered):,} question{'' if len(answered) == 1 else 's'}"
+    count = f"{len(answers):,} question{'' if len(answers) == 1 else 's'}"
     summary = f"{count}, {target.concurrency} at a time, {time.monotonic() - start:.0f} s"
-    text = _findings(answered, questions, output.show_wrong)
+    text = _findings(answers, questions, output.show_wrong)
     print(f"{text}\n{summary}")
-    _write_eval(output, answered, questions, summary)
-    missed = [score.skill for score in scores(answered, questions) if score.is_missed]
+    _write_eval(output, answers, questions, summary)
+    missed = [score.skill for score in scores(answers, questions) if score.is_missed]
     if missed:
         print(f"saccade: goals missed: {', '.join(missed)}", file=sys.stderr)
-    return 1 if missed else 0
+        return 1
+    return 0
 
 
-async def _ask(target: Target, url: str, questions: QuestionSet, progress: _Progress) -> list[Answered]:
+async def _ask(
+    target: EvalTarget, url: str, questions: QuestionSet, progress: _Progress
+) -> list[ScoredReply]:
     async with Client(url, target.api_key, target.concurrency) as client:
         info = await client.info(target.model)
-        asking = Asking(info.model, target.max_tokens, target.concurrency)
-        return await ask_all(client, questions, asking, progress.add)
+        settings = AskSettings(info.model, target.max_tokens, target.concurrency)
+        return await ask_all(client, questions, settings, progress.add)
 
 
-def _findings(answered: list[Answered], questions: QuestionSet, show_wrong: int) -> str:
-    refused = [one for one in answered if one.reply.error is not None]
-    lines = [table(scores(answered, questions))]
+def _findings(answers: list[ScoredReply], questions: QuestionSet, show_wrong: int) -> str:
+    refused = [one for one in answers if one.reply.error is not None]
+    lines = [table(scores(answers, questions))]
     if refused:
         first = f"{refused[0].question.id}: {refused[0].reply.error}"
         lines.append(f"{len(refused)} refused by the server and counted as wrong; the first was {first}")
-    return "\n".join([*lines, *wrong_answers(answered, show_wrong)])
+    return "\n".join([*lines, *wrong_answers(answers, show_wrong)])
 
 
-def _write_eval(output: Output, answered: list[Answered], questions: QuestionSet, summary: str) -> None:
+def _write_eval(
+    output: ReportFiles, answers: list[ScoredReply], questions: QuestionSet, summary: str
+) -> None:
     if output.json is not None:
-        write_json(output.json, as_json(answered, questions))
+        write_json(output.json, as_json(answers, questions))
     for file in output.markdown:
-        rewrite(file, "saccade eval", f"```\n{table(scores(answered, questions))}\n{summary}\n```")
+        rewrite(file, "saccade eval", f"```\n{table(scores(answers, questions))}\n{summary}\n```")
 
 
-def tune(target: Target, sizes: Sequence[int] | None, output: Output) -> int:
+def tune(target: EvalTarget, sizes: Sequence[int] | None, output: ReportFiles) -> int:
     questions = with_images_only(target.load())
     for file in output.markdown:
         check_markers(file, "saccade tune")
-    measured: list[Measured] = []
+    measured: list[Measurement] = []
     try:
         with target.server() as url:
             asyncio.run(_measure(target, url, questions, sizes, measured))
@@ -183,21 +188,25 @@ def tune(target: Target, sizes: Sequence[int] | None, output: Output) -> int:
 
 
 async def _measure(
-    target: Target, url: str, questions: QuestionSet, sizes: Sequence[int] | None, measured: list[Measured]
+    target: EvalTarget,
+    url: str,
+    questions: QuestionSet,
+    sizes: Sequence[int] | None,
+    measured: list[Measurement],
 ) -> None:
     """Measure one setting after the other, into `measured`."""
     async with Client(url, target.api_key, target.concurrency) as client:
         info = await client.info(target.model)
         # A salt of this run: cached images of an earlier run would make first tokens too fast.
         salt = {"cache_salt": f"tune-{uuid.uuid4().hex}"} if info.is_saccade else {}
-        asking = Asking(info.model, target.max_tokens, target.concurrency, salt)
+        settings = AskSettings(info.model, target.max_tokens, target.concurrency, salt)
         for size in choose_sizes(sizes, info, questions):
             with _Progress(len(questions.questions), f"{size:,} pixels") as progress:
-                found = await measure(client, info, questions, with_max_pixels(asking, size), progress.add)
-            measured.append(found)
+                setting = with_max_pixels(settings, size)
+                measured.append(await measure(client, info, questions, setting, progress.add))
 
 
-def _print_tuned(measured: Sequence[Measured], questions: QuestionSet) -> str:
+def _print_tuned(measured: Sequence[Measurement], questions: QuestionSet) -> str:
     if not measured:
         return ""
     advice = advise(measured, questions)
@@ -207,5 +216,5 @@ def _print_tuned(measured: Sequence[Measured], questions: QuestionSet) -> str:
     return text
 
 
-def write_json(file: str, found: dict[str, Any]) -> None:
-    write_whole(file, json.dumps(found, indent=1) + "\n")
+def write_json(file: str, report: dict[str, Any]) -> None:
+    write_whole(file, json.dumps(report, indent=1) + "\n")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 from PIL import Image, UnidentifiedImageError
 
 from saccade.apps.evaluation.image_noise import Field, Grain, add_grain, field_from_image
-from saccade.apps.evaluation.scoring import MATCHES, Match, Rule
+from saccade.apps.evaluation.scoring import MATCHES, AnswerRule, Match
 from saccade.errors import ConfigError
 from saccade.types.media import Size
 
@@ -49,7 +49,7 @@ class Question:
     skill: str
     text: str
     images: tuple[ImageRef, ...]
-    rule: Rule
+    rule: AnswerRule
     request: Mapping[str, Any] = field(default_factory=dict)  # further fields of its request
     video: tuple[ImageRef, ...] = ()  # frames, shown after the images
 
@@ -91,11 +91,13 @@ class QuestionSet:
 
     def grouped(self) -> Mapping[str, Sequence[str]]:
         """The groups, and each other skill as a group of its own; only skills that have questions."""
-        used = list(dict.fromkeys(question.skill for question in self.questions))
-        groups = {name: [skill for skill in used if skill in skills] for name, skills in self.groups.items()}
+        skills_there = list(dict.fromkeys(question.skill for question in self.questions))
+        groups = {
+            name: [skill for skill in skills_there if skill in skills] for name, skills in self.groups.items()
+        }
         grouped = {skill for skills in groups.values() for skill in skills}
-        found = {name: skills for name, skills in groups.items() if skills}
-        return found | {skill: [skill] for skill in used if skill not in grouped}
+        nonempty = {name: skills for name, skills in groups.items() if skills}
+        return nonempty | {skill: [skill] for skill in skills_there if skill not in grouped}
 
 
 @lru_cache(maxsize=4)
@@ -131,7 +133,8 @@ def _root(where: Path) -> Root:
             raise ConfigError(message)
         root = zipfile.Path(where)
         inner = [entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("__")]
-        root = inner[0] if len(inner) == 1 and not (root / QUESTIONS).exists() else root
+        if len(inner) == 1 and not (root / QUESTIONS).exists():
+            root = inner[0]
     if not (root / QUESTIONS).is_file():
         raise ConfigError(f"{where} has no {QUESTIONS}, so it is not a question set; see docs/evaluation.md")
     return root
@@ -146,20 +149,20 @@ def _question(root: Root, at: str, line: str) -> Question:
         raise ConfigError(f"{at}: a question is a JSON object, but this line is {line[:60]!r}")
     unknown = sorted(set(raw) - _FIELDS)
     if unknown:
-        known = ", ".join(sorted(_FIELDS))
-        raise ConfigError(f"{at}: {', '.join(unknown)} is no field of a question; they are {known}")
+        names = ", ".join(sorted(_FIELDS))
+        raise ConfigError(f"{at}: {', '.join(unknown)} is no field of a question; they are {names}")
     return Question(
         id=_text(raw, "id", at, default=at.rpartition(":")[2]),
         skill=_text(raw, "skill", at, default="all"),
         text=_text(raw, "question", at),
-        images=tuple(_image(root, given, at) for given in _list(raw, "pictures", at)),
+        images=tuple(_image(root, entry, at) for entry in _list(raw, "pictures", at)),
         rule=_rule(raw, at),
         request=_request(raw, at),
-        video=tuple(_image(root, given, at) for given in _list(raw, "video", at)),
+        video=tuple(_image(root, entry, at) for entry in _list(raw, "video", at)),
     )
 
 
-def _rule(raw: Mapping[str, Any], at: str) -> Rule:
+def _rule(raw: Mapping[str, Any], at: str) -> AnswerRule:
     if ("answer" in raw) == ("answers" in raw):
         raise ConfigError(f"{at}: give either answer or answers")
     answers = (_text(raw, "answer", at),) if "answer" in raw else _texts(raw, "answers", at)
@@ -168,31 +171,33 @@ def _rule(raw: Mapping[str, Any], at: str) -> Rule:
         raise ConfigError(f"{at}: match must be one of {', '.join(MATCHES)}, not {match!r}")
     if not answers or not all(answer.strip() for answer in answers):
         raise ConfigError(f"{at}: an empty answer would be right whatever the reply; write what it must hold")
-    return Rule(answers, cast(Match, match), _texts(raw, "forbidden", at))
+    return AnswerRule(answers, cast(Match, match), _texts(raw, "forbidden", at))
 
 
 def _request(raw: Mapping[str, Any], at: str) -> Mapping[str, Any]:
     request = raw.get("request", {})
     if not isinstance(request, dict) or _OWN_FIELDS & set(request):
-        own = ", ".join(sorted(_OWN_FIELDS))
-        message = f"{at}: request is an object of further fields of the request, without {own}"
+        names = ", ".join(sorted(_OWN_FIELDS))
+        message = f"{at}: request is an object of further fields of the request, without {names}"
         raise ConfigError(f"{message}, not {request!r}")
     return request
 
 
-def _image(root: Root, given: Any, at: str) -> ImageRef:
-    if isinstance(given, str):
-        return ImageRef(_file(root, given, at))
-    grain = given.get("grain") if isinstance(given, dict) else None
-    if not isinstance(grain, dict) or set(given) != {"file", "grain"}:
-        message = f"{at}: a picture is the name of a file, or an object with file and grain, not {given!r}"
-        raise ConfigError(message)
+def _image(root: Root, entry: Any, at: str) -> ImageRef:
+    if isinstance(entry, str):
+        return ImageRef(_file(root, entry, at))
+    match entry:
+        case {"file": file, "grain": dict() as grain, **more} if not more:
+            pass
+        case _:
+            kinds = "the name of a file, or an object with file and grain"
+            raise ConfigError(f"{at}: a picture is {kinds}, not {entry!r}")
     numbers: list[Any] = [grain.get(name) for name in Grain._fields]
     if set(grain) != {"field", *Grain._fields} or not all(type(n) is int and n >= 0 for n in numbers):
         names = ", ".join(Grain._fields)
         message = f"{at}: grain has field, the name of a file, and {names}, whole numbers, not {grain!r}"
         raise ConfigError(message)
-    return ImageRef(_file(root, given["file"], at), _file(root, grain["field"], at), Grain(*numbers))
+    return ImageRef(_file(root, file, at), _file(root, grain["field"], at), Grain(*numbers))
 
 
 def _file(root: Root, name: Any, at: str) -> str:
@@ -207,8 +212,8 @@ def _file(root: Root, name: Any, at: str) -> str:
 def _text(raw: Mapping[str, Any], name: str, at: str, default: str | None = None) -> str:
     value = raw.get(name, default)
     if not isinstance(value, str):
-        found = f"not {value!r}" if name in raw else "but it is missing"
-        raise ConfigError(f"{at}: {name} must be text, {found}")
+        problem = f"not {value!r}" if name in raw else "but it is missing"
+        raise ConfigError(f"{at}: {name} must be text, {problem}")
     return value
 
 
@@ -237,20 +242,14 @@ def _about(root: Root, where: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} is not JSON: {error}") from None
     about = {"name": where.name, **raw} if isinstance(raw, dict) else {}
     if not _is_about(about):
-        known = "name and refusal (texts), goals (skill or group: share) and groups (name: [skills])"
-        raise ConfigError(f"{file} holds {known}, not {raw!r}")
+        fields = "name and refusal (texts), goals (skill or group: share) and groups (name: [skills])"
+        raise ConfigError(f"{file} holds {fields}, not {raw!r}")
     return about
 
 
 def _is_about(about: dict[str, Any]) -> bool:
-    goals = about.get("goals", {})
-    groups = about.get("groups", {})
-    return (
-        about.keys() <= {"name", "goals", "groups", "refusal"}
-        and isinstance(about.get("name"), str)
-        and isinstance(about.get("refusal", ""), str)
-        and isinstance(goals, dict)
-        and all(isinstance(goal, (int, float)) for goal in goals.values())
-        and isinstance(groups, dict)
-        and all(isinstance(skills, list) for skills in groups.values())
-    )
+    match {"refusal": "", "goals": {}, "groups": {}, **about}:
+        case {"name": str(), "refusal": str(), "goals": dict() as goals, "groups": dict() as groups, **more}:
+            are_shares = all(isinstance(goal, (int, float)) for goal in goals.values())
+            return not more and are_shares and all(isinstance(skills, list) for skills in groups.values())
+    return False

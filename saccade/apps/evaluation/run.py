@@ -8,26 +8,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from saccade.apps.evaluation.client import Client, Reply
+from saccade.apps.evaluation.client import Client, ModelReply
 from saccade.apps.evaluation.questions import Question, QuestionSet
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ScoredReply:
     question: Question
-    reply: Reply
+    reply: ModelReply
     is_right: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class AskSettings:
     model: str
     max_tokens: int = 256
     concurrency: int = 32
     extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
 
 
-def request_body(questions: QuestionSet, question: Question, asking: Asking) -> dict[str, Any]:
+def request_body(questions: QuestionSet, question: Question, settings: AskSettings) -> dict[str, Any]:
     """Images first, then the video, then the text; greedy."""
     images = [questions.image(ref) for ref in question.images]
     urls = [f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}" for image in images]
@@ -35,11 +35,11 @@ def request_body(questions: QuestionSet, question: Question, asking: Asking) -> 
     if question.video:
         parts.append({"type": "video_url", "video_url": {"url": _video_url(questions, question)}})
     return {
-        "model": asking.model,
+        "model": settings.model,
         "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": question.text}]}],
         "temperature": 0,
-        "max_tokens": asking.max_tokens,
-        **asking.extra,
+        "max_tokens": settings.max_tokens,
+        **settings.extra,
         **question.request,
     }
 
@@ -51,34 +51,34 @@ def _video_url(questions: QuestionSet, question: Question) -> str:
     return f"data:{kind};base64,{','.join(base64.b64encode(frame.data).decode() for frame in frames)}"
 
 
-OnAnswer = Callable[[Answered], None]
+OnAnswer = Callable[[ScoredReply], None]
 
 
 async def ask_all(
-    client: Client, questions: QuestionSet, asking: Asking, on_answer: OnAnswer
-) -> list[Answered]:
+    client: Client, questions: QuestionSet, settings: AskSettings, on_answer: OnAnswer
+) -> list[ScoredReply]:
     """Replies in the order of the set; `on_answer` is called with each as it arrives."""
-    answered: dict[int, Answered] = {}
-    waiting = iter(enumerate(questions.questions))
+    answers: dict[int, ScoredReply] = {}
+    queue = iter(enumerate(questions.questions))
 
     async def work(mine: Iterator[tuple[int, Question]]) -> None:
         for index, question in mine:  # all workers share one iterator
-            reply = await client.ask(request_body(questions, question, asking))
-            answered[index] = score(question, reply)
-            on_answer(answered[index])
+            reply = await client.ask(request_body(questions, question, settings))
+            answers[index] = score(question, reply)
+            on_answer(answers[index])
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(asking.concurrency, len(questions.questions))):
-                group.create_task(work(waiting))
+            for _ in range(min(settings.concurrency, len(questions.questions))):
+                group.create_task(work(queue))
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None  # all are the same: the server is gone
-    return [answered[index] for index in range(len(answered))]
+    return [answers[index] for index in range(len(answers))]
 
 
-def score(question: Question, reply: Reply) -> Answered:
-    return Answered(question, reply, reply.error is None and question.rule.is_right(reply.text))
+def score(question: Question, reply: ModelReply) -> ScoredReply:
+    return ScoredReply(question, reply, reply.error is None and question.rule.is_right(reply.text))
 
 
-def accuracy(answered: Sequence[Answered]) -> float:
-    return sum(a.is_right for a in answered) / len(answered) if answered else 0.0
+def accuracy(answers: Sequence[ScoredReply]) -> float:
+    return sum(answer.is_right for answer in answers) / max(1, len(answers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,7 +19,7 @@ _GUESSES = 20  # common answers that are tried as a constant guess
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AnswerRule:
     """What a right reply contains, whatever its wording."""
 
     answers: tuple[str, ...]
@@ -33,8 +33,8 @@ class Rule:
         answers = [_normalised(answer) for answer in self.answers]
         if self.match == "exact":
             return text.removesuffix(".") in [answer.removesuffix(".") for answer in answers]
-        held = [_holds(text, answer) for answer in answers]
-        is_there = all(held) if self.match == "all" else any(held)
+        matches = [_holds(text, answer) for answer in answers]
+        is_there = all(matches) if self.match == "all" else any(matches)
         return is_there and not any(_contradicts(text, answers, word) for word in self.forbidden)
 
     @property
@@ -43,19 +43,19 @@ class Rule:
         return " ".join(self.answers) if self.match == "all" else self.answers[0]
 
 
-def chance(rules: Sequence[Rule]) -> float:
+def chance(rules: Sequence[AnswerRule]) -> float:
     """The accuracy of the best constant reply, which needs no image."""
     guesses = Counter(rule.reply for rule in rules).most_common(_GUESSES)
     right = [sum(rule.is_right(guess) for rule in rules) for guess, _ in guesses]
-    return max(right) / len(rules) if rules else 0.0
+    return max(right, default=0) / max(1, len(rules))
 
 
-def field_chance(rules: Sequence[Rule]) -> float:
+def field_chance(rules: Sequence[AnswerRule]) -> float:
     """The share of JSON values that the best constant reply gets right."""
     guesses = [guess for guess, _ in Counter(rule.reply for rule in rules).most_common(_GUESSES)]
-    found = [[json_fields(rule.reply, guess) for rule in rules] for guess in guesses]
+    outcomes = [[json_fields(rule.reply, guess) for rule in rules] for guess in guesses]
     return max(
-        (sum(one.right for one in some) / sum(one.total for one in some) for some in found), default=0.0
+        (sum(one.right for one in row) / sum(one.total for one in row) for row in outcomes), default=0.0
     )
 
 
@@ -83,25 +83,25 @@ class Fields(NamedTuple):
     is_valid: bool  # the reply is JSON at all
 
 
-def json_fields(expected: str, given: str) -> Fields:
+def json_fields(expected: str, reply: str) -> Fields:
     """Compares value by value: each has to stand at its place."""
-    wanted = _values(_parsed(expected)[1])
+    values = _values(_parsed(expected)[1])
     try:
-        call, value = _parsed(given)
+        call, value = _parsed(reply)
     except ValueError:
-        return Fields(0, len(wanted), is_valid=False)
-    found = _values(value) if call == _parsed(expected)[0] else {}
-    right = sum(path in found and _is_same(found[path], one) for path, one in wanted.items())
-    return Fields(right, len(wanted), is_valid=True)
+        return Fields(0, len(values), is_valid=False)
+    reply_values = _values(value) if call == _parsed(expected)[0] else {}
+    right = sum(path in reply_values and _is_same(reply_values[path], one) for path, one in values.items())
+    return Fields(right, len(values), is_valid=True)
 
 
-def _same_json(expected: str, given: str) -> bool:
+def _same_json(expected: str, reply: str) -> bool:
     try:
-        call, value = _parsed(given)
+        call, value = _parsed(reply)
     except ValueError:
         return False
-    is_call, wanted = _parsed(expected)
-    return call == is_call and bool(_unordered(value) == _unordered(wanted))
+    is_call, expected_value = _parsed(expected)
+    return (call, _unordered(value)) == (is_call, _unordered(expected_value))
 
 
 def _parsed(text: str) -> tuple[bool, Any]:
@@ -115,13 +115,23 @@ def _parsed(text: str) -> tuple[bool, Any]:
 
 def _values(value: Any, path: tuple[str | int, ...] = ()) -> dict[tuple[str | int, ...], Any]:
     """The values that hold no others, by the way to them; an empty object or list counts as a value."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = {where: one for key, part in pairs for where, one in _values(part, (*path, key)).items()}
-    return found or {path: value}
+    leaves: dict[tuple[str | int, ...], Any] = {}
+    for key, part in _members(value):
+        leaves |= _values(part, (*path, key))
+    return leaves or {path: value}
+
+
+def _members(value: Any) -> Iterable[tuple[str | int, Any]]:
+    match value:
+        case dict():
+            return value.items()
+        case list():
+            return enumerate(value)
+    return ()
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    return bool(one == two) and isinstance(one, bool) == isinstance(two, bool)  # 1 is not true
+    return (one, isinstance(one, bool)) == (two, isinstance(two, bool))  # 1 is not true
 
 
 def _unordered(value: Any) -> Any:

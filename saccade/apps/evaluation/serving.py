@@ -41,8 +41,8 @@ def serving(options: Options, *, show_log: bool = False) -> Iterator[str]:
         config = Path(folder) / "options.json"
         config.write_text(json.dumps(dataclasses.asdict(options)))
         flags = ["--config", str(config), "--no-access-log"]
-        with serving_with(flags, env, show_log=show_log, hint=" (--debug shows its log)") as served:
-            yield served.url
+        with serving_with(flags, env, show_log=show_log, hint=" (--debug shows its log)") as server:
+            yield server.url
 
 
 @contextmanager
@@ -55,9 +55,10 @@ def serving_with(
     """
     url = f"http://127.0.0.1:{_free_port()}"
     with tempfile.TemporaryFile() as log:
-        process = _start(flags, url, env, None if show_log else log)
+        stderr = None if show_log else log
+        process = _start(flags, url, env, stderr)
         try:
-            _wait_ready(process, url, None if show_log else log, hint)
+            _wait_ready(process, url, stderr, hint)
             yield Served(url, process.pid)
         finally:
             _stop(process)
@@ -66,7 +67,7 @@ def serving_with(
 def _start(
     flags: Sequence[str], url: str, env: Mapping[str, str] | None, log: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C does not end the server before its requests are done."""
+    """The server has a session of its own: Ctrl-C does not end it before its requests are done."""
     where = ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     return subprocess.Popen(
         [sys.executable, "-m", "saccade.cli", "serve", *flags, *where],

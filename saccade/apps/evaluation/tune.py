@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from saccade.apps.evaluation.client import Client, Refused, ServerInfo
+from saccade.apps.evaluation.client import Client, QuestionRefused, ServerInfo
 from saccade.apps.evaluation.questions import QuestionSet
-from saccade.apps.evaluation.run import Answered, Asking, OnAnswer, accuracy, ask_all, request_body
+from saccade.apps.evaluation.run import AskSettings, OnAnswer, ScoredReply, accuracy, ask_all, request_body
 from saccade.costs import blocks_for
 from saccade.errors import ConfigError
 
@@ -21,24 +21,24 @@ _CLIFF = 0.1  # loss of accuracy between two settings that is reported
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     max_pixels: int
-    answered: Sequence[Answered]
+    answers: Sequence[ScoredReply]
     first_token_ms: float  # median, one request at a time, images not cached
     tokens_per_image: float | None  # None if the server does not say
     concurrency: int | None  # requests of mean size that fit the KV cache
 
     @property
     def accuracy(self) -> float:
-        return accuracy(self.answered)
+        return accuracy(self.answers)
 
     def worst(self) -> tuple[str, float]:
         """The skill with the lowest accuracy."""
-        skills = dict.fromkeys(one.question.skill for one in self.answered)
+        skills = dict.fromkeys(one.question.skill for one in self.answers)
         return min(((skill, self.of([skill])) for skill in skills), key=lambda pair: pair[1])
 
     def of(self, skills: Sequence[str]) -> float:
-        return accuracy([one for one in self.answered if one.question.skill in skills])
+        return accuracy([one for one in self.answers if one.question.skill in skills])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +71,19 @@ def with_images_only(questions: QuestionSet) -> QuestionSet:
     return replace(questions, questions=with_images)
 
 
-def choose_sizes(given: Sequence[int] | None, info: ServerInfo, questions: QuestionSet) -> list[int]:
+def choose_sizes(options: Sequence[int] | None, info: ServerInfo, questions: QuestionSet) -> list[int]:
     """The given sizes, checked and largest first; or halving from the largest size that matters."""
-    if given is not None:
-        return _checked(given, info)
+    if options is not None:
+        return _checked(options, info)
     areas = [size.width * size.height for size in questions.sizes()]
     top = min(max(areas), info.max_pixels or max(areas))
     sizes = [top >> step for step in range(_MAX_SIZES)]
-    needed = sum(size > min(areas) for size in sizes) + 1  # the last one shrinks every image
-    return sizes[:needed]
+    count = sum(size > min(areas) for size in sizes) + 1  # the last one shrinks every image
+    return sizes[:count]
 
 
-def _checked(given: Sequence[int], info: ServerInfo) -> list[int]:
-    sizes = sorted(set(given), reverse=True)
+def _checked(options: Sequence[int], info: ServerInfo) -> list[int]:
+    sizes = sorted(set(options), reverse=True)
     if sizes[-1] < 1:
         raise ConfigError(f"max_pixels must be 1 or more, not {sizes[-1]}")
     if info.max_pixels is not None and sizes[0] > info.max_pixels:
@@ -94,89 +94,90 @@ def _checked(given: Sequence[int], info: ServerInfo) -> list[int]:
 
 
 async def measure(
-    client: Client, info: ServerInfo, questions: QuestionSet, asking: Asking, on_answer: OnAnswer
-) -> Measured:
+    client: Client, info: ServerInfo, questions: QuestionSet, settings: AskSettings, on_answer: OnAnswer
+) -> Measurement:
     """One setting, given by `asking`. First tokens are timed first, while no image is cached."""
-    first_token_ms = await _first_token_ms(client, questions, asking)
-    answered = await ask_all(client, questions, asking, on_answer)
-    told = [one for one in answered if one.reply.image_tokens is not None]
-    tokens = sum(one.reply.image_tokens or 0 for one in told)
-    images = sum(len(one.question.images) for one in told)
+    first_token_ms = await _first_token_ms(client, questions, settings)
+    answers = await ask_all(client, questions, settings, on_answer)
+    billed_answers = [one for one in answers if one.reply.image_tokens is not None]
+    tokens = sum(one.reply.image_tokens or 0 for one in billed_answers)
+    images = sum(len(one.question.images) for one in billed_answers)
     per_image = tokens / images if images else None
-    return Measured(max_pixels_of(asking), answered, first_token_ms, per_image, _concurrency(info, told))
+    fit = _concurrency(info, billed_answers)
+    return Measurement(max_pixels_of(settings), answers, first_token_ms, per_image, fit)
 
 
-def with_max_pixels(asking: Asking, max_pixels: int) -> Asking:
-    extra = {**asking.extra, "mm_processor_kwargs": {"max_pixels": max_pixels}}
-    return Asking(asking.model, asking.max_tokens, asking.concurrency, extra)
+def with_max_pixels(settings: AskSettings, max_pixels: int) -> AskSettings:
+    extra = {**settings.extra, "mm_processor_kwargs": {"max_pixels": max_pixels}}
+    return AskSettings(settings.model, settings.max_tokens, settings.concurrency, extra)
 
 
-def max_pixels_of(asking: Asking) -> int:
-    return int(asking.extra["mm_processor_kwargs"]["max_pixels"])
+def max_pixels_of(settings: AskSettings) -> int:
+    return int(settings.extra["mm_processor_kwargs"]["max_pixels"])
 
 
-async def _first_token_ms(client: Client, questions: QuestionSet, asking: Asking) -> float:
+async def _first_token_ms(client: Client, questions: QuestionSet, settings: AskSettings) -> float:
     every = max(1, len(questions.questions) // _TIMED)
     times: list[float] = []
     refusal = ""
     for question in questions.questions[::every][:_TIMED]:
         try:
-            times.append(await client.first_token(request_body(questions, question, asking)))
-        except Refused as error:
+            times.append(await client.first_token(request_body(questions, question, settings)))
+        except QuestionRefused as error:
             refusal = str(error)
     if not times:
-        message = f"the server refuses every request with max_pixels {max_pixels_of(asking):,}: {refusal}"
+        message = f"the server refuses every request with max_pixels {max_pixels_of(settings):,}: {refusal}"
         raise ConfigError(message)
     return statistics.median(times) * 1e3
 
 
-def _concurrency(info: ServerInfo, answered: Sequence[Answered]) -> int | None:
-    if info.kv_blocks is None or info.block_size is None or not answered:
+def _concurrency(info: ServerInfo, answers: Sequence[ScoredReply]) -> int | None:
+    if info.kv_blocks is None or info.block_size is None or not answers:
         return None
-    tokens = [one.reply.prompt_tokens + one.reply.answer_tokens for one in answered]
+    tokens = [one.reply.prompt_tokens + one.reply.answer_tokens for one in answers]
     blocks = statistics.mean(blocks_for(count, info.block_size) for count in tokens)
     return int(info.kv_blocks // blocks)
 
 
-def advise(measured: Sequence[Measured], questions: QuestionSet) -> Advice:
+def advise(measured: Sequence[Measurement], questions: QuestionSet) -> Advice:
     """The smallest setting whose accuracy is at most one standard error (paired) below the best."""
     best = max(measured, key=lambda one: (one.accuracy, one.max_pixels))
-    chosen = min((one for one in measured if is_as_good(one, best)), key=lambda one: one.max_pixels)
-    return Advice(chosen.max_pixels, _reason(chosen, best, measured), find_cliffs(measured, questions))
+    cheapest = min((one for one in measured if is_as_good(one, best)), key=lambda one: one.max_pixels)
+    return Advice(cheapest.max_pixels, _reason(cheapest, best, measured), find_cliffs(measured, questions))
 
 
-def is_as_good(one: Measured, best: Measured) -> bool:
+def is_as_good(one: Measurement, best: Measurement) -> bool:
     loss, error = paired_loss(one, best)
     return loss <= error
 
 
-def paired_loss(one: Measured, best: Measured) -> tuple[float, float]:
+def paired_loss(one: Measurement, best: Measurement) -> tuple[float, float]:
     """The loss of accuracy of `one` against `best`, and its standard error."""
-    differences = [b.is_right - a.is_right for a, b in zip(one.answered, best.answered, strict=True)]
+    differences = [b.is_right - a.is_right for a, b in zip(one.answers, best.answers, strict=True)]
     if len(differences) < 2:
         return statistics.mean(differences), 0.0
     return statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
 
 
-def _reason(chosen: Measured, best: Measured, measured: Sequence[Measured]) -> str:
+def _reason(setting: Measurement, best: Measurement, measured: Sequence[Measurement]) -> str:
     saved = ""
     largest = max(measured, key=lambda one: one.max_pixels)
-    if chosen.tokens_per_image and largest.tokens_per_image and chosen is not largest:
-        share = chosen.tokens_per_image / largest.tokens_per_image
+    if setting.tokens_per_image and largest.tokens_per_image and setting is not largest:
+        share = setting.tokens_per_image / largest.tokens_per_image
         saved = f"; it takes {share:.0%} of the tokens of {largest.max_pixels:,}"
-    if chosen is best:
-        best_measured = f"{chosen.accuracy:.1%} is the best measured"
+    if setting is best:
+        best_measured = f"{setting.accuracy:.1%} is the best measured"
         return f"{best_measured}, and no smaller setting is within noise of it{saved}"
-    loss, error = paired_loss(chosen, best)
-    lost = f"a loss of {loss:.1%} with a standard error of {error:.1%}"
-    found = f"{best.accuracy:.1%} at {best.max_pixels:,}, {lost}"
-    return f"{chosen.accuracy:.1%} is within noise of the best, {found}{saved}"
+    loss, error = paired_loss(setting, best)
+    noise = f"a loss of {loss:.1%} with a standard error of {error:.1%}"
+    comparison = f"{best.accuracy:.1%} at {best.max_pixels:,}, {noise}"
+    return f"{setting.accuracy:.1%} is within noise of the best, {comparison}{saved}"
 
 
-def find_cliffs(measured: Sequence[Measured], questions: QuestionSet) -> list[Cliff]:
+def find_cliffs(measured: Sequence[Measurement], questions: QuestionSet) -> list[Cliff]:
     """The largest loss of each group, if it is above `_CLIFF`; the largest first."""
     steps = sorted(measured, key=lambda one: -one.max_pixels)
-    found = []
+    cliffs = []
     for group, skills in questions.grouped().items():
         falls = [
             Cliff(group, above.max_pixels, below.max_pixels, above.of(skills), below.of(skills))
@@ -184,15 +185,15 @@ def find_cliffs(measured: Sequence[Measured], questions: QuestionSet) -> list[Cl
         ]
         deepest = max(falls, key=_depth, default=None)
         if deepest is not None and _depth(deepest) >= _CLIFF:
-            found.append(deepest)
-    return sorted(found, key=_depth, reverse=True)
+            cliffs.append(deepest)
+    return sorted(cliffs, key=_depth, reverse=True)
 
 
 def _depth(cliff: Cliff) -> float:
     return cliff.before - cliff.after
 
 
-def as_json(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) -> dict[str, Any]:
+def as_json(measured: Sequence[Measurement], advice: Advice, questions: QuestionSet) -> dict[str, Any]:
     return {
         "questions": questions.name,
         "total": len(questions.questions),

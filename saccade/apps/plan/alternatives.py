@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from saccade import costs
-from saccade.apps.plan.planner import Deployment, Plan, make_plan, restore_seconds
+from saccade.apps.plan.planner import Deployment, DeploymentPlan, make_plan, restore_seconds
 from saccade.apps.plan.workload import is_fixed_size, max_resized_pixels
 from saccade.errors import ConfigError
 
+_CHECK = "check accuracy with saccade eval"
 _CACHE_TIMES = 4  # the encoder cache
 _DISK_GB_S = 0.8  # 4.8 MB in 5.9 ms (docs/experiments/040)
 _STORE_GB_S = 2.5  # a Valkey server over 25 Gb/s, most of it
@@ -18,64 +20,63 @@ _STORE_GB_S = 2.5  # a Valkey server over 25 Gb/s, most of it
 @dataclass(frozen=True, slots=True)
 class Alternative:
     name: str
-    plan: Plan | None  # None: it cannot be had
+    plan: DeploymentPlan | None  # None: it cannot be had
     gain: float | None  # requests/s of a GPU, times those of the plan
     note: str = ""
 
 
-def alternatives(plan: Plan) -> list[Alternative]:
+def alternatives(plan: DeploymentPlan) -> list[Alternative]:
     return [_weighed(plan, name, changed, note) for name, changed, note in _changes(plan)]
 
 
-def _weighed(plan: Plan, name: str, changed: Deployment | None, note: str) -> Alternative:
+def _weighed(plan: DeploymentPlan, name: str, changed: Deployment | None, note: str) -> Alternative:
     if changed is None:
         return Alternative(name, None, None, note)
     try:
-        made = make_plan(changed)
+        other = make_plan(changed)
     except ConfigError as error:
         return Alternative(name, None, None, str(error))
-    gain = made.rate_per_gpu / plan.rate_per_gpu if plan.rate_per_gpu else None
-    return Alternative(name, made, gain, note)
+    gain = other.rate_per_gpu / plan.rate_per_gpu if plan.rate_per_gpu else None
+    return Alternative(name, other, gain, note)
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, Deployment | None, str]]:
-    given = plan.deployment
+def _changes(plan: DeploymentPlan) -> Iterator[tuple[str, Deployment | None, str]]:
+    deployment = plan.deployment
     if plan.cost.num_images:
         yield _half_pixels(plan)
-    if not given.hardware.is_cpu:
-        if not (given.fp8_params or given.int4):
-            options = replace(given.options, quantization="fp8")
-            yield "--quantization fp8", replace(given, options=options), "check accuracy with saccade eval"
-        if given.kv_dtype != costs.FP8:
-            options = replace(given.options, kv_cache_dtype="fp8")
-            yield "--kv-cache-dtype fp8", replace(given, options=options), "check accuracy with saccade eval"
+    if not deployment.hardware.is_cpu:
+        if not (deployment.fp8_params or deployment.int4):
+            yield "--quantization fp8", _with_options(deployment, quantization="fp8"), _CHECK
+        if deployment.kv_dtype != costs.FP8:
+            yield "--kv-cache-dtype fp8", _with_options(deployment, kv_cache_dtype="fp8"), _CHECK
     if plan.cost.num_images:
         yield from _embeddings(plan)
 
 
-def _half_pixels(plan: Plan) -> tuple[str, Deployment | None, str]:
-    given = plan.deployment
+def _half_pixels(plan: DeploymentPlan) -> tuple[str, Deployment | None, str]:
+    deployment = plan.deployment
     pixels = max_resized_pixels(plan.cost.images) // 2
     name = f"--max-pixels {pixels}"
-    if is_fixed_size(given.checkpoint, given.options):
+    if is_fixed_size(deployment.checkpoint, deployment.options):
         return name, None, "no effect: every image costs the same in this model"
-    lowest = given.options.min_pixels
-    options = replace(given.options, max_pixels=pixels, min_pixels=lowest and min(lowest, pixels))
-    note = "half of the largest image; check accuracy with saccade tune"
-    return name, replace(given, options=options), note
+    lowest = deployment.options.min_pixels
+    smaller = _with_options(deployment, max_pixels=pixels, min_pixels=lowest and min(lowest, pixels))
+    return name, smaller, "half of the largest image; check accuracy with saccade tune"
 
 
-def _embeddings(plan: Plan) -> Iterator[tuple[str, Deployment | None, str]]:
-    given = plan.deployment
-    repeats = "" if given.workload.repeated else "helps only repeated images: see --repeated"
+def _with_options(deployment: Deployment, **changes: Any) -> Deployment:
+    return replace(deployment, options=replace(deployment.options, **changes))
+
+
+def _embeddings(plan: DeploymentPlan) -> Iterator[tuple[str, Deployment | None, str]]:
+    deployment = plan.deployment
+    repeats = "" if deployment.workload.repeated else "helps only repeated images: see --repeated"
     scheduler = plan.capacity.scheduler
-    size = _CACHE_TIMES * scheduler.encoder_cache_slots * scheduler.slot_bytes / costs.GIB
-    size = round(size, 1)
-    options = replace(given.options, encoder_cache_gb=size)
-    yield f"--encoder-cache-gb {size:g}", replace(given, options=options), repeats
-    yield "--encoders apart", replace(given, encoders_apart=True), "counts the GPUs that only encode"
+    size = round(_CACHE_TIMES * scheduler.encoder_cache_slots * scheduler.slot_bytes / costs.GIB, 1)
+    yield f"--encoder-cache-gb {size:g}", _with_options(deployment, encoder_cache_gb=size), repeats
+    yield "--encoders apart", replace(deployment, encoders_apart=True), "counts the GPUs that only encode"
     for name, speed in (("--embedding-dir (disk)", _DISK_GB_S), ("--embedding-store (25 Gb/s)", _STORE_GB_S)):
-        changed = replace(given, store_gb_s=speed)
+        changed = replace(deployment, store_gb_s=speed)
         ms = restore_seconds(changed, plan.cost) * 1e3
         each = plan.first_token.encode / plan.cost.num_images
         note = f"{ms:.1f} ms an image against {each:.1f} of encoding"

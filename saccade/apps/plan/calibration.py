@@ -33,10 +33,11 @@ class Calibration:
 
 def calibration_for(hardware: Hardware) -> Calibration:
     """The GPU's own, or the one for all others."""
-    known: Mapping[str, Any] = json.loads(_FILE.read_text("utf-8"))
+    calibrations: Mapping[str, Any] = json.loads(_FILE.read_text("utf-8"))
     names = [name for name, preset in PRESETS.items() if preset.name == hardware.name]
-    found = next((known[name] for name in names if name in known), None)
-    return read_values(found or known["cpu" if hardware.is_cpu else "default"], str(_FILE))
+    names.append("cpu" if hardware.is_cpu else "default")
+    values = next(calibrations[name] for name in names if name in calibrations)
+    return read_values(values, str(_FILE))
 
 
 def read_calibration(path: Path) -> tuple[Calibration, Hardware | None]:
@@ -46,18 +47,22 @@ def read_calibration(path: Path) -> tuple[Calibration, Hardware | None]:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--calibration {path} cannot be read ({error})") from None
-    machine = values.pop("hardware", None) if isinstance(values, dict) else None
-    return read_values(values, str(path)), read_hardware(machine, str(path)) if machine else None
+    match values:
+        case {"hardware": machine, **values} if machine:
+            return read_values(values, str(path)), read_hardware(machine, str(path))
+        case {"hardware": _, **values}:
+            pass
+    return read_values(values, str(path)), None
 
 
 def read_values(values: Any, file: str) -> Calibration:
     names = [field.name for field in fields(Calibration)]
-    given = values if isinstance(values, dict) else {}
-    wrong = [name for name in names if not _is_valid(name, given.get(name))]
-    if wrong := wrong or sorted(set(given) - set(names)):
+    entries = values if isinstance(values, dict) else {}
+    wrong = [name for name in names if not _is_valid(name, entries.get(name))]
+    if wrong := wrong or sorted(set(entries) - set(names)):
         expected = f"a calibration has {', '.join(names)}: shares up to 1, times from 0, and words"
         raise ConfigError(f"{file}: {', '.join(wrong)}: {expected}")
-    return Calibration(**given)
+    return Calibration(**entries)
 
 
 def _is_valid(name: str, value: Any) -> bool:

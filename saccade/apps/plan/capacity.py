@@ -19,7 +19,7 @@ _MAX_GPUS = 64  # of one copy of a model
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class MemoryCapacity:
     gpus: int  # that one copy of the model needs
     parts: MemoryParts  # of all of them
     scheduler: SchedulerConfig
@@ -44,7 +44,7 @@ def plan_capacity(
     dtype: str,
     precision: Precision,
     kv_gb: float | None = None,
-) -> Capacity:
+) -> MemoryCapacity:
     """`kv_gb`: 10^9 bytes for KV, counted on paper by the byte; None: what an engine leaves, by the block."""
     gpus, parts, scheduler = _fitting(checkpoint, options, hardware, cost, dtype, precision)
     text = checkpoint.config.text
@@ -61,7 +61,7 @@ def plan_capacity(
     if pinned and scheduler.encoder_cache_slots // pinned < concurrent:
         concurrent = int(scheduler.encoder_cache_slots // pinned)
         bound_by = "encoder cache"
-    return Capacity(
+    return MemoryCapacity(
         gpus=gpus,
         parts=parts,
         scheduler=scheduler,

@@ -3,81 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from saccade.apps.plan.planner import Plan
+from saccade.apps.plan.planner import DeploymentPlan
 from saccade.apps.plan.throughput import load_at
-from saccade.apps.svg import COLORS, Point, curve, document, text
+from saccade.apps.svg import Panel, Point, color_of, curve, dashes, document, legend, steps, text
 
 _POINTS = 60
-_SHOWN = 0.98  # of the rate that saturates a GPU: at all of it the queue is endless
-_TICKS = 5
+_MAX_SHARE = 0.98  # of the rate that saturates a GPU: at all of it the queue is endless
 
 
-class _Frame(NamedTuple):
-    """The plot area in SVG units, and what its edges stand for."""
-
-    rate: float
-    ms: float
-    left: float = 64
-    right: float = 520
-    top: float = 46
-    bottom: float = 300
-
-    def at(self, rate: float, ms: float) -> Point:
-        x = self.left + (self.right - self.left) * rate / self.rate
-        return x, self.bottom - (self.bottom - self.top) * min(ms / self.ms, 1.0)
-
-
-def svg(plan: Plan) -> str:
-    given = plan.deployment
-    rates = [plan.saturated * _SHOWN * step / _POINTS for step in range(1, _POINTS + 1)]
-    idle = plan.demand.first * 1e3
-    curves: dict[str, list[Point]] = {"first token, mean": [], "first token, p99": [], "between tokens": []}
-    for rate in rates:
-        if load := load_at(plan.demand, rate):
-            times = (idle + load.wait * 1e3, idle + load.wait_p99 * 1e3, load.between * 1e3)
-            for points, ms in zip(curves.values(), times, strict=True):
-                points.append((rate, ms))
-    highest = max([5 * idle, *filter(None, (given.workload.ttft_ms, given.workload.itl_ms))])
-    frame = _Frame(max(plan.saturated, 1e-9), highest * 1.1)
-    title = f"{given.checkpoint.path} on {given.hardware.name}: milliseconds against requests/s"
+def svg(plan: DeploymentPlan) -> str:
+    deployment = plan.deployment
+    title = f"{deployment.checkpoint.path} on {deployment.hardware.name}"
+    workload = deployment.workload
+    levels = {"first token": workload.ttft_ms, "between tokens": workload.itl_ms}
+    highest = max([5 * plan.demand.first * 1e3, *filter(None, levels.values())]) * 1.1
+    panel = Panel(64, 456, 46, (0.0, max(plan.saturated, 1e-9)), (0.0, highest))
+    curves = _curves(plan)
+    lines = enumerate(curves.values())
+    columns = {rate: f"{rate:.3g}" for rate in steps(panel.x)}
     parts = [
-        text(frame.left, 22, title, size=15),
-        *_axes(frame),
-        *_marks(frame, plan),
-        *_curves(frame, curves),
+        text(panel.left, 22, f"{title}: milliseconds against requests/s", size=15),
+        *panel.axes("requests/s", columns, {ms: f"{ms:,.0f}" for ms in steps(panel.y)}),
+        panel.upright(plan.rate),
+        text(panel.at(plan.rate, 0)[0], panel.top - 6, f"sustained: {plan.rate:.2f}", "end"),
+        *_levels(panel, levels),
+        *(curve([panel.at(*point) for point in line], color_of(row)) for row, line in lines),
+        *legend(panel.right + 20, panel.top + 20, list(curves)),
     ]
     return document(700, 350, parts)
 
 
-def _axes(frame: _Frame) -> Iterator[str]:
-    for tick in range(_TICKS + 1):
-        ms = frame.ms * tick / _TICKS
-        y = frame.at(0, ms)[1]
-        yield f'<path d="M{frame.left} {y:.1f}H{frame.right}" stroke="#e3e3e3"/>'
-        yield text(frame.left - 8, y + 4, f"{ms:,.0f}", anchor="end")
-        rate = frame.rate * tick / _TICKS
-        yield text(frame.at(rate, 0)[0], frame.bottom + 20, f"{rate:.3g}", anchor="middle")
-    yield text((frame.left + frame.right) / 2, frame.bottom + 40, "requests/s", anchor="middle")
+def _curves(plan: DeploymentPlan) -> dict[str, list[Point]]:
+    idle = plan.demand.first * 1e3
+    curves: dict[str, list[Point]] = {"first token, mean": [], "first token, p99": [], "between tokens": []}
+    for step in range(1, _POINTS + 1):
+        rate = plan.saturated * _MAX_SHARE * step / _POINTS
+        if load := load_at(plan.demand, rate):
+            times = (idle + load.wait * 1e3, idle + load.wait_p99 * 1e3, load.between * 1e3)
+            for points, ms in zip(curves.values(), times, strict=True):
+                points.append((rate, ms))
+    return curves
 
 
-def _marks(frame: _Frame, plan: Plan) -> Iterator[str]:
-    """The sustained rate, and the service level."""
-    x = frame.at(plan.rate, 0)[0]
-    yield f'<path d="M{x:.1f} {frame.top}V{frame.bottom}" stroke="#333333" stroke-dasharray="4 4"/>'
-    yield text(x, frame.top - 6, f"sustained: {plan.rate:.2f}", "end")
-    workload = plan.deployment.workload
-    for name, ms in (("first token", workload.ttft_ms), ("between tokens", workload.itl_ms)):
+def _levels(panel: Panel, levels: dict[str, float | None]) -> Iterator[str]:
+    for name, ms in levels.items():
         if ms is not None:
-            y = frame.at(0, ms)[1]
-            yield f'<path d="M{frame.left} {y:.1f}H{frame.right}" stroke="#888888" stroke-dasharray="2 3"/>'
-            yield text(frame.left + 4, y - 4, f"service level, {name}: {ms:g} ms")
-
-
-def _curves(frame: _Frame, curves: dict[str, list[Point]]) -> Iterator[str]:
-    for row, (name, points) in enumerate(curves.items()):
-        yield curve([frame.at(*point) for point in points], COLORS[row])
-        y = frame.top + 20 + 20 * row
-        yield f'<path d="M{frame.right + 20} {y - 4:.1f}h18" stroke="{COLORS[row]}" stroke-width="3"/>'
-        yield text(frame.right + 44, y, name)
+            y = panel.at(0, ms)[1]
+            yield dashes(f"M{panel.left:g} {y:.1f}H{panel.right:g}")
+            yield text(panel.left + 4, y - 4, f"service level, {name}: {ms:g} ms")

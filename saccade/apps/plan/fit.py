@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade.apps.plan.calibration import SHARES, Calibration
-from saccade.apps.plan.timing import Timing
+from saccade.apps.plan.timing import TimeModel
 
 _FITTED = ("gemm", "tower", "bandwidth", "layer_us", "request_ms")  # rarer launches stay as they are
 _SMALLEST = 0.01  # of all of them: less makes no difference
@@ -24,10 +24,10 @@ Floats = npt.NDArray[np.float64]
 class Figure(NamedTuple):
     name: str
     seconds: float  # measured
-    predict: Callable[[Timing], float]
+    predict: Callable[[TimeModel], float]
 
 
-def fit(timing: Timing, figures: Sequence[Figure]) -> Calibration:
+def fit(timing: TimeModel, figures: Sequence[Figure]) -> Calibration:
     """Least squares of the logarithms (Levenberg-Marquardt), so that ratios count."""
     values = np.log([getattr(timing.calibration, name) for name in _FITTED])
     errors = _errors(timing, values, figures)
@@ -37,22 +37,22 @@ def fit(timing: Timing, figures: Sequence[Figure]) -> Calibration:
         slopes = (np.stack(nudged, axis=1) - errors[:, None]) / _NUDGE  # [figures, values]
         square = slopes.T @ slopes + damping * np.eye(len(values))
         moved = values - np.linalg.solve(square, slopes.T @ errors)
-        found = _errors(timing, moved, figures)
-        if found @ found < errors @ errors:
-            values, errors, damping = moved, found, damping / 3
+        new_errors = _errors(timing, moved, figures)
+        if new_errors @ new_errors < errors @ errors:
+            values, errors, damping = moved, new_errors, damping / 3
         else:
             damping *= 3
     return _calibration(timing.calibration, values)
 
 
-def _errors(timing: Timing, values: Floats, figures: Sequence[Figure]) -> Floats:
-    made = replace(timing, calibration=_calibration(timing.calibration, values))
-    return np.array([math.log(figure.predict(made) / figure.seconds) for figure in figures])
+def _errors(timing: TimeModel, values: Floats, figures: Sequence[Figure]) -> Floats:
+    changed_timing = replace(timing, calibration=_calibration(timing.calibration, values))
+    return np.array([math.log(figure.predict(changed_timing) / figure.seconds) for figure in figures])
 
 
-def _calibration(given: Calibration, values: Floats) -> Calibration:
+def _calibration(base: Calibration, values: Floats) -> Calibration:
     changes: dict[str, Any] = {}
     for name, value in zip(_FITTED, np.exp(np.clip(values, -30, 30)), strict=True):
         highest = 1.0 if name in SHARES else math.inf
         changes[name] = min(max(float(value), _SMALLEST), highest)
-    return replace(given, **changes)
+    return replace(base, **changes)

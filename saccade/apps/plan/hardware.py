@@ -31,8 +31,9 @@ class Hardware:
 
     def flops(self, dtype: str) -> float:
         """A second, of GEMMs in this dtype."""
-        is_slow = dtype == "float32" and self.float32_tflops is not None
-        return 1e12 * (self.float32_tflops or 0.0 if is_slow else self.tflops)
+        if dtype != "float32" or self.float32_tflops is None:
+            return 1e12 * self.tflops
+        return 1e12 * self.float32_tflops
 
     def free_bytes(self, share: float) -> int:
         """What an engine may take on an idle machine, as `runner/device_memory.py` finds it."""
@@ -43,12 +44,12 @@ class Hardware:
         self, memory_gib: float | None, bandwidth_gb_s: float | None, tflops: float | None
     ) -> Hardware:
         """The same with other numbers, as far as they are given."""
-        return replace(
-            self,
-            memory_gib=memory_gib or self.memory_gib,
-            bandwidth_gb_s=bandwidth_gb_s or self.bandwidth_gb_s,
-            tflops=tflops or self.tflops,
-        )
+        changes: dict[str, Any] = {
+            "memory_gib": memory_gib,
+            "bandwidth_gb_s": bandwidth_gb_s,
+            "tflops": tflops,
+        }
+        return replace(self, **{name: value for name, value in changes.items() if value})
 
     def times(self, number: int) -> Hardware:
         """So many of them as one, without a cost for their exchange."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from saccade import costs
 from saccade.apps.plan.calibration import Calibration
-from saccade.apps.plan.capacity import Capacity, plan_capacity
+from saccade.apps.plan.capacity import MemoryCapacity, plan_capacity
 from saccade.apps.plan.hardware import Hardware
-from saccade.apps.plan.throughput import MAX_LOAD, Demand, Level, Load, load_at, sustained
-from saccade.apps.plan.timing import Precision, Timing
+from saccade.apps.plan.throughput import MAX_LOAD, GpuLoad, Level, RequestDemand, load_at, sustained
+from saccade.apps.plan.timing import Precision, TimeModel
 from saccade.apps.plan.workload import RequestCost, Workload, request_cost
 from saccade.checkpoint.quantization import Quantization, quantization_of
 from saccade.errors import ConfigError
@@ -36,7 +36,7 @@ class Deployment:
 
     @property
     def dtype(self) -> str:
-        """On a CPU float32, unless asked: few multiply bfloat16."""
+        """The dtype asked; a CPU's is float32 otherwise, as few multiply bfloat16."""
         dtype = self.options.dtype
         if dtype == "auto":
             dtype = "float32" if self.hardware.is_cpu else self.checkpoint.config.dtype
@@ -57,7 +57,7 @@ class Deployment:
 
     @property
     def fp8_params(self) -> int:
-        """Where a GPU multiplies no FP8, or Transformers' code runs, an engine dequantises a checkpoint."""
+        """Weights in FP8: none where a GPU multiplies no FP8, or Transformers' code runs."""
         is_stored = self.stored is not None and self.stored.becomes_fp8
         is_wanted = is_stored or self.options.quantization == "fp8"
         if not (self.hardware.has_fp8 and is_known(self.checkpoint.config) and is_wanted):
@@ -98,11 +98,11 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DeploymentPlan:
     deployment: Deployment = field(repr=False)
     cost: RequestCost
-    capacity: Capacity
-    demand: Demand = field(repr=False)
+    capacity: MemoryCapacity
+    demand: RequestDemand = field(repr=False)
     first_token: FirstToken
     seen_ms: float  # the same without queue, for a request whose images are cached
     between_ms: float  # tokens, at the planned rate
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def encoder_gpus(self) -> int:
-        """Beside those of the copies."""
+        """GPUs beside those of the copies."""
         return math.ceil(self.encode_apart * (self.deployment.workload.rate or self.rate) / MAX_LOAD)
 
     @property
@@ -126,38 +126,45 @@ class Plan:
         return self.rate / (self.capacity.gpus + self.rate * self.encode_apart)
 
 
-def make_plan(given: Deployment) -> Plan:
-    _check_fp8(given)
-    cost = request_cost(given.checkpoint, given.options, given.workload)
+def make_plan(deployment: Deployment) -> DeploymentPlan:
+    _check_fp8(deployment)
+    cost = request_cost(deployment.checkpoint, deployment.options, deployment.workload)
     capacity = plan_capacity(
-        given.checkpoint, given.options, given.hardware, cost, given.dtype, given.precision, given.kv_gb
+        deployment.checkpoint,
+        deployment.options,
+        deployment.hardware,
+        cost,
+        deployment.dtype,
+        deployment.precision,
+        deployment.kv_gb,
     )
-    timing = Timing(
-        given.checkpoint.config,
-        given.dtype,
-        given.hardware.times(capacity.gpus),
-        given.calibration,
-        given.precision,
+    timing = TimeModel(
+        deployment.checkpoint.config,
+        deployment.dtype,
+        deployment.hardware.times(capacity.gpus),
+        deployment.calibration,
+        deployment.precision,
         has_images=cost.num_images > 0,
     )
-    first = first_token(given, timing, cost)
-    new = cost.num_images * _new_share(given, timing, cost, capacity)
-    demand = _demand(given, timing, cost, capacity, first, new)
-    level = Level(_seconds(given.workload.ttft_ms), _seconds(given.workload.itl_ms))
-    rate, bound_by = sustained(demand, level) if capacity.running else (0.0, capacity.bound_by)
-    saturated, _ = sustained(demand) if capacity.running else (0.0, "")
-    copies = _copies(given.workload, rate, has_level=level != Level())
-    load = _load(given.workload, demand, copies)
-    alone = replace(timing, hardware=given.hardware)  # a tower is on one GPU, whatever a copy takes
-    apart = new * _encode(alone, cost) if given.encoders_apart else 0.0
-    return Plan(
-        deployment=given,
+    first = first_token(deployment, timing, cost)
+    new = cost.num_images * _new_share(deployment, timing, cost, capacity)
+    demand = _demand(deployment, timing, cost, capacity, first, new)
+    level = Level(_seconds(deployment.workload.ttft_ms), _seconds(deployment.workload.itl_ms))
+    rate = saturated = 0.0
+    bound_by = capacity.bound_by
+    if capacity.running:
+        rate, bound_by = sustained(demand, level)
+        saturated, _ = sustained(demand)
+    copies = _copies(deployment.workload, rate, has_level=level != Level())
+    load = _load(deployment.workload, demand, copies)
+    alone = replace(timing, hardware=deployment.hardware)  # a tower is on one GPU, whatever a copy takes
+    apart = new * _encode(alone, cost) if deployment.encoders_apart else 0.0
+    return DeploymentPlan(
+        deployment=deployment,
         cost=cost,
         capacity=capacity,
         demand=demand,
-        first_token=FirstToken(
-            first.preprocess, first.encode, first.prefill, load.wait * 1e3, load.wait_p99 * 1e3
-        ),
+        first_token=replace(first, queue=load.wait * 1e3, queue_p99=load.wait_p99 * 1e3),
         seen_ms=first.prefill,
         between_ms=load.between * 1e3,
         rate=rate,
@@ -168,28 +175,28 @@ def make_plan(given: Deployment) -> Plan:
     )
 
 
-def _check_fp8(given: Deployment) -> None:
+def _check_fp8(deployment: Deployment) -> None:
     """What an engine refuses."""
-    hardware = given.hardware
-    if given.kv_dtype == costs.FP8 and not (hardware.has_fp8 or hardware.is_cpu):
-        asked = f"kv_cache_dtype={given.options.kv_cache_dtype}"
-        raise ConfigError(f"{asked} needs a GPU that converts FP8, which {hardware.name} does not")
-    if given.options.quantization is None:
+    hardware = deployment.hardware
+    if deployment.kv_dtype == costs.FP8 and not (hardware.has_fp8 or hardware.is_cpu):
+        option = f"kv_cache_dtype={deployment.options.kv_cache_dtype}"
+        raise ConfigError(f"{option} needs a GPU that converts FP8, which {hardware.name} does not")
+    if deployment.options.quantization is None:
         return
-    asked = f"quantization={given.options.quantization}"
+    option = f"quantization={deployment.options.quantization}"
     if not hardware.has_fp8:
-        raise ConfigError(f"{asked} needs a GPU that multiplies FP8, which {hardware.name} does not")
-    if given.stored is not None and not given.stored.becomes_fp8:
-        found = f"this one is {given.stored.summary}"
-        raise ConfigError(f"{asked} is for checkpoints that are not quantised; {found}")
-    if not is_known(given.checkpoint.config):
-        model_type = given.checkpoint.config.model_type
-        raise ConfigError(f"{asked} cannot be used: {model_type!r} runs through Transformers' code")
+        raise ConfigError(f"{option} needs a GPU that multiplies FP8, which {hardware.name} does not")
+    if deployment.stored is not None and not deployment.stored.becomes_fp8:
+        reason = f"this one is {deployment.stored.summary}"
+        raise ConfigError(f"{option} is for checkpoints that are not quantised; {reason}")
+    if not is_known(deployment.checkpoint.config):
+        model_type = deployment.checkpoint.config.model_type
+        raise ConfigError(f"{option} cannot be used: {model_type!r} runs through Transformers' code")
 
 
-def first_token(given: Deployment, timing: Timing, cost: RequestCost) -> FirstToken:
-    """On an idle server. Images of a request are decoded in parallel and encoded one after the other."""
-    rounds = math.ceil(cost.num_images / _threads(given.options))
+def first_token(deployment: Deployment, timing: TimeModel, cost: RequestCost) -> FirstToken:
+    """The first token on an idle server. Images are decoded in parallel and encoded one after the other."""
+    rounds = math.ceil(cost.num_images / _threads(deployment.options))
     preprocess = rounds * timing.preprocess(cost.megapixels)
     encode = cost.num_images * _encode(timing, cost)
     prefill = timing.prefill(cost.prompt_tokens) + timing.request
@@ -197,19 +204,19 @@ def first_token(given: Deployment, timing: Timing, cost: RequestCost) -> FirstTo
 
 
 def _demand(
-    given: Deployment,
-    timing: Timing,
+    deployment: Deployment,
+    timing: TimeModel,
     cost: RequestCost,
-    capacity: Capacity,
+    capacity: MemoryCapacity,
     first: FirstToken,
     new: float,
-) -> Demand:
+) -> RequestDemand:
     """`new`: images of a request that have to be encoded."""
     context = cost.prompt_tokens + cost.output_tokens / 2
-    return Demand(
-        encode=0.0 if given.encoders_apart else new * _encode(timing, cost),
-        prefill=timing.prefill_among(cost.prompt_tokens, given.options.max_num_batched_tokens),
-        host=new * timing.preprocess(cost.megapixels) / _threads(given.options),
+    return RequestDemand(
+        encode=0.0 if deployment.encoders_apart else new * _encode(timing, cost),
+        prefill=timing.prefill_among(cost.prompt_tokens, deployment.options.max_num_batched_tokens),
+        host=new * timing.preprocess(cost.megapixels) / _threads(deployment.options),
         first=first.total / 1e3,
         steps=max(cost.output_tokens - 1, 0),
         decode=lambda running: timing.decode(running, context),
@@ -218,22 +225,24 @@ def _demand(
     )
 
 
-def _new_share(given: Deployment, timing: Timing, cost: RequestCost, capacity: Capacity) -> float:
-    """Of images that are encoded: new ones, and repeated ones that neither memory nor a store gives back."""
-    repeated = given.workload.repeated
-    held = min(1.0, capacity.encoder_cache_images / given.workload.catalogue)
-    if given.store_gb_s and restore_seconds(given, cost) < _encode(timing, cost):
-        held = 1.0
-    return 1 - repeated * held
+def _new_share(
+    deployment: Deployment, timing: TimeModel, cost: RequestCost, capacity: MemoryCapacity
+) -> float:
+    """The share of images that are encoded: new ones, and repeated ones that nothing gives back."""
+    repeated = deployment.workload.repeated
+    cached_share = min(1.0, capacity.encoder_cache_images / deployment.workload.catalogue)
+    if deployment.store_gb_s and restore_seconds(deployment, cost) < _encode(timing, cost):
+        cached_share = 1.0
+    return 1 - repeated * cached_share
 
 
-def restore_seconds(given: Deployment, cost: RequestCost) -> float:
+def restore_seconds(deployment: Deployment, cost: RequestCost) -> float:
     """One image's embeddings from the store."""
-    slot = costs.embedding_bytes_per_slot(given.checkpoint.config.text, given.dtype)
-    return cost.slots * slot / (given.store_gb_s * 1e9)
+    slot = costs.embedding_bytes_per_slot(deployment.checkpoint.config.text, deployment.dtype)
+    return cost.slots * slot / (deployment.store_gb_s * 1e9)
 
 
-def _encode(timing: Timing, cost: RequestCost) -> float:
+def _encode(timing: TimeModel, cost: RequestCost) -> float:
     """One image."""
     return sum(image.share * timing.encode(image.geometry) for image in cost.images)
 
@@ -250,9 +259,9 @@ def _copies(workload: Workload, rate: float, *, has_level: bool) -> int:
     return math.ceil(workload.rate / (rate if has_level else MAX_LOAD * rate))
 
 
-def _load(workload: Workload, demand: Demand, copies: int) -> Load:
-    """At the rate asked; without one a single request."""
-    alone = Load(1.0, demand.decode(1.0) if demand.steps else 0.0, 0.0, 0.0)
+def _load(workload: Workload, demand: RequestDemand, copies: int) -> GpuLoad:
+    """The load at the rate asked; without one a single request."""
+    alone = GpuLoad(1.0, demand.decode(1.0) if demand.steps else 0.0, 0.0, 0.0)
     if workload.rate is None or not copies:
         return alone
     return load_at(demand, workload.rate / copies) or alone

@@ -10,7 +10,7 @@ from saccade import costs
 from saccade.apps.plan.alternatives import Alternative
 from saccade.apps.plan.hardware import PRESETS
 from saccade.apps.plan.model_cards import card_names
-from saccade.apps.plan.planner import Plan
+from saccade.apps.plan.planner import DeploymentPlan
 from saccade.apps.plan.throughput import MAX_LOAD
 
 _TITLE = 16  # columns of a row's title
@@ -27,23 +27,23 @@ def listing() -> str:
     return "\n".join(["Models:", *(f"  {name}" for name in card_names()), "GPUs:", *gpus, example])
 
 
-def table(plan: Plan, others: Sequence[Alternative]) -> str:
-    given = plan.deployment
+def table(plan: DeploymentPlan, alternatives: Sequence[Alternative]) -> str:
+    deployment = plan.deployment
     copies = "one" if plan.capacity.gpus == 1 else str(plan.capacity.gpus)
-    head = f"{given.checkpoint.path} on {copies} {given.hardware.name}, {given.dtype}"
-    if given.fp8_params:
+    head = f"{deployment.checkpoint.path} on {copies} {deployment.hardware.name}, {deployment.dtype}"
+    if deployment.fp8_params:
         head += ", FP8 weights"
-    if given.int4:
+    if deployment.int4:
         head += ", INT4 weights"
-    if given.kv_dtype == costs.FP8:
+    if deployment.kv_dtype == costs.FP8:
         head += ", FP8 KV cache"
     rows = [f"{title:<{_TITLE}}{words}" for title, words in _rows(plan)]
     return "\n".join(
-        [head, "", *rows, "", *_compared(plan, others), "", *(f"- {note}" for note in notes(plan))]
+        [head, "", *rows, "", *_compared(plan, alternatives), "", *(f"- {note}" for note in notes(plan))]
     )
 
 
-def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+def _rows(plan: DeploymentPlan) -> Iterator[tuple[str, str]]:
     cost = plan.cost
     capacity = plan.capacity
     for image in cost.images:
@@ -57,13 +57,10 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     parts = f"{images}, {cost.text_tokens:,} tokens of text, {cost.output_tokens:,} out"
     yield "request", f"{cost.tokens:,} tokens ({parts}), {blocks}"
     yield "memory, GiB", _memory(plan)
-    running = (
-        f", of which {capacity.running:,} run (max_num_seqs)"
-        if capacity.running < capacity.concurrent
-        else ""
-    )
-    limit = "" if running else f" ({capacity.bound_by})"
-    yield "fit at once", f"{capacity.concurrent:,} requests{limit}{running}"
+    limit = f" ({capacity.bound_by})"
+    if capacity.running < capacity.concurrent:
+        limit = f", of which {capacity.running:,} run (max_num_seqs)"
+    yield "fit at once", f"{capacity.concurrent:,} requests{limit}"
     first = plan.first_token
     stages = f"preprocess {first.preprocess:.1f}, encode {first.encode:.1f}, prefill {first.prefill:.1f}"
     yield (
@@ -77,15 +74,15 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "GPUs", _gpus(plan)
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: DeploymentPlan) -> str:
     parts = plan.capacity.parts
     sizes = {field.name: getattr(parts, field.name) / costs.GIB for field in fields(parts)}
-    named = ", ".join(f"{_NAMES.get(name, name)} {size:.1f}" for name, size in sizes.items() if size >= 0.05)
+    items = ", ".join(f"{_NAMES.get(name, name)} {size:.1f}" for name, size in sizes.items() if size >= 0.05)
     total = plan.deployment.hardware.memory_gib * plan.capacity.gpus
-    return f"{named}: {parts.total / costs.GIB:.1f} of {total:.1f}"
+    return f"{items}: {parts.total / costs.GIB:.1f} of {total:.1f}"
 
 
-def _gpus(plan: Plan) -> str:
+def _gpus(plan: DeploymentPlan) -> str:
     rate = plan.deployment.workload.rate
     if rate is None:
         return f"{plan.gpus} for a copy of the model; --rate says how many requests/s are to be served"
@@ -94,10 +91,10 @@ def _gpus(plan: Plan) -> str:
     return f"{plan.gpus} for {rate:g} requests/s"
 
 
-def _compared(plan: Plan, others: Sequence[Alternative]) -> list[str]:
+def _compared(plan: DeploymentPlan, alternatives: Sequence[Alternative]) -> list[str]:
     rows = [("what would change", "requests/s a GPU", "gain", "first token, ms", "fit at once", "GPUs", "")]
     rows.append(("the plan", *_figures(plan, 1.0), ""))
-    for other in others:
+    for other in alternatives:
         figures = _figures(other.plan, other.gain) if other.plan else ("-",) * 5
         rows.append((other.name, *figures, other.note))
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
@@ -108,35 +105,37 @@ def _compared(plan: Plan, others: Sequence[Alternative]) -> list[str]:
     return lines
 
 
-def _figures(plan: Plan, gain: float | None) -> tuple[str, str, str, str, str]:
+def _figures(plan: DeploymentPlan, gain: float | None) -> tuple[str, str, str, str, str]:
     change = "-" if gain is None else f"{gain - 1:+.0%}"
     first = f"{plan.first_token.total:.1f}"
     gpus = f"{plan.gpus:,}" if plan.copies else "-"
     return f"{plan.rate_per_gpu:.2f}", change, first, f"{plan.capacity.concurrent:,}", gpus
 
 
-def notes(plan: Plan) -> list[str]:
-    given = plan.deployment
-    found = [f"times: {given.calibration.source}"]
+def notes(plan: DeploymentPlan) -> list[str]:
+    deployment = plan.deployment
+    lines = [f"times: {deployment.calibration.source}"]
     if plan.capacity.gpus > 1:
-        served = "not yet served by this version"
-        found.append(f"one model over several GPUs is {served}; times are those of ideal scaling")
-    if given.kv_gb is not None:
-        block_bytes = given.options.block_size * plan.capacity.kv_bytes_per_token
+        limit = "not yet served by this version"
+        lines.append(f"one model over several GPUs is {limit}; times are those of ideal scaling")
+    if deployment.kv_gb is not None:
+        block_bytes = deployment.options.block_size * plan.capacity.kv_bytes_per_token
         fit = int(plan.capacity.kv_bytes // (plan.capacity.kv_blocks_per_request * block_bytes))
-        found.append(f"--kv-gb {given.kv_gb:g} is counted by the byte; in whole blocks {fit:,} requests fit")
+        lines.append(
+            f"--kv-gb {deployment.kv_gb:g} is counted by the byte; in whole blocks {fit:,} requests fit"
+        )
     if plan.cost.is_cross_attended:
-        found.append("images are in the encoder cache until their request ends, and take one KV token each")
-    if given.workload.ttft_ms is None and given.workload.itl_ms is None:
-        found.append(
+        lines.append("images are in the encoder cache until their request ends, and take one KV token each")
+    if deployment.workload.ttft_ms is None and deployment.workload.itl_ms is None:
+        lines.append(
             f"no service level: sustained is where the GPU is full; GPUs are planned to {MAX_LOAD:.0%}"
         )
-    if plan.cost.num_images and given.workload.repeated:
-        found.append("repeated images save encoding; what the prefix cache saves comes on top")
-    return found
+    if plan.cost.num_images and deployment.workload.repeated:
+        lines.append("repeated images save encoding; what the prefix cache saves comes on top")
+    return lines
 
 
-def as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
+def as_json(plan: DeploymentPlan, alternatives: Sequence[Alternative]) -> dict[str, Any]:
     capacity = plan.capacity
     first = plan.first_token
     workload = plan.deployment.workload
@@ -161,14 +160,7 @@ def as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
         "max_model_len": capacity.scheduler.max_model_len,
         "concurrent_requests": capacity.concurrent,
         "running_requests": capacity.running,
-        "ttft_ms": {
-            "queue": first.queue,
-            "preprocess": first.preprocess,
-            "encode": first.encode,
-            "prefill": first.prefill,
-            "total": first.total,
-            "queue_p99": first.queue_p99,
-        },
+        "ttft_ms": {**asdict(first), "total": first.total},
         "ttft_seen_ms": plan.seen_ms + first.queue,
         "itl_ms": plan.between_ms,
         "requests_per_s": plan.rate,
@@ -177,12 +169,12 @@ def as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
         "gpus": plan.gpus if plan.copies else None,
         "gpus_per_copy": capacity.gpus,
         "rate": workload.rate,
-        "alternatives": [_alternative(other) for other in others],
+        "alternatives": [_alternative(other) for other in alternatives],
         "notes": notes(plan),
     }
 
 
-def _image(plan: Plan, index: int) -> dict[str, Any]:
+def _image(plan: DeploymentPlan, index: int) -> dict[str, Any]:
     image = plan.cost.images[index]
     block = plan.deployment.options.block_size
     return {

@@ -24,7 +24,7 @@ MAX_LOAD = 0.9  # of what saturates a GPU, where no service level says how much
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class RequestDemand:
     """What a request asks of the parts of a server, in seconds."""
 
     encode: float  # of the GPU, images that are cached left out
@@ -41,7 +41,7 @@ class Demand:
         return self.encode + self.prefill
 
 
-class Load(NamedTuple):
+class GpuLoad(NamedTuple):
     running: float  # requests that decode
     between: float  # seconds between two tokens
     wait: float  # seconds for the first token, on average
@@ -55,7 +55,7 @@ class Level(NamedTuple):
     between: float | None = None
 
 
-def load_at(demand: Demand, rate: float) -> Load | None:
+def load_at(demand: RequestDemand, rate: float) -> GpuLoad | None:
     """None if the GPU cannot sustain the rate."""
     spare = 1 - rate * demand.work
     if spare <= 0:
@@ -75,12 +75,13 @@ def load_at(demand: Demand, rate: float) -> Load | None:
     if busy >= 1:
         return None
     mean = busy * service / (2 * (1 - busy))
-    return Load(running, step / spare, mean, max(mean, _p99(busy) * service))
+    return GpuLoad(running, step / spare, mean, max(mean, _p99(busy) * service))
 
 
 def _p99(busy: float) -> float:
-    """Of the wait in an M/D/1 queue, in services: by its exponential tail, P(wait > t) = c * exp(-d * t)."""
-    low, high = 0.0, _MAX_DECAY
+    """The p99 wait of an M/D/1 queue, in services: its tail is P(wait > t) = c * exp(-d * t)."""
+    low = 0.0
+    high = _MAX_DECAY
     for _ in range(_ROUNDS):
         decay = (low + high) / 2
         if busy * math.expm1(decay) < decay:
@@ -91,7 +92,7 @@ def _p99(busy: float) -> float:
     return max(0.0, math.log(max(100 * factor, 1.0)) / high)
 
 
-def sustained(demand: Demand, level: Level = Level()) -> tuple[float, str]:  # noqa: B008 (immutable)
+def sustained(demand: RequestDemand, level: Level = Level()) -> tuple[float, str]:  # noqa: B008 (immutable)
     """The highest rate within the service level, and what breaks beyond it."""
     low = 0.0
     high = 2 / max(demand.work, demand.host, 1e-9)
@@ -104,7 +105,7 @@ def sustained(demand: Demand, level: Level = Level()) -> tuple[float, str]:  # n
     return low, _broken(demand, level, high) or ""
 
 
-def _broken(demand: Demand, level: Level, rate: float) -> str | None:
+def _broken(demand: RequestDemand, level: Level, rate: float) -> str | None:
     """What a rate breaks first; None: nothing."""
     if rate * demand.host > 1:
         return "image decoding on the host"
@@ -118,7 +119,7 @@ def _broken(demand: Demand, level: Level, rate: float) -> str | None:
     return None
 
 
-def _limit(demand: Demand) -> str:
+def _limit(demand: RequestDemand) -> str:
     """Memory, if more requests at once would help; else the largest part of the GPU's time."""
     running = demand.max_running
     if running < 1 or _rate(demand, 2 * running) > _WORTH * _rate(demand, running):
@@ -128,5 +129,5 @@ def _limit(demand: Demand) -> str:
     return max(parts, key=lambda name: parts[name])
 
 
-def _rate(demand: Demand, running: int) -> float:
+def _rate(demand: RequestDemand, running: int) -> float:
     return running / (demand.steps * demand.decode(running) + running * demand.work)

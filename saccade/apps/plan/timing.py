@@ -33,18 +33,19 @@ class Precision(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Of GEMMs, times that of the dtype."""
+        """The speed of GEMMs, times that of the dtype."""
         return _FP8_SPEED if self.fp8_params else 1.0
 
     @property
     def read_bytes(self) -> float:
-        """For a weight of the decoder's layers, in bytes at the bandwidth of the dtype."""
-        is_kept = self.fp8_params or self.int4
-        return self.layer_bytes / _QUANTIZED_BANDWIDTH if is_kept else self.layer_bytes
+        """The cost of reading a weight of the decoder's layers, in bytes at the bandwidth of the dtype."""
+        if self.fp8_params or self.int4:
+            return self.layer_bytes / _QUANTIZED_BANDWIDTH
+        return self.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class TimeModel:
     """Seconds on one hardware. Text alone skips the layers that attend to images."""
 
     model: ModelConfig
@@ -80,7 +81,7 @@ class Timing:
         return flops / speed + vision.num_layers * self.calibration.tower_layer_us / 1e6
 
     def preprocess(self, megapixels: float) -> float:
-        """On one core of the host."""
+        """Seconds on one core of the host."""
         return megapixels * self.calibration.megapixel_ms / 1e3
 
     @property
@@ -103,7 +104,7 @@ class Timing:
 
     @property
     def _attention_flops(self) -> int:
-        """Of one query and one key, in all layers."""
+        """FLOPs of one query and one key, in all layers."""
         text = self.model.text
         return 4 * text.num_kv_layers * text.num_heads * text.head_dim
 
@@ -117,18 +118,23 @@ class Timing:
         text = self.model.text
         head = text.vocab_size * text.hidden_size
         experts = costs.read_expert_params(text, math.ceil(tokens))
-        used = costs.active_layer_params(text) - costs.dense_params(text)
+        routed_params = costs.active_layer_params(text) - costs.dense_params(text)
         dense = costs.dense_params(text) * self._layers
         read = (dense * self.precision.read_bytes + head * costs.dtype_bytes(self.dtype)) / self._bandwidth
         compute = (2 * tokens * dense + attention_flops) / self._flops
-        routed = experts * self.precision.read_bytes / self._bandwidth + 2 * tokens * used / self._flops
+        routed = (
+            experts * self.precision.read_bytes / self._bandwidth + 2 * tokens * routed_params / self._flops
+        )
         return math.hypot(read, compute) + routed + self._launches(text)
 
     def _launches(self, text: TextConfig) -> float:
-        given = self.calibration
-        experts = len(text.experts.layers) * given.expert_layer_us if text.experts else 0
-        latent = text.num_layers * given.latent_layer_us if text.mla else 0
-        return (text.num_layers * self._layers * given.layer_us + experts + latent) / 1e6
+        calibration = self.calibration
+        microseconds = text.num_layers * self._layers * calibration.layer_us
+        if text.experts:
+            microseconds += len(text.experts.layers) * calibration.expert_layer_us
+        if text.mla:
+            microseconds += text.num_layers * calibration.latent_layer_us
+        return microseconds / 1e6
 
 
 def tower_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
@@ -137,5 +143,5 @@ def tower_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
     if not has_tiles or text.num_cross_layers:
         return costs.encode_flops(vision, text, patches)
     tile = square(vision).patches
-    rest = costs.encode_flops(vision, text, patches % tile) if patches % tile else 0
-    return patches // tile * costs.encode_flops(vision, text, tile) + rest
+    last_flops = costs.encode_flops(vision, text, patches % tile) if patches % tile else 0
+    return patches // tile * costs.encode_flops(vision, text, tile) + last_flops

@@ -31,6 +31,10 @@ class Workload:
     ttft_ms: float | None = None  # service level of the first token, at p99
     itl_ms: float | None = None  # and between two tokens
 
+    @property
+    def image_sizes(self) -> tuple[SizeShare, ...]:
+        return self.sizes if self.images else ()
+
 
 class ImageCost(NamedTuple):
     size: Size
@@ -71,7 +75,7 @@ class RequestCost:
 
     @property
     def max_tokens(self) -> int:
-        """With the largest of the sizes."""
+        """Tokens with the largest of the sizes."""
         largest = max((image.geometry.tokens for image in self.images), default=0)
         return self.text_tokens + self.num_images * largest + self.output_tokens
 
@@ -82,33 +86,33 @@ def request_cost(checkpoint: Checkpoint, options: Options, workload: Workload) -
     if workload.images and family.image_token_id is None:
         raise ConfigError(f"{reads_text_only(workload.images).message}: --images 0")
     _check_limits(options, workload)
-    found: list[ImageCost] = []
+    image_costs: list[ImageCost] = []
     limits = limits_among(family, images.limits, max(1, workload.images))
     total = sum(item.share for item in workload.sizes)
-    for size, share in workload.sizes if workload.images else ():
+    for size, share in workload.image_sizes:
         try:
             geometry = family.geometry(size, limits.min_pixels, limits.max_pixels)
         except RequestError as error:
             raise ConfigError(f"--image {size.width}x{size.height}: {error.message}") from None
-        found.append(ImageCost(size, share / total, geometry))
+        image_costs.append(ImageCost(size, share / total, geometry))
     return RequestCost(
-        images=tuple(found),
-        num_images=workload.images if found else 0,
+        images=tuple(image_costs),
+        num_images=workload.images if image_costs else 0,
         text_tokens=workload.input_tokens,
         output_tokens=workload.output_tokens,
-        is_cross_attended=any(family.expand(image.geometry).is_cross_attended for image in found),
+        is_cross_attended=any(family.expand(image.geometry).is_cross_attended for image in image_costs),
     )
 
 
 def _check_limits(options: Options, workload: Workload) -> None:
     """What a server with these options would refuse."""
-    allowed = options.limit_mm_per_prompt.get("image", 0)
-    if workload.images > allowed:
+    maximum = options.limit_mm_per_prompt.get("image", 0)
+    if workload.images > maximum:
         remedy = f"lower it or add --limit-mm-per-prompt image={workload.images}"
         raise ConfigError(
-            f"--images {workload.images} is above limit_mm_per_prompt image={allowed}; {remedy}"
+            f"--images {workload.images} is above limit_mm_per_prompt image={maximum}; {remedy}"
         )
-    for size, _ in workload.sizes if workload.images else ():
+    for size, _ in workload.image_sizes:
         pixels = size.width * size.height
         if pixels > options.max_image_pixels:
             limit = f"at most {options.max_image_pixels} pixels are taken (max_image_pixels)"

@@ -40,18 +40,19 @@ class ArgumentWriter:
         """
         streams = self._types == {"string"} if is_string is None else is_string
         pieces: list[str] = []
-        emit: Emit = self._escape if streams else pieces.append
-        if lines:
-            emit = _Trimmed(emit)
+        emit: Emit = pieces.append
         if streams:
             self._sink.arguments('"')
-        found = yield from reader.copy_until(ends, emit)
-        if not found:
+            emit = self._escape
+        if lines:
+            emit = _Trimmed(emit)
+        end = yield from reader.copy_until(ends, emit)
+        if not end:
             self._sink.arguments("".join(pieces))
             raise Unreadable("incomplete")
         types = frozenset[str]() if is_string is False else self._types
         self._sink.arguments('"' if streams else as_json("".join(pieces), types))
-        return found
+        return end
 
     def close(self) -> None:
         self._sink.arguments("{}" if self._is_empty else "}")

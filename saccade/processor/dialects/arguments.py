@@ -41,7 +41,7 @@ def parsed_object(text: str) -> dict[str, Any] | None:
 
 
 def no_constant(name: str) -> NoReturn:
-    """For `json.loads`, which would take NaN and Infinity."""
+    """A hook for `json.loads`, which would take NaN and Infinity."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -53,14 +53,15 @@ def types_of(schema: Any, parameters: Mapping[str, Any]) -> frozenset[str]:
     schema = resolved(schema, parameters)
     if not isinstance(schema, Mapping):
         return frozenset()
-    found = set(_kinds(schema))
+    types = set(_kinds(schema))
     for name in ("anyOf", "oneOf"):
         for choice in _listed(schema.get(name))[:_MAX_DEPTH]:
-            kind = choice.get("type") if isinstance(choice, Mapping) else None
-            found |= {kind} if isinstance(kind, str) else set()
-    if not found and _listed(schema.get("enum")):
-        found = {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
-    return frozenset(found)
+            match choice:
+                case {"type": str(kind)}:
+                    types.add(kind)
+    if types:
+        return frozenset(types)
+    return frozenset({"string"} if {*map(type, _listed(schema.get("enum")))} == {str} else ())
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -98,46 +99,51 @@ class _Check:
         choices = _listed(schema.get("anyOf")) or _listed(schema.get("oneOf"))
         if choices and not any(self.fits(value, choice, depth - 1) for choice in choices):
             return False
-        if isinstance(value, dict):
-            return self._object_fits(value, schema, depth - 1)
-        items = schema.get("items")
-        entries = value if isinstance(value, list) and items is not None else ()
-        return all(self.fits(entry, items, depth - 1) for entry in entries)
+        match value:
+            case dict():
+                return self._object_fits(value, schema, depth - 1)
+            case list() if "items" in schema:
+                return all(self.fits(entry, schema["items"], depth - 1) for entry in value)
+        return True
 
     def _object_fits(self, value: dict[str, Any], schema: Mapping[str, Any], depth: int) -> bool:
-        known = schema.get("properties")
-        known = known if isinstance(known, Mapping) else {}
-        if any(isinstance(name, str) and name not in value for name in _listed(schema.get("required"))):
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping):
+            properties = {}
+        if not value.keys() >= {name for name in _listed(schema.get("required")) if isinstance(name, str)}:
             return False
         other = schema.get("additionalProperties", True)
         if schema.get("patternProperties"):
             other = True
-        return all(self.fits(entry, known.get(name, other), depth) for name, entry in value.items())
+        return all(self.fits(entry, properties.get(name, other), depth) for name, entry in value.items())
 
 
 def _kinds(schema: Mapping[str, Any]) -> list[str]:
     """The types that a schema names. It is unchecked: they may be anything."""
     kinds = schema.get("type")
-    return [kinds] if isinstance(kinds, str) else [kind for kind in _listed(kinds) if isinstance(kind, str)]
+    if isinstance(kinds, str):
+        return [kinds]
+    return [kind for kind in _listed(kinds) if isinstance(kind, str)]
 
 
 def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
-    known = [kind for kind in _kinds(schema) if kind in _TYPES]
-    return not known or any(_is(value, kind) for kind in known)
+    kinds = [kind for kind in _kinds(schema) if kind in _TYPES]
+    return not kinds or any(_is(value, kind) for kind in kinds)
 
 
 def _is(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
-    is_whole = kind == "integer" and isinstance(value, float) and value.is_integer()
-    return is_whole or isinstance(value, _TYPES[kind])
+    if isinstance(value, float) and kind == "integer":
+        return value.is_integer()
+    return isinstance(value, _TYPES[kind])
 
 
 def _is_listed(value: Any, schema: Mapping[str, Any]) -> bool:
     if "const" in schema and value != schema["const"]:
         return False
-    allowed = schema.get("enum")
-    return not isinstance(allowed, (list, tuple)) or value in allowed
+    values = schema.get("enum")
+    return not isinstance(values, (list, tuple)) or value in values
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -147,9 +153,11 @@ def _listed(value: Any) -> Sequence[Any]:
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """A schema, or what its `$ref` names inside of `root`; anything is allowed where that leads nowhere."""
     for _ in range(8):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            return schema
+        match schema:
+            case {"$ref": str(reference)}:
+                pass
+            case _:
+                return schema
         if len(reference) > _MAX_REFERENCE:
             break
         schema = root

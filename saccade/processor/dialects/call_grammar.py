@@ -58,7 +58,7 @@ def parameters_of_call(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def members_of(schema: Mapping[str, Any]) -> list[Member]:
-    """In the schema's order. Names that are not listed are left out, even where the schema allows them."""
+    """Members in the schema's order. Names that it allows but does not list are left out."""
     properties = schema.get("properties") or {}
     required = schema.get("required") or ()
     is_map = not properties and schema.get("additionalProperties") not in (None, False)
@@ -76,8 +76,8 @@ class GrammarWriter:
     """
 
     def __init__(self, markers: Sequence[str], token_id: Callable[[str], int | None]) -> None:
-        found = ((marker, token_id(marker)) for marker in markers)
-        self._ids = {marker: i for marker, i in found if i is not None}
+        pairs = ((marker, token_id(marker)) for marker in markers)
+        self._ids = {marker: i for marker, i in pairs if i is not None}
         pattern = "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))
         self._marker = re.compile(f"({pattern})") if pattern else None
         self._lines: list[str] = []
@@ -87,7 +87,7 @@ class GrammarWriter:
         return marker in self._ids
 
     def grammar(self, calls: str) -> str:
-        """After thinking most models break the line."""
+        """The whole grammar. Most models break the line after thinking."""
         return "\n".join([f"start: SPACE? {calls}", r"SPACE: /[ \n]{1,4}/", *self._lines])
 
     def rule(self, body: str, attributes: str = "") -> str:
@@ -133,21 +133,21 @@ class GrammarWriter:
 
     def in_turn(self, members: Sequence[Member], write: Callable[[Member], str]) -> str:
         """Members one after the other, each with its own end."""
-        written = [(member, write(member)) for member in members]
-        return " ".join(f"({text})" if member.is_required else f"({text})?" for member, text in written)
+        parts = [(member, write(member)) for member in members]
+        return " ".join(f"({text})" if member.is_required else f"({text})?" for member, text in parts)
 
     def listed(self, members: Sequence[Member], separator: str, write: Callable[[Member], str]) -> str:
         """The same with a separator between them. Made from the last one to the first."""
-        first = rest = ""  # what may follow, as the first of all and after another
+        first = later = ""  # what may follow, as the first of all and after another
         for member in reversed(members):
             name = self.rule(write(member))
-            begins = f"{name} {rest}"
+            begins = f"{name} {later}"
             goes_on = f"{quoted_text(separator)} {name}"
             if member.is_required:
                 first = self.rule(begins)
             else:
                 first = self.rule(f"{begins} | {first}") if first else f"{self.rule(begins)}?"
-            rest = self.rule(f"{goes_on} {rest}" if member.is_required else f"({goes_on})? {rest}")
+            later = self.rule(f"{goes_on} {later}" if member.is_required else f"({goes_on})? {later}")
         return first
 
     def value(self, schema: Any, root: Mapping[str, Any], end: str, *, lines: bool = False) -> str:
@@ -174,8 +174,8 @@ class GrammarWriter:
             if name in schema and not set(schema) - NOTES - {name}:
                 first = _first_string(schema[name], root)
                 return self.string(first, root, end, or_null=or_null, lines=lines)
-        if "enum" in schema or "const" in schema:
-            choices = schema["enum"] if "enum" in schema else [schema["const"]]
+        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if choices is not None:
             texts = ["null" if choice is None and or_null else choice for choice in choices]
             if not all(isinstance(text, str) and text and end not in text for text in texts):
                 raise Inexpressible
@@ -191,11 +191,13 @@ class GrammarWriter:
     def _text_until(self, end: str, low: int, high: int | None, lines: bool) -> str:
         """Text of `low` to `high` letters. What would end it must not come too early."""
         more = "*" if high is None else f"{{0,{max(0, high - low)}}}"
-        letters = (rf"[^<\n]{{{low}}}" if low else "") + rf"(.|\n){more}" + (r"\n?" if lines else "")
-        head, *rest = self._split(end)
+        letters = rf"[^<\n]{{{low}}}(.|\n){more}" if low else rf"(.|\n){more}"
+        if lines:
+            letters += r"\n?"
+        head, *later = self._split(end)
         if head in self._ids:  # no text contains it
             return f"/{letters}/ {self.literal(end)}"
-        if not rest:
+        if not later:
             return self.rule(f"/{letters}/ {quoted_text(end)}", "[lazy]")
         first = re.escape(head[0])
         if low or high is not None:
@@ -203,11 +205,11 @@ class GrammarWriter:
         # The end has a token inside of it. What comes before the token may also be part of the text.
         close = self.terminal(quoted_text(head))
         piece = self.terminal(f"/[^{first}]+|{first}/")
-        return self.rule(f"({piece} | {close})* {close} {self.literal(''.join(rest))}")
+        return self.rule(f"({piece} | {close})* {close} {self.literal(''.join(later))}")
 
 
 def _first_string(choices: Sequence[Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of choices: one that has none itself, since a schema may refer to itself."""
+    """The first choice of a string that has no choices itself, since a schema may refer to itself."""
     for choice in choices:
         option = resolved(choice, root)
         if "string" in types_of(option, root) and not any(name in option for name in _CHOICES):

@@ -8,12 +8,13 @@ V3.2   <｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="tru
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from saccade.processor.dialects.argument_text import ArgumentWriter
 from saccade.processor.dialects.arguments import types_of
 from saccade.processor.dialects.call_grammar import BREAK, Function, GrammarWriter, Member, members_of
 from saccade.processor.dialects.events import EventSink
-from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
+from saccade.processor.dialects.json_calls import checked_name, read_each
 from saccade.processor.dialects.json_text import copy_value
 from saccade.processor.dialects.reader import Reading, TextReader
 
@@ -31,12 +32,6 @@ _INVOKE_END = f"</{DSML}invoke>"
 _PARAMETER = f"<{DSML}parameter"
 _PARAMETER_END = f"</{DSML}parameter>"
 _FRAME = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
-
-
-def read_deepseek(reader: TextReader, sink: EventSink) -> Reading[None]:
-    while opened := (yield from reader.copy_until((CALLS, _CALLS_END, CALL), sink.content)):
-        if opened == CALL:
-            yield from read_or_refuse(reader, sink, opened, _call(reader, sink), _CALL_END)
 
 
 def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
@@ -58,12 +53,6 @@ def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
     sink.end()
 
 
-def read_deepseek_tags(reader: TextReader, sink: EventSink) -> Reading[None]:
-    while opened := (yield from reader.copy_until((*_FRAME, _INVOKE), sink.content)):
-        if opened == _INVOKE:
-            yield from read_or_refuse(reader, sink, opened, _invoke(reader, sink), _INVOKE_END)
-
-
 def _invoke(reader: TextReader, sink: EventSink) -> Reading[None]:
     yield from reader.expect(' name="')
     name, _ = yield from reader.name_until(('">',))
@@ -80,8 +69,12 @@ def _invoke(reader: TextReader, sink: EventSink) -> Reading[None]:
     writer.close()
 
 
+read_deepseek = partial(read_each, CALL, _call, _CALL_END, frame=(CALLS, _CALLS_END))
+read_deepseek_tags = partial(read_each, _INVOKE, _invoke, _INVOKE_END, frame=_FRAME)
+
+
 def write_deepseek(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
-    """As V3 or as V3.1: the model takes the one that it knows."""
+    """The form of V3 or of V3.1: the model takes the one that it knows."""
     options = []
     for name, parameters in functions:
         arguments = writer.rule(writer.json(parameters))

@@ -19,7 +19,7 @@ class Reasoning:
     text: str
 
     def delta(self) -> dict[str, Any]:
-        """As it stands in an OpenAI chunk. Clients read one of the two names."""
+        """The delta of an OpenAI chunk. Clients read one of the two names."""
         return {"reasoning_content": self.text, "reasoning": self.text}
 
 
@@ -100,12 +100,12 @@ class EventSink:
         return not self._space and not self._drops_space
 
     def reasoning(self, text: str) -> None:
-        if shown := self._without_outer_space(text):
-            self._add_text(Reasoning, shown)
+        if content := self._without_outer_space(text):
+            self._add_text(Reasoning, content)
 
     def content(self, text: str) -> None:
-        if shown := self._without_outer_space(text):
-            self._add_text(Content, shown)
+        if content := self._without_outer_space(text):
+            self._add_text(Content, content)
 
     def begin_text(self) -> None:
         """Thinking begins or has ended: white space here belongs to nothing."""
@@ -126,11 +126,11 @@ class EventSink:
             return
         text = _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
         self._arguments.append(text)
-        last = self._events[-1] if self._events else None
-        if isinstance(last, CallArguments):
-            self._events[-1] = CallArguments(last.index, last.text + text)
-        else:
-            self._events.append(CallArguments(self.num_calls - 1, text))
+        match self._events:
+            case [*_, CallArguments(index, before)]:
+                self._events[-1] = CallArguments(index, before + text)
+            case _:
+                self._events.append(CallArguments(self.num_calls - 1, text))
 
     def end(self, problem: Problem | None = None) -> None:
         """The call is over. Its arguments are checked against the parameters of its tool."""
@@ -155,10 +155,12 @@ class EventSink:
     def _problem(self) -> Problem | None:
         if self._name not in self.parameters:
             return "unknown_tool"
-        given = parsed_object("".join(self._arguments))
-        if given is None:
+        arguments = parsed_object("".join(self._arguments))
+        if arguments is None:
             return "syntax"
-        return None if fits(given, self.parameters[self._name]) else "schema"
+        if not fits(arguments, self.parameters[self._name]):
+            return "schema"
+        return None
 
     def _without_outer_space(self, text: str) -> str:
         if self._drops_space:
@@ -167,10 +169,10 @@ class EventSink:
         if not text.strip():  # a list, since a model may write nothing else for a long time
             self._space += [text] if text else []
             return ""
-        shown = text.rstrip()
-        told = "".join(self._space) + shown
-        self._space = [text[len(shown) :]] if len(text) > len(shown) else []
-        return told
+        content = text.rstrip()
+        words = "".join(self._space) + content
+        self._space = [text[len(content) :]] if len(text) > len(content) else []
+        return words
 
     def _add_text(self, kind: type[Reasoning] | type[Content], text: str) -> None:
         last = self._events[-1] if self._events else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from saccade.processor.dialects.arguments import no_constant, resolved, types_of
@@ -19,7 +20,7 @@ from saccade.processor.dialects.call_grammar import (
 )
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.hermes import close_call
-from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
+from saccade.processor.dialects.json_calls import checked_name, read_each
 from saccade.processor.dialects.reader import Reading, TextReader, Unreadable
 
 _MAX_DEPTH = 64
@@ -30,30 +31,21 @@ _CHOICE = NOTES | {"anyOf"}
 _SCALAR = re.compile(r"[^\s,{}\[\]]+")
 
 
-class _Tags(NamedTuple):
+class Tags(NamedTuple):
     open: str
     close: str
     quote: str  # around a text
 
 
-GEMMA4 = _Tags("<|tool_call>", "<tool_call|>", '<|"|>')
-FUNCTION_GEMMA = _Tags("<start_function_call>", "<end_function_call>", "<escape>")
+GEMMA4 = Tags("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = Tags("<start_function_call>", "<end_function_call>", "<escape>")
 
 
-def read_gemma4(reader: TextReader, sink: EventSink) -> Reading[None]:
-    yield from _read(reader, sink, GEMMA4)
+def read(tags: Tags, reader: TextReader, sink: EventSink) -> Reading[None]:
+    yield from read_each(tags.open, partial(_call, tags), tags.close, reader, sink)
 
 
-def read_function_gemma(reader: TextReader, sink: EventSink) -> Reading[None]:
-    yield from _read(reader, sink, FUNCTION_GEMMA)
-
-
-def _read(reader: TextReader, sink: EventSink, tags: _Tags) -> Reading[None]:
-    while (yield from reader.copy_until((tags.open,), sink.content)):
-        yield from read_or_refuse(reader, sink, tags.open, _call(reader, sink, tags), tags.close)
-
-
-def _call(reader: TextReader, sink: EventSink, tags: _Tags) -> Reading[None]:
+def _call(tags: Tags, reader: TextReader, sink: EventSink) -> Reading[None]:
     yield from reader.skip_space()
     yield from reader.expect("call:")
     name, _ = yield from reader.name_until(("{",))
@@ -112,7 +104,7 @@ class _Values:
             yield from self._copy_scalar()
 
     def _copy_text(self) -> Reading[None]:
-        """Up to the closing quote, which is the same as the opening one."""
+        """Copy up to the closing quote, which is the same as the opening one."""
         self._emit('"')
         if not (yield from self._reader.copy_until((self._quote,), self._escape)):
             raise Unreadable("incomplete")
@@ -134,15 +126,7 @@ class _Values:
         self._emit(scalar)
 
 
-def write_gemma4(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
-    return _write(writer, functions, many, GEMMA4)
-
-
-def write_function_gemma(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
-    return _write(writer, functions, many, FUNCTION_GEMMA)
-
-
-def _write(writer: GrammarWriter, functions: Sequence[Function], many: bool, tags: _Tags) -> str:
+def write(tags: Tags, writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
     calls = []
     for name, parameters in functions:
         values = _ValueGrammar(writer, parameters, tags.quote)

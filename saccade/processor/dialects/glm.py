@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from saccade.processor.dialects.argument_text import ArgumentWriter
 from saccade.processor.dialects.call_grammar import BREAK, Function, GrammarWriter, Member, members_of
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.hermes import CLOSE, OPEN
-from saccade.processor.dialects.json_calls import checked_name, read_or_refuse
+from saccade.processor.dialects.json_calls import checked_name, read_each
 from saccade.processor.dialects.reader import Reading, TextReader
 
 KEY = "<arg_key>"
@@ -16,11 +17,6 @@ _KEY_END = "</arg_key>"
 _VALUE = "<arg_value>"
 _VALUE_END = "</arg_value>"
 MARKERS = (OPEN, CLOSE, KEY, _KEY_END, _VALUE, _VALUE_END)
-
-
-def read_glm(reader: TextReader, sink: EventSink) -> Reading[None]:
-    while (yield from reader.copy_until((OPEN,), sink.content)):
-        yield from read_or_refuse(reader, sink, OPEN, _call(reader, sink), CLOSE)
 
 
 def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
@@ -39,6 +35,9 @@ def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
     writer.close()
 
 
+read_glm = partial(read_each, OPEN, _call, CLOSE)
+
+
 def _next(reader: TextReader) -> Reading[str]:
     """The tag of the next argument, or the end of the call."""
     yield from reader.skip_space()
@@ -49,7 +48,7 @@ def _next(reader: TextReader) -> Reading[str]:
 
 
 def write_glm(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
-    """With line breaks as GLM-4.5, or without as GLM-4.7."""
+    """Calls with line breaks as GLM-4.5, or without as GLM-4.7."""
     call = writer.any_of([_written(writer, function) for function in functions])
     return writer.repeated(call, BREAK, many)
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 from saccade.processor.dialects.call_grammar import BREAK, Function, GrammarWriter
 from saccade.processor.dialects.call_schema import call_schema
 from saccade.processor.dialects.events import EventSink
-from saccade.processor.dialects.json_calls import read_json_call, read_or_refuse
+from saccade.processor.dialects.json_calls import read_each, read_json_call, read_or_refuse
 from saccade.processor.dialects.reader import Reading, TextReader
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _BRACES = re.compile(r"[\s}]+")
-
-
-def read_hermes(reader: TextReader, sink: EventSink) -> Reading[None]:
-    while (yield from reader.copy_until((OPEN,), sink.content)):
-        yield from read_or_refuse(reader, sink, OPEN, read_tagged_json(reader, sink), CLOSE)
 
 
 def read_tagged_json(reader: TextReader, sink: EventSink) -> Reading[None]:
@@ -34,6 +30,9 @@ def read_tagged_json(reader: TextReader, sink: EventSink) -> Reading[None]:
         yield from reader.skips(",")
     if not (yield from reader.skips(CLOSE)):
         sink.content("".join(space))
+
+
+read_hermes = partial(read_each, OPEN, read_tagged_json, CLOSE)
 
 
 def close_call(reader: TextReader, sink: EventSink, close: str) -> Reading[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.json_text import copy_value, read_string
@@ -10,6 +11,7 @@ from saccade.processor.dialects.reader import Reading, TextReader, Unreadable
 
 NAME_LETTERS = re.compile(r"[a-zA-Z0-9_.-]+")
 _MAX_NAME = 64
+ReadCall = Callable[[TextReader, EventSink], Reading[None]]
 
 
 def read_json_call(reader: TextReader, sink: EventSink, *, known_only: bool = False) -> Reading[None]:
@@ -88,16 +90,31 @@ def read_json_calls(reader: TextReader, sink: EventSink, *, known_only: bool = F
     yield from reader.skips("]")
 
 
+def read_each(
+    opening: str,
+    read: ReadCall,
+    close: str,
+    reader: TextReader,
+    sink: EventSink,
+    *,
+    frame: tuple[str, ...] = (),
+) -> Reading[None]:
+    """Calls between two marks. Marks of a frame around all of them are dropped."""
+    while marker := (yield from reader.copy_until((*frame, opening), sink.content)):
+        if marker == opening:
+            yield from read_or_refuse(reader, sink, opening, read(reader, sink), close)
+
+
 def read_or_refuse(
-    reader: TextReader, sink: EventSink, opened: str, read: Reading[None], *closes: str
+    reader: TextReader, sink: EventSink, marker: str, read: Reading[None], *closes: str
 ) -> Reading[str]:
-    """Read what begins after `opened`. What is no call is told as text.
+    """Read what begins after `marker`. What is no call is told as text.
 
     Of a call that breaks in its arguments all is told up to one of `closes`, which is returned: clients see
     what the model wrote. What reads several calls notes anew after each, so that none is told twice.
     """
     close = ""
-    reader.note(opened)
+    reader.note(marker)
     try:
         yield from read
     except Unreadable as error:

@@ -18,23 +18,23 @@ MARKERS = (PYTHON_TAG, _START, _END)
 
 
 def read_llama(reader: TextReader, sink: EventSink) -> Reading[None]:
-    """Without a token before it, only the whole output can be a call: text may hold JSON."""
+    """Only the whole output can be a call without a token before it: text may hold JSON."""
     yield from _calls(reader, sink, "")
     while marker := (yield from reader.copy_until(MARKERS, sink.content)):
         if marker != _END:
             yield from _calls(reader, sink, marker)
 
 
-def _calls(reader: TextReader, sink: EventSink, opened: str) -> Reading[None]:
+def _calls(reader: TextReader, sink: EventSink, marker: str) -> Reading[None]:
     space: list[str] = []
     while (yield from reader.peek()).isspace():
         space.append(reader.skip(1))
     first = yield from reader.peek()
     if first in ("{", "["):
         read = _objects(reader, sink) if first == "{" else _listed(reader, sink)
-        yield from read_or_refuse(reader, sink, opened + "".join(space), read, _END)
+        yield from read_or_refuse(reader, sink, marker + "".join(space), read, _END)
     else:
-        sink.content(opened + "".join(space))
+        sink.content(marker + "".join(space))
 
 
 def _objects(reader: TextReader, sink: EventSink) -> Reading[None]:

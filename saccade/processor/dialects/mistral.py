@@ -24,10 +24,10 @@ def call_id() -> str:
 
 
 def read_mistral(reader: TextReader, sink: EventSink) -> Reading[None]:
-    opened = yield from reader.copy_until((CALLS,), sink.content)
-    while opened:  # a broken call ends where the next one begins
-        opened = yield from read_or_refuse(reader, sink, CALLS, _calls(reader, sink), CALLS)
-        opened = opened or (yield from reader.copy_until((CALLS,), sink.content))
+    marker = yield from reader.copy_until((CALLS,), sink.content)
+    while marker:  # a broken call ends where the next one begins
+        marker = yield from read_or_refuse(reader, sink, CALLS, _calls(reader, sink), CALLS)
+        marker = marker or (yield from reader.copy_until((CALLS,), sink.content))
 
 
 def _calls(reader: TextReader, sink: EventSink) -> Reading[None]:

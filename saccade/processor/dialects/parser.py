@@ -31,9 +31,12 @@ class OutputFormat(NamedTuple):
 
     def shown_markers(self, *, finds_calls: bool) -> tuple[str, ...]:
         """Markers that the parser must see, even if they are control tokens."""
-        calls = self.calls.markers if self.calls and finds_calls else ()
-        thinking = (self.thinking.open, self.thinking.close) if self.thinking else ()
-        return calls + thinking
+        markers: tuple[str, ...] = ()
+        if finds_calls and self.calls is not None:
+            markers += self.calls.markers
+        if self.thinking is not None:
+            markers += (self.thinking.open, self.thinking.close)
+        return markers
 
     def parser(
         self, tools: Sequence[Mapping[str, Any]] | None, *, finds_calls: bool = True, is_bare: bool = False
@@ -54,8 +57,8 @@ class OutputFormats(NamedTuple):
 
     def after(self, prompt: str) -> OutputFormat:
         """How the model writes what follows a rendered chat."""
-        thinking = self.markers.after(prompt) if self.markers else None
-        if thinking is not None:
+        thinking = None
+        if self.markers is not None and (thinking := self.markers.after(prompt)) is not None:
             open_id = self.token_id(thinking.open)
             thinking = thinking._replace(open_id=open_id, close_id=self.token_id(thinking.close))
         return OutputFormat(self.calls, self.markers, thinking)
@@ -88,7 +91,7 @@ def output_formats(
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
 ) -> OutputFormats:
-    """Of a checkpoint, by its chat template or by names."""
+    """The formats of a checkpoint, by its chat template or by names."""
     calls = tool_dialect(tool_call_parser, template)
     return OutputFormats(calls, thinking_dialect(reasoning_parser, template), token_id)
 
@@ -98,7 +101,7 @@ def _no_token(_: str) -> None:
 
 
 PLAIN = OutputFormat()
-"""Of outputs without thinking, with calls in the most common dialect."""
+"""The format of outputs without thinking, with calls in the most common dialect."""
 
 
 class OutputParser:

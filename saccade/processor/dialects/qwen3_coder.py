@@ -21,9 +21,9 @@ _PARAMETER_END = "</parameter>"
 
 
 def read_qwen3_coder(reader: TextReader, sink: EventSink) -> Reading[None]:
-    while opened := (yield from reader.copy_until((OPEN, FUNCTION), sink.content)):
-        read = _after_tag(reader, sink) if opened == OPEN else _function(reader, sink)
-        if (yield from read_or_refuse(reader, sink, opened, read, _END, CLOSE)) == _END:
+    while marker := (yield from reader.copy_until((OPEN, FUNCTION), sink.content)):
+        read = _after_tag(reader, sink) if marker == OPEN else _function(reader, sink)
+        if (yield from read_or_refuse(reader, sink, marker, read, _END, CLOSE)) == _END:
             yield from close_call(reader, sink, CLOSE)
 
 

@@ -105,10 +105,10 @@ class TextReader:
         """Pass on the text before the first marker, read that and return it; "" where the text ends first."""
         pattern, heads = _search(tuple(markers))
         while True:
-            found = pattern.search(self._text, self._at)
-            if found:
-                self._pass(found.start(), emit)
-                return self.skip(len(found[0]))
+            match = pattern.search(self._text, self._at)
+            if match:
+                self._pass(match.start(), emit)
+                return self.skip(len(match[0]))
             if self.is_ended:
                 self._pass(len(self._text), emit)
                 return ""
@@ -139,9 +139,9 @@ class TextReader:
         pattern, _ = _search(tuple(markers))
         window = _MAX_NAME + max(map(len, markers))
         while True:
-            found = pattern.search(self._text, self._at, self._at + window)
-            if found:
-                return self.skip(found.start() - self._at).strip(), self.skip(len(found[0]))
+            match = pattern.search(self._text, self._at, self._at + window)
+            if match:
+                return self.skip(match.start() - self._at).strip(), self.skip(len(match[0]))
             if len(self._text) - self._at >= window:
                 raise Unreadable
             if self.is_ended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from saccade.errors import UsageError
@@ -30,9 +31,9 @@ _DEEPSEEK = ToolDialect(deepseek.read_deepseek, deepseek.MARKERS, write=deepseek
 _DEEPSEEK_TAGS = ToolDialect(
     deepseek.read_deepseek_tags, (deepseek.DSML,), write=deepseek.write_deepseek_tags
 )
-_GEMMA4 = ToolDialect(gemma.read_gemma4, tuple(gemma.GEMMA4), write=gemma.write_gemma4)
-_FUNCTION_GEMMA = ToolDialect(
-    gemma.read_function_gemma, tuple(gemma.FUNCTION_GEMMA), write=gemma.write_function_gemma
+_GEMMA4, _FUNCTION_GEMMA = (
+    ToolDialect(partial(gemma.read, tags), tuple(tags), write=partial(gemma.write, tags))
+    for tags in (gemma.GEMMA4, gemma.FUNCTION_GEMMA)
 )
 BARE = ToolDialect(hermes.read_bare)
 """An output that a grammar held to one call as JSON."""
@@ -93,7 +94,7 @@ _Dialect = TypeVar("_Dialect", ToolDialect, ThinkingDialect)
 
 
 def tool_dialect(name: str, template: str | None) -> ToolDialect | None:
-    """By name, or for `auto` by the chat template; Hermes where that says nothing. None for `none`."""
+    """The dialect by name, or for `auto` by the chat template, else Hermes. None for `none`."""
     return _find("tool_call_parser", name, TOOL_DIALECTS, _sign(_TOOL_SIGNS, template) or "hermes")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade.errors import RequestError
-from saccade.processor.tools import ToolPlan, tools_for_template
+from saccade.processor.tools import ToolUse, tools_for_template
 from saccade.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, Pooling, SamplingParams
 from saccade.server.request import fields
 from saccade.server.request.fields import FieldReader
@@ -42,7 +42,7 @@ class ResponseOptions:
 class ChatRequest:
     response_options: ResponseOptions
     messages: list[Mapping[str, Any]]
-    tools: ToolPlan
+    tools: ToolUse
     parallel_tool_calls: bool
     add_generation_prompt: bool
     continue_final_message: bool  # the last one, an assistant's, is the beginning of the answer

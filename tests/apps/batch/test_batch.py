@@ -15,7 +15,7 @@ from saccade.apps.batch.batch_file import BatchResult, finished
 from saccade.apps.batch.batch_lines import BatchRequest, batch_lines
 from saccade.apps.batch.batch_lines import line_helper as reader
 from saccade.apps.batch.batch_run import BatchCounts, in_one_line, retry_seconds, run_batch
-from saccade.apps.batch.line_helper import Place, Start, read_piece
+from saccade.apps.batch.line_helper import PieceStart, Place, read_piece
 from saccade.cli.main import main
 from saccade.errors import ConfigError
 from saccade.helpers.process import HelperProcess
@@ -63,7 +63,7 @@ def run(source: Path, results: Path, sender: Sender, concurrency: int = 3) -> Ba
 
 def places_of(path: Path) -> list[Place]:
     with path.open("rb") as stream:
-        return read_piece(stream.fileno(), Start(1, 0), lambda body: None).places
+        return read_piece(stream.fileno(), PieceStart(1, 0), lambda body: None).places
 
 
 def results_in(path: Path) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def test_a_file_of_many_lines_is_read_in_pieces(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(line_helper, "_PIECE_BYTES", 300)
     path = tmp_path / "in"
     path.write_text("".join(line(f"r{index}", {"x": "y" * 20 * index}) for index in range(20)))
-    sizes, start, is_last = [], Start(1, 0), False
+    sizes, start, is_last = [], PieceStart(1, 0), False
     with path.open("rb") as stream:
         while not is_last:
             piece = read_piece(stream.fileno(), start, lambda body: None)

@@ -12,7 +12,7 @@ from saccade.apps.bench.chart import distributions, rates
 from saccade.apps.bench.goodput import Trial
 from saccade.apps.bench.load import LoadResult, Part, Result, Server
 from saccade.apps.bench.report import Slo, figures
-from saccade.apps.bench.stream_client import Sample
+from saccade.apps.bench.stream_client import RequestSample
 from saccade.cli.main import main
 from tests.helpers.fakes.fake_chat_server import fake_chat_server
 
@@ -21,7 +21,7 @@ SPACE = "{http://www.w3.org/2000/svg}"
 
 def result(ttft: float, gap: float = 0.01, tokens: int = 3, error: str | None = None) -> Result:
     times = [ttft + gap * i for i in range(tokens)]
-    return Result(0, False, 0.0, Sample(0.0, times, times[-1] if times else 0.0, 10, tokens, error))
+    return Result(0, False, 0.0, RequestSample(0.0, times, times[-1] if times else 0.0, 10, tokens, error))
 
 
 def curves(svg: str) -> list[list[tuple[float, float]]]:

@@ -19,18 +19,18 @@ from PIL import Image
 from saccade.apps.bench.goodput import FIRST_SHARE, MAX_TRIALS, best, find_goodput, saturated, summary
 from saccade.apps.bench.load import LoadResult, Part, Result, Server, run_load
 from saccade.apps.bench.report import Figures, Slo, client_warning, figures, table
-from saccade.apps.bench.stream_client import Sample
-from saccade.apps.bench.workloads import WORKLOADS, Shape
+from saccade.apps.bench.stream_client import RequestSample
+from saccade.apps.bench.workloads import WORKLOADS, RequestShape
 from saccade.cli import bench_arguments
 from saccade.cli.main import main
 from tests.helpers.fakes.fake_chat_server import fake_chat_server
 
-SHAPE = Shape("fake", sizes=((64, 48), (32, 32)), tokens=3)
+SHAPE = RequestShape("fake", sizes=((64, 48), (32, 32)), tokens=3)
 
 
 def result(due: float, ttft: float, gap: float, tokens: int = 5, error: str | None = None) -> Result:
     times = [due + ttft + gap * i for i in range(tokens)]
-    return Result(0, False, due, Sample(due, times, times[-1], 10, tokens, error))
+    return Result(0, False, due, RequestSample(due, times, times[-1], 10, tokens, error))
 
 
 # --- workloads ----------------------------------------------------------------------------------------------------
@@ -51,14 +51,14 @@ def test_new_images_differ_and_take_their_sizes_in_turn() -> None:
 
 def test_a_catalogue_repeats_its_images_the_first_ones_most() -> None:
     rng = random.Random(0)
-    shape = Shape("fake", sizes=((32, 32),), catalogue=8, zipf=1.5)
+    shape = RequestShape("fake", sizes=((32, 32),), catalogue=8, zipf=1.5)
     seen = [images_in(WORKLOADS["catalogue"](shape, i, rng).bodies[0])[0].tobytes() for i in range(60)]
     counts = sorted((seen.count(one) for one in set(seen)), reverse=True)
     assert len(counts) <= 8 and counts[0] > 3 * counts[-1]
 
 
 def test_a_conversation_brings_an_image_a_turn_and_all_before() -> None:
-    job = WORKLOADS["conversation"](Shape("fake", sizes=((32, 32),), turns=3), 0, random.Random(0))
+    job = WORKLOADS["conversation"](RequestShape("fake", sizes=((32, 32),), turns=3), 0, random.Random(0))
     assert [len(images_in(body)) for body in job.bodies] == [1, 2, 3]
     first, second = (json.loads(body)["messages"] for body in job.bodies[:2])
     assert second[: len(first)] == first, "prefixes are the same"
@@ -103,7 +103,7 @@ def test_processes_without_clients_leave_the_jobs_to_the_others() -> None:
 
 def test_turns_of_a_conversation_follow_each_other() -> None:
     with fake_chat_server() as fake:
-        shape = Shape("fake", sizes=((32, 32),), turns=3, tokens=1)
+        shape = RequestShape("fake", sizes=((32, 32),), turns=3, tokens=1)
         load = run_load(Server(fake.url), [Part("conversation", shape, 2, clients=2)], processes=1, progress=False)
     assert len(load.results) == 6 and fake.most_open <= 2
 

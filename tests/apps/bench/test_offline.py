@@ -11,11 +11,11 @@ import pytest
 from saccade import LLM
 from saccade.apps.bench.load import Part
 from saccade.apps.bench.trace import TraceRequest
-from saccade.apps.bench.workloads import Shape
+from saccade.apps.bench.workloads import RequestShape
 from saccade.cli.bench_offline import run_offline
 from saccade.cli.main import main
 
-SHAPE = Shape("built in", sizes=((64, 48),), words=3, tokens=4, turns=2)
+SHAPE = RequestShape("built in", sizes=((64, 48),), words=3, tokens=4, turns=2)
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,16 @@ import socket
 
 import pytest
 
-from saccade.apps.bench.stream_client import Connections, Sample, Target
+from saccade.apps.bench.stream_client import RequestSample, ServerAddress, StreamConnections
 from saccade.errors import ConfigError
 from tests.helpers.fakes.fake_chat_server import FakeChatServer, fake_chat_server
 
 PATH = "/v1/chat/completions"
 
 
-def send(fake: FakeChatServer, count: int = 1, tokens: int = 5, timeout: float = 30.0) -> list[Sample]:
-    async def run() -> list[Sample]:
-        connections = Connections(Target(fake.url, "secret"), timeout)
+def send(fake: FakeChatServer, count: int = 1, tokens: int = 5, timeout: float = 30.0) -> list[RequestSample]:
+    async def run() -> list[RequestSample]:
+        connections = StreamConnections(ServerAddress(fake.url, "secret"), timeout)
         found = [await connections.send(PATH, json.dumps({"max_tokens": tokens}).encode()) for _ in range(count)]
         connections.close()
         return found
@@ -78,9 +78,9 @@ def test_without_a_server_there_is_an_error() -> None:
 @pytest.mark.parametrize("url", ["ftp://host", "http://", ""])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="address of the server"):
-        Target(url, None)
+        ServerAddress(url, None)
 
 
 @pytest.mark.parametrize("url", ["http://host:80/prefix/v1/", "host:80/prefix"])
 def test_paths_before_v1_are_kept(url: str) -> None:
-    assert Target(url, None).post(PATH, b"").startswith(b"POST /prefix/v1/chat/completions HTTP/1.1\r\n")
+    assert ServerAddress(url, None).post(PATH, b"").startswith(b"POST /prefix/v1/chat/completions HTTP/1.1\r\n")

@@ -14,14 +14,14 @@ from PIL import Image
 
 from saccade.apps.bench.load import Part, Result
 from saccade.apps.bench.report import Slo, figures_by_group, groups
-from saccade.apps.bench.stream_client import Sample
+from saccade.apps.bench.stream_client import RequestSample
 from saccade.apps.bench.trace import TraceRequest, job_of, read_trace
-from saccade.apps.bench.workloads import Shape
+from saccade.apps.bench.workloads import RequestShape
 from saccade.cli.main import main
 from saccade.errors import ConfigError
 from tests.helpers.fakes.fake_chat_server import fake_chat_server
 
-SHAPE = Shape("fake", words=3, tokens=5)
+SHAPE = RequestShape("fake", words=3, tokens=5)
 TEXT = {"at": 10.0, "words": 4, "output_tokens": 2}
 IMAGES = {"at": 10.1, "input_tokens": 6, "output_tokens": 3, "images": ["64x48", "32x16"]}
 
@@ -41,7 +41,7 @@ def content(body: bytes) -> tuple[list[tuple[int, int]], int]:
 
 
 def result(has_images: bool, part: int = 0) -> Result:
-    return Result(part, has_images, 0.0, Sample(0.0, [0.1], 0.2, 1, 1, None))
+    return Result(part, has_images, 0.0, RequestSample(0.0, [0.1], 0.2, 1, 1, None))
 
 
 def test_a_trace_is_read_in_the_order_of_arrival_and_begins_at_once(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_part_that_mixes_both_is_split_and_no_other() -> None:
 
 
 def test_rates_of_both_kinds_add_up_to_those_of_the_part() -> None:
-    late = result(False)._replace(due=0.9, sample=Sample(0.9, [0.95], 1.0, 1, 1, None))
+    late = result(False)._replace(due=0.9, sample=RequestSample(0.9, [0.95], 1.0, 1, 1, None))
     rows = figures_by_group([result(True), result(True), late], ["trace"], Slo())
     rates = [rows[name].requests_per_s for name in ("trace", "trace, with images", "trace, text alone")]
     assert rates == pytest.approx([3.0, 2.0, 1.0])

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from saccade.apps.bench.video import check_av
-from saccade.apps.bench.workloads import WORKLOADS, Shape
+from saccade.apps.bench.workloads import WORKLOADS, RequestShape
 from saccade.cli.main import main
 from saccade.errors import ConfigError
 from tests.helpers.fakes.fake_chat_server import fake_chat_server
 
-SHAPE = Shape("fake", sizes=((63, 48), (32, 32)), frames=5, fps=4)
+SHAPE = RequestShape("fake", sizes=((63, 48), (32, 32)), frames=5, fps=4)
 
 
 def videos_in(body: bytes) -> list[list[np.ndarray]]:
@@ -37,7 +37,7 @@ def test_a_video_has_its_frames_and_all_differ() -> None:
 
 
 def test_videos_of_two_requests_differ_and_a_request_may_have_several() -> None:
-    shape = Shape("fake", sizes=((32, 32),), frames=2, images=2)
+    shape = RequestShape("fake", sizes=((32, 32),), frames=2, images=2)
     bodies = [WORKLOADS["video"](shape, number, random.Random(number)).bodies[0] for number in range(2)]
     assert [len(videos_in(body)) for body in bodies] == [2, 2] and bodies[0] != bodies[1]
 

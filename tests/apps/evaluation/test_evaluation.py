@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.apps.evaluation.client import Reply, _reply
+from saccade.apps.evaluation.client import ModelReply, _reply
 from saccade.apps.evaluation.image_noise import Grain, add_grain, field_from_image, field_to_image
 from saccade.apps.evaluation.questions import load_questions
 from saccade.apps.evaluation.report import rewrite, scores
-from saccade.apps.evaluation.run import Asking, request_body, score
-from saccade.apps.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE, Rule, chance, json_fields
+from saccade.apps.evaluation.run import AskSettings, request_body, score
+from saccade.apps.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE, AnswerRule, chance, json_fields
 from saccade.apps.evaluation.serving import serving
 from saccade.cli import main as cli
 from saccade.errors import ConfigError
@@ -69,31 +69,31 @@ def run(folder: Path, url: str, *flags: str) -> int:
 @pytest.mark.parametrize(
     ("rule", "right", "wrong"),
     [
-        (Rule(("red",), forbidden=("green", "blue")), "It is red.", "It is red or blue."),
-        (Rule(("3",), forbidden=(OTHER_NUMBER,)), "There are 3 shapes.", "There are 3 or 4 shapes."),
-        (Rule(("HELLO",), forbidden=(OTHER_QUOTE,)), 'It says "hello".', 'It says "hello" or "hallo".'),
+        (AnswerRule(("red",), forbidden=("green", "blue")), "It is red.", "It is red or blue."),
+        (AnswerRule(("3",), forbidden=(OTHER_NUMBER,)), "There are 3 shapes.", "There are 3 or 4 shapes."),
+        (AnswerRule(("HELLO",), forbidden=(OTHER_QUOTE,)), 'It says "hello".', 'It says "hello" or "hallo".'),
     ],
 )
-def test_a_reply_that_hedges_is_wrong(rule: Rule, right: str, wrong: str) -> None:
+def test_a_reply_that_hedges_is_wrong(rule: AnswerRule, right: str, wrong: str) -> None:
     assert rule.is_right(right)
     assert not rule.is_right(wrong)
 
 
 def test_an_answer_must_stand_as_whole_words() -> None:
-    assert not Rule(("3",)).is_right("There are 33 shapes.")
-    assert not Rule(("red",)).is_right("I am bored.")
+    assert not AnswerRule(("3",)).is_right("There are 33 shapes.")
+    assert not AnswerRule(("red",)).is_right("I am bored.")
 
 
 @pytest.mark.parametrize(
     ("match", "expected"), [("any", [True, True, True]), ("all", [True, False, False]), ("exact", [False, True, True])]
 )
 def test_match_says_how_much_must_be_there(match: Any, expected: list[bool]) -> None:
-    rule = Rule(("a ring", "a star"), match)
+    rule = AnswerRule(("a ring", "a star"), match)
     assert [rule.is_right(reply) for reply in ("A star and a ring", "A star.", "a  ring")] == expected
 
 
 def test_json_replies_are_compared_as_bags() -> None:
-    rule = Rule(('[{"shape": "star", "color": "red"}, {"shape": "ring", "color": "blue"}]',), "json")
+    rule = AnswerRule(('[{"shape": "star", "color": "red"}, {"shape": "ring", "color": "blue"}]',), "json")
     assert rule.is_right('[{"color":"blue","shape":"ring"},{"shape":"star","color":"red"}]')
     assert not rule.is_right('[{"color":"blue","shape":"ring"}]')
     assert not rule.is_right("a red star and a blue ring")
@@ -114,13 +114,13 @@ def test_json_is_scored_value_by_value(reply: str, found: tuple[int, int, bool])
 
 
 def test_a_call_is_right_only_as_a_call() -> None:
-    rule = Rule(('<tool_call>\n{"name": "save", "arguments": {"paid": true}}\n</tool_call>',), "json")
+    rule = AnswerRule(('<tool_call>\n{"name": "save", "arguments": {"paid": true}}\n</tool_call>',), "json")
     assert rule.is_right('<tool_call>{"name": "save", "arguments": {"paid": true}}</tool_call>')
     assert not rule.is_right('{"name": "save", "arguments": {"paid": true}}')
 
 
 def test_chance_is_what_the_best_constant_reply_gets() -> None:
-    assert chance([Rule((answer,)) for answer in ("yes", "yes", "no", "yes")]) == 0.75
+    assert chance([AnswerRule((answer,)) for answer in ("yes", "yes", "no", "yes")]) == 0.75
 
 
 # --- question sets ------------------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ def test_skills_may_have_a_goal_together(folder: Path, capsys: pytest.CaptureFix
 def test_frames_of_a_video_are_sent_as_one_video(folder: Path) -> None:
     write_lines(folder, [{"video": ["red.png", "blue.png"], "question": "What changes?", "answer": "color"}])
     questions = load_questions(str(folder))
-    video, text = request_body(questions, questions.questions[0], Asking("m"))["messages"][0]["content"]
+    video, text = request_body(questions, questions.questions[0], AskSettings("m"))["messages"][0]["content"]
     head, *frames = video["video_url"]["url"].split(",")
     assert (video["type"], head, text["text"]) == ("video_url", "data:video/png;base64", "What changes?")
     assert [base64.b64decode(frame) for frame in frames] == [
@@ -479,7 +479,7 @@ def test_refusals_are_counted_where_there_is_an_answer(folder: Path) -> None:
     (folder / "set.json").write_text('{"refusal": "I cannot", "goals": {"not refused": 0.9}}')
     questions = load_questions(str(folder))
     replies = ("It is red.", "Blue.", "I cannot tell.", "I cannot tell.")
-    answered = [score(q, Reply(text)) for q, text in zip(questions.questions, replies, strict=True)]
+    answered = [score(q, ModelReply(text)) for q, text in zip(questions.questions, replies, strict=True)]
     line = scores(answered, questions)[-1]
     assert (line.skill, line.right, line.total, line.verdict) == ("not refused", 2, 3, "90% missed")
 

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from saccade.apps.evaluation.chart import svg, text_chart, tuned_table
-from saccade.apps.evaluation.client import Reply, ServerInfo
+from saccade.apps.evaluation.client import ModelReply, ServerInfo
 from saccade.apps.evaluation.questions import Question, QuestionSet, load_questions
-from saccade.apps.evaluation.run import Answered
-from saccade.apps.evaluation.scoring import Rule
-from saccade.apps.evaluation.tune import Measured, advise, choose_sizes, find_cliffs, paired_loss, with_images_only
+from saccade.apps.evaluation.run import ScoredReply
+from saccade.apps.evaluation.scoring import AnswerRule
+from saccade.apps.evaluation.tune import Measurement, advise, choose_sizes, find_cliffs, paired_loss, with_images_only
 from saccade.cli import main as cli
 from saccade.errors import ConfigError
 from tests.helpers.fakes.fake_api import FakeApi, error, fake_api, question_of
@@ -57,18 +57,18 @@ def run(folder: Path, url: str, *flags: str) -> int:
     return cli.main(["tune", "--url", url, "--questions", str(folder), *flags])
 
 
-def measured(max_pixels: int, right: Sequence[bool], **more: Any) -> Measured:
+def measured(max_pixels: int, right: Sequence[bool], **more: Any) -> Measurement:
     """Questions take the skills in turn."""
     answered = [
-        Answered(Question(str(i), SKILLS[i % 2], "?", (), Rule(("yes",))), Reply(""), is_right)
+        ScoredReply(Question(str(i), SKILLS[i % 2], "?", (), AnswerRule(("yes",))), ModelReply(""), is_right)
         for i, is_right in enumerate(right)
     ]
     given = {"first_token_ms": 5.0, "tokens_per_image": max_pixels / 100, "concurrency": 7, **more}
-    return Measured(max_pixels, answered, **given)
+    return Measurement(max_pixels, answered, **given)
 
 
-def questions_of(one: Measured) -> QuestionSet:
-    return QuestionSet("test", Path(), [answered.question for answered in one.answered])
+def questions_of(one: Measurement) -> QuestionSet:
+    return QuestionSet("test", Path(), [answered.question for answered in one.answers])
 
 
 # --- settings -----------------------------------------------------------------------------------------------------

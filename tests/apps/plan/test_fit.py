@@ -8,7 +8,7 @@ from saccade.apps.plan.calibration import calibration_for
 from saccade.apps.plan.fit import Figure, fit
 from saccade.apps.plan.hardware import find_hardware
 from saccade.apps.plan.model_cards import read_card
-from saccade.apps.plan.timing import Precision, Timing
+from saccade.apps.plan.timing import Precision, TimeModel
 from saccade.apps.plan.workload import Workload, request_cost
 from tests.helpers.engine.plans import deployment
 
@@ -22,7 +22,7 @@ PREDICT = {
 }
 IMAGE = request_cost(CARD, deployment().options, Workload()).images[0].geometry
 HARDWARE = find_hardware("a100-80")
-START = Timing(CARD.config, "bfloat16", HARDWARE, calibration_for(HARDWARE), Precision(2, 2))
+START = TimeModel(CARD.config, "bfloat16", HARDWARE, calibration_for(HARDWARE), Precision(2, 2))
 
 
 def test_a_calibration_is_found_again_from_the_times_that_it_gives() -> None:

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from saccade.apps.plan.throughput import Demand, Level, load_at, sustained
+from saccade.apps.plan.throughput import Level, RequestDemand, load_at, sustained
 
-DEMAND = Demand(
+DEMAND = RequestDemand(
     encode=0.01,
     prefill=0.02,
     host=0.001,
@@ -60,7 +60,7 @@ def test_beyond_what_is_sustained_there_is_no_load() -> None:
         (DEMAND, Level(between=0.006), "between-tokens service level"),
     ],
 )
-def test_what_limits_is_named(demand: Demand, level: Level, limit: str) -> None:
+def test_what_limits_is_named(demand: RequestDemand, level: Level, limit: str) -> None:
     rate, found = sustained(demand, level)
     assert found == limit
     assert 0 < rate <= 1 / demand.work

@@ -12,7 +12,7 @@ import pytest
 from saccade.apps.plan.calibration import calibration_for, read_calibration
 from saccade.apps.plan.hardware import find_hardware
 from saccade.apps.plan.model_cards import read_card
-from saccade.apps.plan.timing import Precision, Timing, tower_flops
+from saccade.apps.plan.timing import Precision, TimeModel, tower_flops
 from saccade.apps.plan.workload import Workload, request_cost
 from saccade.errors import ConfigError
 from saccade.options.engine import Options
@@ -57,9 +57,9 @@ OUTSIDE = {
 SHAPES = {name: {"text_config": {"vocab_size": 151936}} for name in H200 if "Qwen3.5" in name}  # as they were measured
 
 
-def timing(checkpoint: Checkpoint, gpu: str = "h200") -> Timing:
+def timing(checkpoint: Checkpoint, gpu: str = "h200") -> TimeModel:
     hardware = find_hardware(gpu)
-    return Timing(checkpoint.config, "bfloat16", hardware, calibration_for(hardware), Precision(2, 2))
+    return TimeModel(checkpoint.config, "bfloat16", hardware, calibration_for(hardware), Precision(2, 2))
 
 
 def geometry(checkpoint: Checkpoint, size: tuple[int, int]) -> Geometry:

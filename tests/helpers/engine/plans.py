@@ -9,7 +9,7 @@ from typing import Any
 from saccade.apps.plan.calibration import calibration_for
 from saccade.apps.plan.hardware import find_hardware
 from saccade.apps.plan.model_cards import find_model
-from saccade.apps.plan.planner import Deployment, Plan, make_plan
+from saccade.apps.plan.planner import Deployment, DeploymentPlan, make_plan
 from saccade.apps.plan.workload import SizeShare, Workload
 from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import Checkpoint
@@ -29,7 +29,7 @@ def deployment(model: str = "Qwen/Qwen3-VL-8B", gpu: str = "h200", **given: Any)
     return Deployment(find_model(model), hardware, calibration_for(hardware), workload, options, **given)
 
 
-def planned(model: str = "Qwen/Qwen3-VL-8B", gpu: str = "h200", **given: Any) -> Plan:
+def planned(model: str = "Qwen/Qwen3-VL-8B", gpu: str = "h200", **given: Any) -> DeploymentPlan:
     return make_plan(deployment(model, gpu, **given))
 
 

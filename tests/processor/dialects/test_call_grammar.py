@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.parser import OutputFormats, OutputParser
 from saccade.processor.dialects.registry import TOOL_DIALECTS
-from saccade.processor.tools import ToolPlan, tools_for_template
+from saccade.processor.tools import ToolUse, tools_for_template
 from saccade.structured.schema import compiled
 from tests.helpers.engine.output_events import Seen
 
@@ -162,7 +162,7 @@ def formats(name: str, has_tokens: bool = True) -> OutputFormats:
 
 
 @cache
-def plan(name: str, choice: str = "required", parallel: bool = True) -> ToolPlan:
+def plan(name: str, choice: str = "required", parallel: bool = True) -> ToolUse:
     asked = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
     return tools_for_template(TOOLS, asked, formats=formats(name), parallel=parallel)
 
