@@ -17,7 +17,7 @@ from saccade.kernels.launch.compile_ahead import is_compiling
 from saccade.kernels.launch.device import Heads
 from saccade.kernels.ops.output_gate import sigmoid_gate
 from saccade.kernels.ops.prepare_inputs import Temperature
-from saccade.models.cuda.gemms import gemms_for, new_workspace
+from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.moe import prepare_moe
 from saccade.models.cuda.residual import Gemms, Residual
 from saccade.models.layers.cross_attention import CrossAttention, CrossLayer
@@ -72,11 +72,11 @@ class FusedDecoder:
         self.heads = Heads(own.heads, own.kv_heads, own.head_dim)
         norms = getattr(own, "qk_norms", None)
         self.norm_eps: float | None = norms.eps if norms else None  # of query and key heads
-        self._workspace = new_workspace(decoder)
+        self._gemms = DecoderGemms(decoder)
         _derive_weights(decoder)
 
     def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
-        return gemms_for(self.decoder, rows, self._workspace, in_parts=in_parts)
+        return self._gemms.for_rows(rows, in_parts=in_parts)
 
     def forward(self, embeds: Tensor, mixers: Mixers, gemms: Gemms) -> Residual:
         """[T, H], or wider rows as `Decoder.parts` reads them -> the residual after the last layer."""

@@ -27,7 +27,8 @@ from saccade.kernels.attention.rope_store_kv import rotary
 from saccade.kernels.gemm.skinny import SplitWorkspace, skinny_linear
 from saccade.kernels.ops.norm import rms_norm
 from saccade.kernels.ops.qk_norm import qk_rms_norm
-from saccade.models.cuda.gemms import gated
+from saccade.models.cuda.gemm_weights import Plain
+from saccade.models.cuda.gemms import gated_rows
 
 _ROTARY = "apply_rotary_pos_emb"  # the function of Transformers' modeling files
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -108,15 +109,15 @@ class Fusion:
             both = _merged(mlp, ("gate_proj", "up_proj"))
         if both is None:
             return ()
-        parts: Any = SimpleNamespace(gate_up=both, down=mlp.down_proj)
+        gate_up = Plain(both.weight, both.bias)
 
         def silu(x: Tensor) -> Tensor:
-            rows = x.reshape(-1, x.shape[-1])
-            return self._linear(parts.down, gated(rows, parts, self.workspace)).view(x.shape)
+            gated = gated_rows(x.reshape(-1, x.shape[-1]), gate_up, self.workspace)
+            return self._linear(mlp.down_proj, gated).view(x.shape)
 
         def other(act: _Forward, x: Tensor) -> Tensor:
             gate, up = self._linear(both, x).chunk(2, dim=-1)
-            return self._linear(parts.down, act(gate) * up)
+            return self._linear(mlp.down_proj, act(gate) * up)
 
         acts = [child for child in mlp.children() if not isinstance(child, nn.Linear)]
         return [silu, *(partial(other, act) for act in acts)]
