@@ -192,9 +192,9 @@ def check_split_k(bench: Bench) -> None:
         else:
             config = split_k.choose_split_k(rows, gemm.outputs, gemm.inputs, own.group)
             run = partial(split_k.int4_split_k_linear, x, bias=None, config=config)
-        found = run(own=own).float()
+        found = run(packed=own).float()
         error = float(((found if gemm.gated else found.sum(0)) - expected).norm() / expected.norm())
-        us = graph_us(lambda run=run: [run(own=weight) for weight in bench.weights]) / len(bench.weights)  # type: ignore[misc]
+        us = graph_us(lambda run=run: [run(packed=weight) for weight in bench.weights]) / len(bench.weights)  # type: ignore[misc]
         print(f"split-K {gemm.name:8} {rows:3} rows: {us:6.1f} us, error {error:.1e}", flush=True)
 
 

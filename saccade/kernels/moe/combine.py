@@ -17,31 +17,31 @@ from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, suppo
 _COLUMNS = 1024  # of a program
 
 
-def combine(made: Tensor, slots: int, added: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+def combine(outputs: Tensor, slots: int, added: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
     """made [pairs, H] -> [T, H]. `added` [T, H]: a shared expert's output; `gate` [T]: its gate before the sigmoid."""
-    pairs, hidden = made.shape
+    pairs, hidden = outputs.shape
     tokens = pairs // slots
-    assert made.is_contiguous() and pairs == tokens * slots
+    assert outputs.is_contiguous() and pairs == tokens * slots
     assert added is None or (added.is_contiguous() and added.shape == (tokens, hidden))
     assert gate is None or (gate.numel() == tokens and gate.is_contiguous() and added is not None)
-    out = torch.empty((tokens, hidden), dtype=made.dtype, device=made.device)
-    pdl = supports_pdl(made)
+    out = torch.empty((tokens, hidden), dtype=outputs.dtype, device=outputs.device)
+    pdl = supports_pdl(outputs)
     _combine_kernel[(tokens, triton.cdiv(hidden, _COLUMNS))](
-        made, added, gate, out, hidden, SLOTS=slots, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl)
+        outputs, added, gate, out, hidden, SLOTS=slots, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl)
     )
     return out
 
 
 @triton.jit
 def _combine_kernel(
-    made: tl.tensor, added: tl.tensor, gate: tl.tensor, out: tl.tensor, hidden: tl.tensor,
+    outputs: tl.tensor, added: tl.tensor, gate: tl.tensor, out: tl.tensor, hidden: tl.tensor,
     SLOTS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < hidden
     pdl_release_then_wait(PDL)
-    row = made + token * SLOTS * hidden + columns
+    row = outputs + token * SLOTS * hidden + columns
     total = tl.load(row, mask=mask, other=0.0).to(tl.float32)
     for slot in tl.static_range(1, SLOTS):
         total += tl.load(row + slot * hidden, mask=mask, other=0.0).to(tl.float32)

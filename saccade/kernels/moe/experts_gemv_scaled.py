@@ -28,8 +28,8 @@ def scaled_gate_up_kernel(
     none = tl.zeros([OUTPUTS, INPUTS // 128, 128], tl.float32)
     gate = _sum(_accumulate(none, row, weight, scales, gates, 1.0, K, BLOCK, INPUTS, STAGES))
     up = _sum(_accumulate(none, row, weight, scales, gates + N, 1.0, K, BLOCK, INPUTS, STAGES))
-    found = gate * tl.sigmoid(gate) * up
-    tl.store(out + pair * N + columns, found.to(out.dtype.element_ty), mask=columns < N)
+    gated = gate * tl.sigmoid(gate) * up
+    tl.store(out + pair * N + columns, gated.to(out.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _accumulate(
     MASKED: tl.constexpr = K % INPUTS != 0
     groups = tl.arange(0, GROUPS)[None, :, None]
     inside = groups * 128 + tl.arange(0, 128)[None, None, :]  # [1, GROUPS, 128]
-    own = weight + rows[:, None, None] * K
+    places = weight + rows[:, None, None] * K
     if BLOCK == 0:
         share = share * tl.load(scales + rows)[:, None, None]
     for first in tl.range(0, K, INPUTS, num_stages=STAGES):
@@ -72,7 +72,7 @@ def _accumulate(
         if BLOCK > 0:
             blocks = scales + tl.min(rows) // BLOCK * (K // BLOCK) + first // BLOCK
             here *= load_columns(blocks, groups, (K - first) // BLOCK, MASKED, "")
-        acc += load_columns(own + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * here
+        acc += load_columns(places + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * here
     return acc
 
 

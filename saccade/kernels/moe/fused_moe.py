@@ -111,23 +111,23 @@ def _run_vector(
 
 
 def _gate_up(x: Tensor, weights: MoEWeights, pairs: SortedPairs, launch: MoELaunch) -> Tensor:
-    own = weights.int4_gate_up
+    packed = weights.int4_gate_up
     assert isinstance(launch.gate_up, TileConfig)
-    if own is not None:
-        return int4_moe_gate_up(x, own, pairs, launch.gate_up)
+    if packed is not None:
+        return int4_moe_gate_up(x, packed, pairs, launch.gate_up)
     rows = _rows(x, launch)
-    given = (weights.gate_up, pairs, launch.gate_up, weights.gate_up_scales)
-    return moe_gate_up(rows.values, *given, rows.scales, x.dtype)
+    args = (weights.gate_up, pairs, launch.gate_up, weights.gate_up_scales)
+    return moe_gate_up(rows.values, *args, rows.scales, x.dtype)
 
 
 def _down(wide: Tensor, weights: MoEWeights, pairs: SortedPairs, shares: Tensor, launch: MoELaunch) -> Tensor:
-    own = weights.int4_down
+    packed = weights.int4_down
     assert isinstance(launch.down, TileConfig)
-    if own is not None:
-        return int4_moe_down(wide, own, pairs, shares, launch.down)
+    if packed is not None:
+        return int4_moe_down(wide, packed, pairs, shares, launch.down)
     rows = _rows(wide, launch)
-    given = (weights.down, pairs, shares, launch.down, weights.down_scales)
-    return moe_down(rows.values, *given, rows.scales, wide.dtype)
+    args = (weights.down, pairs, shares, launch.down, weights.down_scales)
+    return moe_down(rows.values, *args, rows.scales, wide.dtype)
 
 
 class _Rows(NamedTuple):
@@ -144,9 +144,9 @@ def _choose_for(x: Tensor, weights: MoEWeights, slots: int) -> MoELaunch:
     shared = shared_memory(x.device)
     launch = choose(len(x), slots, len(weights.down), x.dtype, shared, tma=supports_tma(weights))
     if weights.int4_gate_up or weights.int4_down:
-        own = choose_int4(launch.rows, shared, hopper=is_hopper(x.device))
-        gate_up = own.gate_up if weights.int4_gate_up else launch.gate_up
-        return MoELaunch(own.rows, gate_up, own.down if weights.int4_down else launch.down)
+        launch_int4 = choose_int4(launch.rows, shared, hopper=is_hopper(x.device))
+        gate_up = launch_int4.gate_up if weights.int4_gate_up else launch.gate_up
+        return MoELaunch(launch_int4.rows, gate_up, launch_int4.down if weights.int4_down else launch.down)
     return launch if weights.down_scales is None else _scaled(launch, shared)
 
 

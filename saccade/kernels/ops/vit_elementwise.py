@@ -107,15 +107,15 @@ def _rotate_kernel(
     half = tl.arange(0, PADDED_HALF)[None, :]
     has_angle = half < DIM // 2
     inside = (heads < 2 * HEADS) & has_angle
-    own = qkv + row * (3 * HEADS * DIM) + heads * DIM + half
+    places = qkv + row * (3 * HEADS * DIM) + heads * DIM + half
     pdl_wait_then_release(PDL)
-    low = tl.load(own, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(own + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    low = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(places + DIM // 2, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(rotary + row * DIM + 2 * half, mask=has_angle)
     sin = tl.load(rotary + row * DIM + 2 * half + 1, mask=has_angle)
     kind = qkv.dtype.element_ty
-    tl.store(own, (low * cos - high * sin).to(kind), mask=inside)
-    tl.store(own + DIM // 2, (high * cos + low * sin).to(kind), mask=inside)
+    tl.store(places, (low * cos - high * sin).to(kind), mask=inside)
+    tl.store(places + DIM // 2, (high * cos + low * sin).to(kind), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["cells"])  # a slice of a larger array
@@ -130,9 +130,9 @@ def _cos_sin_kernel(
     for axis in tl.static_range(2):
         coordinate = (cell >> (16 * axis)) & 0x7FFF
         angle = coordinate.to(tl.float32) * tl.load(per_axis + axis * NEXT_AXIS + pair, mask=inside, other=0.0)
-        own = rotary + patch * (4 * QUARTER) + 2 * (axis * QUARTER + pair)
-        tl.store(own, tl.cos(angle), mask=inside)
-        tl.store(own + 1, tl.sin(angle), mask=inside)
+        places = rotary + patch * (4 * QUARTER) + 2 * (axis * QUARTER + pair)
+        tl.store(places, tl.cos(angle), mask=inside)
+        tl.store(places + 1, tl.sin(angle), mask=inside)
 
 
 @triton.jit

@@ -162,101 +162,110 @@ def _gates(weight: Plain, outputs: int, x: Inputs) -> bool:
 # --- what runs ---
 
 
-def _norm_whole(own: Launches, weight: Plain, x: Tensor, norm: RMSNorm, out: Tensor | None) -> Tensor:
-    normed = (x, norm.weight, norm.eps)
-    space, scales = own.workspace, weight.scales
-    return norm_linear(*normed, weight.weight, weight.bias, scales=scales, workspace=space, out=out)
+def _norm_whole(gemms: Launches, weight: Plain, x: Tensor, norm: RMSNorm, out: Tensor | None) -> Tensor:
+    args = (x, norm.weight, norm.eps, weight.weight, weight.bias)
+    return norm_linear(*args, scales=weight.scales, workspace=gemms.workspace, out=out)
 
 
-def _norm_gated(own: Launches, weight: Plain, x: Tensor, norm: RMSNorm) -> Tensor:
+def _norm_gated(gemms: Launches, weight: Plain, x: Tensor, norm: RMSNorm) -> Tensor:
     return norm_gated_linear(x, norm.weight, norm.eps, weight.weight, scales=weight.scales)
 
 
-def _whole(own: Launches, weight: Plain, x: Tensor, out: Out = None, residual: Out = None) -> Tensor:
-    space, scales = own.workspace, weight.scales
-    return skinny_linear(x, weight.weight, weight.bias, residual, scales=scales, workspace=space, out=out)
+def _whole(gemms: Launches, weight: Plain, x: Tensor, out: Out = None, residual: Out = None) -> Tensor:
+    args = (x, weight.weight, weight.bias, residual)
+    return skinny_linear(*args, scales=weight.scales, workspace=gemms.workspace, out=out)
 
 
-def _dequantized(own: Launches, weight: Fp8Blocks, x: Tensor, out: Out = None) -> Tensor:
-    return skinny_linear(x, weight.dequantized(x.dtype), weight.bias, workspace=own.workspace, out=out)
+def _dequantized(gemms: Launches, weight: Fp8Blocks, x: Tensor, out: Out = None) -> Tensor:
+    return skinny_linear(x, weight.dequantized(x.dtype), weight.bias, workspace=gemms.workspace, out=out)
 
 
-def _fp8(own: Launches, weight: Fp8Blocks, x: Fp8Rows, out: Out = None) -> Tensor:
+def _fp8(gemms: Launches, weight: Fp8Blocks, x: Fp8Rows, out: Out = None) -> Tensor:
     return fp8_linear(x, weight.weight, weight.scales, weight.bias, out)
 
 
 def _int4(
-    own: Launches, weight: Int4, x: Tensor, out: Out = None, residual: Out = None, norm: RMSNorm | None = None
+    gemms: Launches,
+    weight: Int4,
+    x: Tensor,
+    out: Out = None,
+    residual: Out = None,
+    norm: RMSNorm | None = None,
 ) -> Tensor:
-    return _packed(own, weight, x, norm, residual=residual, out=out)
+    return _packed(gemms, weight, x, norm, residual=residual, out=out)
 
 
-def _int4_gated(own: Launches, weight: Int4, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-    return _packed(own, weight, x, norm, gated=True)
+def _int4_gated(gemms: Launches, weight: Int4, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+    return _packed(gemms, weight, x, norm, gated=True)
 
 
-def _packed(own: Launches, weight: Int4, x: Tensor, norm: RMSNorm | None, **options: Any) -> Tensor:
+def _packed(gemms: Launches, weight: Int4, x: Tensor, norm: RMSNorm | None, **options: Any) -> Tensor:
     fused = None
     if norm is not None and weight.order is None:
         fused = Norm(norm.weight, norm.eps)
     elif norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)
     x = weight.in_order(x)
-    return int4_linear(x, weight.packed, weight.bias, norm=fused, workspace=own.workspace, **options)
+    return int4_linear(x, weight.packed, weight.bias, norm=fused, workspace=gemms.workspace, **options)
 
 
 def _unpacked(
-    own: Launches, weight: Int4, x: Tensor, out: Out = None, residual: Out = None, norm: RMSNorm | None = None
+    gemms: Launches,
+    weight: Int4,
+    x: Tensor,
+    out: Out = None,
+    residual: Out = None,
+    norm: RMSNorm | None = None,
 ) -> Tensor:
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)
-    wide = _unpack(own, weight)
+    wide = _unpack(gemms, weight)
     rows = library_linear(weight.in_order(x), wide, weight.bias, out)
     return rows if residual is None else rows.add_(residual)
 
 
-def _unpacked_norm_gated(own: Launches, weight: Int4, x: Tensor, norm: RMSNorm) -> Tensor:
-    return silu_and_mul(_unpacked(own, weight, x, norm=norm))
+def _unpacked_norm_gated(gemms: Launches, weight: Int4, x: Tensor, norm: RMSNorm) -> Tensor:
+    return silu_and_mul(_unpacked(gemms, weight, x, norm=norm))
 
 
-def _unpack(own: Launches, weight: Int4) -> Tensor:
+def _unpack(gemms: Launches, weight: Int4) -> Tensor:
     """[outputs, inputs], columns as they are packed; valid until the next one.
 
     The next kernel must wait for it: not one that reads weights before the previous kernel has ended.
     """
-    assert own.workspace.unpacked is not None
-    out = own.workspace.unpacked[: weight.elements].view(-1, weight.inputs)
+    assert gemms.workspace.unpacked is not None
+    out = gemms.workspace.unpacked[: weight.elements].view(-1, weight.inputs)
     unpack = unpack_int4 if can_unpack_int4(out.device, out.dtype) else unpack_without_kernel
     return unpack(*weight.packed, out)
 
 
-def _gated(own: Launches, weight: Plain, x: Tensor) -> Tensor:
+def _gated(gemms: Launches, weight: Plain, x: Tensor) -> Tensor:
     return gated_linear(x, weight.weight, scales=weight.scales)
 
 
-def _gated_fp8(own: Launches, weight: Fp8Blocks, x: Fp8Rows) -> Fp8Rows:
-    return silu_and_mul_fp8(_fp8(own, weight, x, own.scratch(x.rows, weight.outputs)))
+def _gated_fp8(gemms: Launches, weight: Fp8Blocks, x: Fp8Rows) -> Fp8Rows:
+    return silu_and_mul_fp8(_fp8(gemms, weight, x, gemms.scratch(x.rows, weight.outputs)))
 
 
-def _gated_act(own: Launches, weight: Plain, x: Tensor) -> Tensor:
-    out = own.scratch(len(x), weight.outputs // 2)
+def _gated_act(gemms: Launches, weight: Plain, x: Tensor) -> Tensor:
+    out = gemms.scratch(len(x), weight.outputs // 2)
     gated = linear_act(x, weight.weight, weight.bias, "silu_and_mul", out)
-    return _gated_after(own, weight, x) if gated is None else gated
+    return _gated_after(gemms, weight, x) if gated is None else gated
 
 
-def _gated_unpacked(own: Launches, weight: Int4, x: Tensor) -> Tensor:
-    wide = _unpack(own, weight)
+def _gated_unpacked(gemms: Launches, weight: Int4, x: Tensor) -> Tensor:
+    wide = _unpack(gemms, weight)
     x = weight.in_order(x)
-    gated = linear_act(x, wide, weight.bias, "silu_and_mul", own.scratch(len(x), weight.outputs // 2))
+    gated = linear_act(x, wide, weight.bias, "silu_and_mul", gemms.scratch(len(x), weight.outputs // 2))
     if gated is not None:
         return gated
-    out = own.scratch(len(x), weight.outputs)
+    out = gemms.scratch(len(x), weight.outputs)
     return silu_and_mul(library_linear(x, wide, weight.bias, out), over_gate=out is not None)
 
 
-def _gated_after(own: Launches, weight: Plain, x: Tensor) -> Tensor:
-    out = own.scratch(len(x), weight.outputs)
-    return silu_and_mul(own.run(WHOLE, weight, x, out=out), over_gate=out is not None)
+def _gated_after(gemms: Launches, weight: Plain, x: Tensor) -> Tensor:
+    out = gemms.scratch(len(x), weight.outputs)
+    return silu_and_mul(gemms.run(WHOLE, weight, x, out=out), over_gate=out is not None)
 
 
 # --- the tables ---

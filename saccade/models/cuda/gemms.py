@@ -245,7 +245,8 @@ def _splits(gemms: DecoderGemms, rows: int) -> bool:
 
 def _splits_one(gemms: DecoderGemms, rows: int) -> bool:
     """INT4 gains in wide layers; with experts it does not, and delta nets were not measured."""
-    table, layers = gemms.decoder.table, gemms.decoder.layers
+    table = gemms.decoder.table
+    layers = gemms.decoder.layers
     dense = [layer.mlp for layer in layers if isinstance(layer.mlp, GatedMLP)]
     weights = [gemms.weights[linear] for mlp in dense for linear in (mlp.gate_up, mlp.down)]
     if all(isinstance(weight, Fp8Blocks) for weight in (*weights, *gemms.first)):

@@ -62,44 +62,44 @@ def _fills_by_int4(weight: Int4, outputs: int, x: Inputs) -> bool:
 # --- what runs ---
 
 
-def _added(own: Launches, weight: Plain, x: Tensor) -> Tensor:
+def _added(gemms: Launches, weight: Plain, x: Tensor) -> Tensor:
     config = hopper_split_k.choose_split_k(len(x), weight.outputs, weight.inputs, weight.weight.itemsize)
     return hopper_split_k.split_k_linear(x, weight.weight, weight.bias, config, weight.scales)
 
 
-def _gated(own: Launches, weight: Plain, x: Tensor) -> Tensor:
+def _gated(gemms: Launches, weight: Plain, x: Tensor) -> Tensor:
     config = hopper_split_k.choose_gated(len(x), weight.weight.itemsize)
     return hopper_split_k.split_k_gated_linear(x, weight.weight, config, weight.scales)
 
 
-def _whole_fp8(own: Launches, weight: Fp8Blocks, x: Tensor, out: Out = None) -> Tensor:
+def _whole_fp8(gemms: Launches, weight: Fp8Blocks, x: Tensor, out: Out = None) -> Tensor:
     out = x.new_empty(len(x), weight.outputs) if out is None else out
     rows = quantize_rows(x, BLOCK)
     return hopper_fp8_split_k.fp8_linear_into(rows, weight.weight, weight.scales, weight.bias, out)
 
 
-def _added_fp8(own: Launches, weight: Fp8Blocks, x: Fp8Rows) -> Tensor:
+def _added_fp8(gemms: Launches, weight: Fp8Blocks, x: Fp8Rows) -> Tensor:
     config = hopper_fp8_split_k.choose_split_k(weight.outputs, weight.inputs)
     return hopper_fp8_split_k.fp8_split_k_linear(x, weight.weight, weight.scales, weight.bias, config)
 
 
-def _gated_fp8(own: Launches, weight: Fp8Blocks, x: Fp8Rows) -> Fp8Rows:
+def _gated_fp8(gemms: Launches, weight: Fp8Blocks, x: Fp8Rows) -> Fp8Rows:
     config = hopper_fp8_split_k.choose_gated(x.rows)
     return hopper_fp8_split_k.fp8_split_k_gated_linear(x, weight.weight, weight.scales, config)
 
 
-def _whole_int4(own: Launches, weight: Int4, x: Tensor, out: Out = None) -> Tensor:
+def _whole_int4(gemms: Launches, weight: Int4, x: Tensor, out: Out = None) -> Tensor:
     out = x.new_empty(len(x), weight.outputs) if out is None else out
     return hopper_int4_split_k.int4_linear_into(weight.in_order(x), weight.packed, weight.bias, out)
 
 
-def _added_int4(own: Launches, weight: Int4, x: Tensor) -> Tensor:
+def _added_int4(gemms: Launches, weight: Int4, x: Tensor) -> Tensor:
     packed = weight.packed
     config = hopper_int4_split_k.choose_split_k(len(x), weight.outputs, weight.inputs, packed.group)
     return hopper_int4_split_k.int4_split_k_linear(weight.in_order(x), packed, weight.bias, config)
 
 
-def _gated_int4(own: Launches, weight: Int4, x: Tensor) -> Tensor:
+def _gated_int4(gemms: Launches, weight: Int4, x: Tensor) -> Tensor:
     config = hopper_int4_split_k.choose_gated(len(x))
     return hopper_int4_split_k.int4_split_k_gated_linear(weight.in_order(x), weight.packed, config)
 

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -55,8 +56,8 @@ def _gated(x: Tensor, gate_up_weight: Tensor, **_: Any) -> Tensor:
     return _empty(len(x), len(gate_up_weight) // 2, x.dtype)
 
 
-def _int4(x: Tensor, own: Int4Weight, gated: bool = False, out: Tensor | None = None, **_: Any) -> Tensor:
-    return _empty(len(x), len(own.weight) // (2 if gated else 1), x.dtype) if out is None else out
+def _int4(x: Tensor, packed: Int4Weight, gated: bool = False, out: Tensor | None = None, **_: Any) -> Tensor:
+    return _empty(len(x), len(packed.weight) // (2 if gated else 1), x.dtype) if out is None else out
 
 
 def _parts(x: Any, weight: Tensor, config: Any, **_: Any) -> Tensor:
@@ -87,9 +88,9 @@ _STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
     hopper_fp8_split_k.fp8_split_k_linear: _parts,
     hopper_fp8_split_k.fp8_linear_into: _linear,
     hopper_fp8_split_k.fp8_split_k_gated_linear: lambda x, gate_up_weight, **_: _fp8(x.rows, len(gate_up_weight) // 2),
-    hopper_int4_split_k.int4_split_k_linear: lambda x, own, config, **_: _parts(x, own.weight, config),
+    hopper_int4_split_k.int4_split_k_linear: lambda x, packed, config, **_: _parts(x, packed.weight, config),
     hopper_int4_split_k.int4_linear_into: _int4,
-    hopper_int4_split_k.int4_split_k_gated_linear: lambda x, own, **_: _int4(x, own, gated=True),
+    hopper_int4_split_k.int4_split_k_gated_linear: lambda x, packed, **_: _int4(x, packed, gated=True),
     norm.rms_norm: lambda x, **_: x,
     norm.add_rms_norm: lambda x, residual, **_: (residual, residual),
     norm.norm_fp8: lambda x, residual, **_: (_fp8(*residual.shape), residual),
@@ -103,6 +104,7 @@ _STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
 @contextmanager
 def launches(gpu: Gpu) -> Iterator[list[tuple[str, dict[str, Any]]]]:
     """Names and arguments of what is launched. On such a GPU every self-test passes."""
+    import_module("saccade.models.cuda.split_k_table")  # so that its kernels are replaced, too
     noted: list[tuple[str, dict[str, Any]]] = []
 
     def note(function: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
