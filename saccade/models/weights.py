@@ -44,12 +44,12 @@ def under(rules: Iterable[Rule], sources: Sequence[str], target: str) -> tuple[R
 def projected_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Of a base model in one of late interaction, under `vlm.` or without `model.`; and of its projection."""
     names = ("embedding_proj_layer", "custom_text_proj")
-    found = [Rule(f"{name}.*", "decoder.projection.*") for name in names]
+    all_rules = [Rule(f"{name}.*", "decoder.projection.*") for name in names]
     for rule in rules:
         bare = rule.source.removeprefix("model.")
         for source in dict.fromkeys((rule.source, bare)):
-            found += [Rule(source, rule.target), Rule(f"vlm.{source}", rule.target)]
-    return tuple(found)
+            all_rules += [Rule(source, rule.target), Rule(f"vlm.{source}", rule.target)]
+    return tuple(all_rules)
 
 
 def load_weights(
@@ -102,19 +102,15 @@ def _stored_targets(
 
 def _plan(tensors: StoredTensors, targets: Mapping[str, Tensor], rules: Sequence[Rule]) -> dict[str, str]:
     """Checkpoint name -> target. Unexpected and missing tensors are errors."""
-    targets_of = {name: _translate(name, rules) for name in tensors.file_of}
-    unexpected = [
-        n for n, hit in targets_of.items() if hit is None or (hit.target and hit.target not in targets)
-    ]
+    hits = {name: _translate(name, rules) for name in tensors.file_of}
+    unexpected = [n for n, hit in hits.items() if hit is None or (hit.target and hit.target not in targets)]
     unexpected = [name for name in unexpected if not tensors.is_needless(name)]
     if unexpected:
         raise ConfigError(
             f"the checkpoint has {len(unexpected)} tensors that a model of this config.json has no place for "
             f"({some(unexpected)}){_why_unexpected(unexpected)}"
         )
-    plan = {
-        name: hit.target for name, hit in targets_of.items() if hit and hit.target and hit.target in targets
-    }
+    plan = {name: hit.target for name, hit in hits.items() if hit and hit.target and hit.target in targets}
     by_target = {target: name for name, target in plan.items()}
     twice = [name for name, target in plan.items() if by_target[target] != name]
     if twice:
@@ -122,9 +118,8 @@ def _plan(tensors: StoredTensors, targets: Mapping[str, Tensor], rules: Sequence
         raise ConfigError(f"the checkpoint holds {len(twice)} tensors under two names ({some(pairs)})")
     missing = sorted(targets.keys() - by_target.keys())
     if missing:
-        sources = [
-            _name_in(targets_of, target, rules) for target in missing[: _SHOWN + 1]
-        ]  # slow for thousands
+        few = missing[: _SHOWN + 1]  # names are slow for thousands
+        sources = [_name_in(hits, target, rules) for target in few]
         lacking = f"{len(missing)} tensors that config.json asks for"
         raise ConfigError(f"the checkpoint lacks {lacking} ({some(sources)})")
     return plan
@@ -147,7 +142,7 @@ def _translate(name: str, rules: Sequence[Rule]) -> Rule | None:
 
 
 def _name_in(names: Iterable[str], target: str, rules: Sequence[Rule]) -> str:
-    """The name of this target in a checkpoint with names like `found`."""
+    """The name of this target in a checkpoint with names like `names`."""
     candidates = []
     for rule in rules:
         blanks = None if rule.target is None else _match(rule.target, target)
@@ -198,16 +193,16 @@ def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
 
 def _copy_fp8(tensors: StoredTensors, name: str, target: Tensor, scales: Tensor) -> None:
     in_blocks = has_blocks(target, scales)
-    found = tensors.read_fp8(name, in_blocks)
-    if found is None:
+    pair = tensors.read_fp8(name, in_blocks)
+    if pair is None:
         weight = _as_shaped(tensors.read(name).to(target.device), target)
-        found = quantized(weight.contiguous(), in_blocks)
-    values, stored = found
+        pair = quantized(weight.contiguous(), in_blocks)
+    values, scale = pair
     shaped = _as_shaped(values, target)
     _copy(shaped, target, name, tensors.file_of[name])
     is_rotated = shaped.shape == values.mT.shape != values.shape
     try:
-        scales.copy_(scales_for(stored.mT if is_rotated and stored.dim() == 3 else stored, scales.shape))
+        scales.copy_(scales_for(scale.mT if is_rotated and scale.dim() == 3 else scale, scales.shape))
     except ValueError as error:
         raise ConfigError(f"{name} cannot be read: {error}") from None
 

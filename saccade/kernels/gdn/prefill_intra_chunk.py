@@ -76,7 +76,7 @@ def chunk_kernel(
 
 @triton.jit
 def _convolve(
-    rows: tl.tuple, conv: tl.tensor, channel: tl.tensor, known: tl.tensor,
+    rows: tl.tuple, conv: tl.tensor, channel: tl.tensor, valid: tl.tensor,
     CHANNELS: tl.constexpr, CHUNK: tl.constexpr, KERNEL: tl.constexpr, EXACT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """silu of the convolution: float32 [CHUNK, channels], zero after the chunk's tokens."""
@@ -84,13 +84,13 @@ def _convolve(
     each = tl.arange(0, CHUNK)
     inside = (each < length)[:, None] & (channel >= 0)[None, :]
     if not EXACT:
-        inside = inside & known[None, :]
+        inside = inside & valid[None, :]
     total = tl.zeros([CHUNK, channel.shape[0]], tl.float32)
     for i in tl.static_range(KERNEL):
         token = (first + each - (KERNEL - 1 - i))[:, None]
         before = inputs + (token - window + KERNEL - 1) * CHANNELS  # the window's first token
         row = tl.where(token < window, before, projected + token.to(tl.int64) * stride)
-        by = load_tile(conv + channel * KERNEL + i, known, EXACT).to(tl.float32)
+        by = load_tile(conv + channel * KERNEL + i, valid, EXACT).to(tl.float32)
         total += tl.load(row + channel[None, :], mask=inside, other=0.0).to(tl.float32) * by[None, :]
     return silu(total)
 

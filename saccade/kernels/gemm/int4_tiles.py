@@ -87,14 +87,14 @@ def _unpack(
     BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
     POWER: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
     if PAIRED:
-        found = tl.inline_asm_elementwise(
+        pair = tl.inline_asm_elementwise(
             f"{{ .reg .b32 s; shr.u32 s, $1, {4 * PLANE}; lop3.b32 $0, s, 0x000F000F, {BITS * 65537}, 0xEA; }}",
             "=r,r", [numbers], dtype=tl.int16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        found = ((numbers >> (4 * PLANE)) & 15) | BITS
+        pair = ((numbers >> (4 * PLANE)) & 15) | BITS
     if zeros is not None:
         zero = (tl.load(zeros + place).to(tl.float32) + POWER).to(dtype)[:, None]
     else:
         zero = tl.full([1, 1], POWER + 8, dtype)
-    return found.to(dtype, bitcast=True) - zero
+    return pair.to(dtype, bitcast=True) - zero

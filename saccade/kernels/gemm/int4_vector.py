@@ -60,7 +60,7 @@ def multiply_row(
 ) -> tl.tuple:  # fmt: skip
     """x times weight rows, and times those N rows further on if gated: [OUTPUTS, QUADS] each, not yet summed.
 
-    `own` and `up` are the tiles of the first step. With the norm's weight, also the sum of squares of x.
+    `gate` and `up` are the tiles of the first step. With the norm's weight, also the sum of squares of x.
     """
     COLUMNS: tl.constexpr = SLOTS * K
     QUADS: tl.constexpr = INPUTS // 32

@@ -144,12 +144,12 @@ def _kind(argument: Any) -> object:
 class _CompileMode(AsyncCompileMode):  # type: ignore[misc]
     """Compiles in processes what is not on disk yet."""
 
-    def submit(self, key: str, compile_fn: Callable[[], Any], *others: Any) -> Any:
+    def submit(self, key: str, compile_fn: Callable[[], Any], *args: Any) -> Any:
         assert isinstance(self.executor, _Compilers)
         cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
         if cache.get_group(f"{self.executor.kernel}.json") is None:
             compile_fn = partial(_in_a_process, compile_fn, Path(cache.cache_dir) / "compiling")
-        return super().submit(key, compile_fn, *others)
+        return super().submit(key, compile_fn, *args)
 
 
 def _in_a_process(compile_kernel: Callable[[], Any], lock: Path) -> Any:

@@ -237,7 +237,7 @@ def _zeros(ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SWAPPED: tl.constexpr) -> 
 def _weight_rows(
     weight: tl.tensor, first: tl.tensor, count: tl.tensor, K: tl.constexpr, OUTPUTS: tl.constexpr, TMA: tl.constexpr
 ) -> tl.tensor:
-    """Pointers to rows from `first` on, [OUTPUTS, 1]; after the `left` ones of the expert, the last one again."""
+    """Pointers to rows from `first` on, [OUTPUTS, 1]; after the `count` ones of the expert, the last one again."""
     rows = first  # a descriptor needs no pointers
     if not TMA:
         rows = first + tl.minimum(tl.arange(0, OUTPUTS), count - 1)

@@ -65,17 +65,17 @@ def vector_gate_up(
 
 def vector_down(
     wide: Tensor, weight: Tensor, routed: Routed, config: VectorConfig,
-    added: Tensor | None = None, gate: Tensor | None = None, scales: Tensor | None = None,
+    addend: Tensor | None = None, gate: Tensor | None = None, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """wide [pairs, I], weight [E, H, I] -> [T, H]: the weighted sum over slots, `added` and `gate` as in `combine`."""
+    """wide [pairs, I], weight [E, H, I] -> [T, H]: the weighted sum over slots, `addend` and `gate` as in `combine`."""
     _, outputs, inputs = weight.shape
     tokens, slots = routed.experts.shape
     assert wide.is_contiguous() and weight.is_contiguous() and wide.shape[1] == inputs
-    assert added is None or (added.is_contiguous() and added.shape == (tokens, outputs))
+    assert addend is None or (addend.is_contiguous() and addend.shape == (tokens, outputs))
     out = torch.empty((tokens, outputs), dtype=wide.dtype, device=wide.device)
     pdl = supports_pdl(wide)
     grid = (triton.cdiv(outputs, config.outputs), tokens)
-    args = (routed.experts, routed.weights, added, gate, out, outputs)
+    args = (routed.experts, routed.weights, addend, gate, out, outputs)
     lines = triton.cdiv(config.outputs * inputs * weight.element_size(), LINE)  # of a program's rows of one expert
     if not (config.prefetch and pdl and outputs % config.outputs == 0):
         lines = 0
@@ -128,7 +128,7 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    wide: tl.tensor, weight: tl.tensor, experts: tl.tensor, scales: tl.tensor, added: tl.tensor, gate: tl.tensor,
+    wide: tl.tensor, weight: tl.tensor, experts: tl.tensor, scales: tl.tensor, addend: tl.tensor, gate: tl.tensor,
     out: tl.tensor, N: tl.tensor,
     K: tl.constexpr, SLOTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr,
     LINES_PADDED: tl.constexpr, PDL: tl.constexpr,
@@ -151,4 +151,4 @@ def _down_kernel(
             here = load_columns(wide + pair * K, inputs, K, K % INPUTS != 0, "").to(tl.float32) * scale
             acc += load_columns(rows, inputs, K, K % INPUTS != 0, "evict_first").to(tl.float32) * here
     total = tl.sum(acc, 1)
-    add_and_store(total, added, gate, out, token, columns, N)
+    add_and_store(total, addend, gate, out, token, columns, N)

@@ -40,14 +40,14 @@ def int4_vector_gate_up(x: Tensor, packed: Int4Weight, routed: Routed, config: V
 
 def int4_vector_down(
     wide: Tensor, packed: Int4Weight, routed: Routed, config: VectorConfig,
-    added: Tensor | None = None, gate: Tensor | None = None,
+    addend: Tensor | None = None, gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """wide [pairs, I], weight [E, H, I / 4] -> [T, H]: the weighted sum over slots; the rest as in `combine`."""
     packed.check(wide)
     tokens, slots = routed.experts.shape
     outputs = packed.weight.shape[1]
     assert wide.is_contiguous() and len(wide) == tokens * slots
-    assert added is None or (added.is_contiguous() and added.shape == (tokens, outputs))
+    assert addend is None or (addend.is_contiguous() and addend.shape == (tokens, outputs))
     out = torch.empty((tokens, outputs), dtype=wide.dtype, device=wide.device)
     pdl = supports_pdl(wide)
     lines = triton.cdiv(config.outputs * packed.inputs // 2, LINE)  # of a program's rows of one expert
@@ -55,7 +55,7 @@ def int4_vector_down(
         lines = 0
     int4_down_kernel[(triton.cdiv(outputs, config.outputs), tokens)](
         wide.view(torch.int32), packed.weight.view(torch.int32), packed.scales, packed.zeros, routed.experts,
-        routed.weights, added, gate, out, outputs,
+        routed.weights, addend, gate, out, outputs,
         K=packed.inputs, SLOTS=slots, GROUP=packed.group, OUTPUTS=config.outputs,
         INPUTS=config.inputs, BF16=wide.dtype == torch.bfloat16, LINES=lines, LINES_PADDED=power_of_two(lines),
         PDL=pdl, num_warps=config.warps, **pdl_options(pdl),
@@ -88,7 +88,7 @@ def int4_gate_up_kernel(
 @triton.jit
 def int4_down_kernel(
     wide: tl.tensor, weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, experts: tl.tensor, shares: tl.tensor,
-    added: tl.tensor, gate: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.constexpr, SLOTS: tl.constexpr,
+    addend: tl.tensor, gate: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.constexpr, SLOTS: tl.constexpr,
     GROUP: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BF16: tl.constexpr, LINES: tl.constexpr,
     LINES_PADDED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -124,4 +124,4 @@ def int4_down_kernel(
         False,
         BF16,
     )
-    add_and_store(tl.sum(acc, 1), added, gate, out, token, columns, N)
+    add_and_store(tl.sum(acc, 1), addend, gate, out, token, columns, N)

@@ -34,7 +34,7 @@ def scaled_gate_up_kernel(
 
 @triton.jit
 def scaled_down_kernel(
-    wide: tl.tensor, weight: tl.tensor, scales: tl.tensor, experts: tl.tensor, shares: tl.tensor, added: tl.tensor,
+    wide: tl.tensor, weight: tl.tensor, scales: tl.tensor, experts: tl.tensor, shares: tl.tensor, addend: tl.tensor,
     gate: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, LINES_PADDED: tl.constexpr,
     PDL: tl.constexpr,
@@ -51,7 +51,7 @@ def scaled_down_kernel(
         rows = tl.load(experts + pair).to(tl.int64) * N + tl.minimum(columns, N - 1)
         share = tl.load(shares + pair)
         acc = _accumulate(acc, wide + pair * K, weight, scales, rows, share, K, BLOCK, INPUTS, 1)
-    add_and_store(_sum(acc), added, gate, out, token, columns, N)
+    add_and_store(_sum(acc), addend, gate, out, token, columns, N)
 
 
 @triton.jit

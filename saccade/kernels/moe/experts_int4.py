@@ -115,7 +115,7 @@ def _multiply_rows(
     K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GATED: tl.constexpr, PAIRED: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Weight rows `own`, and those N rows further on if gated, times rows of x [ROWS, 1]: [OUTPUTS, ROWS] each."""
+    """`weight_rows`, and those N rows further on if gated, times rows of x [ROWS, 1]: [OUTPUTS, ROWS] each."""
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
     few = x + tl.arange(0, 32)[None, :]

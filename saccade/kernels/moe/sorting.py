@@ -89,8 +89,8 @@ def _count_kernel(
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.arange(0, BINS)
     pdl_release_then_wait(PDL)
-    own = tl.load(experts + pair, mask=pair < pairs, other=0)
-    counted = tl.histogram(own, BINS, mask=pair < pairs)
+    expert_of_pair = tl.load(experts + pair, mask=pair < pairs, other=0)
+    counted = tl.histogram(expert_of_pair, BINS, mask=pair < pairs)
     tl.store(counts + expert * (chunks + 1) + chunk, counted, mask=expert < num_experts)
 
 
@@ -99,9 +99,9 @@ def _scan_kernel(counts: tl.tensor, chunks: tl.tensor, CHUNKS: tl.constexpr, PDL
     row = counts + tl.program_id(0) * (chunks + 1)
     chunk = tl.arange(0, CHUNKS)
     pdl_release_then_wait(PDL)
-    own = tl.load(row + chunk, mask=chunk < chunks, other=0)
-    tl.store(row + chunk, tl.cumsum(own, 0) - own, mask=chunk < chunks)
-    tl.store(row + chunks, tl.sum(own, 0))
+    chunk_counts = tl.load(row + chunk, mask=chunk < chunks, other=0)
+    tl.store(row + chunk, tl.cumsum(chunk_counts, 0) - chunk_counts, mask=chunk < chunks)
+    tl.store(row + chunks, tl.sum(chunk_counts, 0))
 
 
 @triton.jit(do_not_specialize=["pairs", "capacity", "chunks", "num_experts"])

@@ -169,8 +169,8 @@ def _drop_groups(
     score = _value(best)
     if BEST_TWO:
         score += _value(tl.max(tl.where(keys == best, _MIN, keys), 1))[:, None]
-    left = tl.where(group < GROUPS, _key(score, group), _MIN)
-    dropped = left
+    group_keys = tl.where(group < GROUPS, _key(score, group), _MIN)
+    dropped = group_keys
     for _ in tl.static_range(KEPT):
         top = tl.max(dropped, 0)[None, :]
         dropped = tl.where(dropped == top, _MIN, dropped)

@@ -131,9 +131,9 @@ def _norm_kernel(
         here += tl.load(x + i * part + offsets, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         before = tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
-        added = (here + before).to(kind)  # the norm sees the residual as the next layer will
-        tl.store(total + (target if scales is None else offsets), added, mask=inside)
-        here = added.to(tl.float32)
+        sums = (here + before).to(kind)  # the norm sees the residual as the next layer will
+        tl.store(total + (target if scales is None else offsets), sums, mask=inside)
+        here = sums.to(tl.float32)
     scale = tl.rsqrt(tl.sum(here * here, 0) / HIDDEN + eps)
     normed_row = here * scale * by
     if scales is None:

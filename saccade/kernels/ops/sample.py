@@ -188,12 +188,12 @@ def _invert(
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
         sums += _kept(values, first + tl.arange(0, BLOCK), size, bound, min_p, largest, scale)
     target = uniform * tl.sum(sums, 0).to(tl.float64)
-    first, begin, chunk, done = 0, tl.full([], 0, tl.float64), 0, tl.full([], 0, tl.float64)
-    while (first < size) & (done <= target):
+    first, begin, chunk, mass_before = 0, tl.full([], 0, tl.float64), 0, tl.full([], 0, tl.float64)
+    while (first < size) & (mass_before <= target):
         inside = tl.sum(_kept(values, first + tl.arange(0, BLOCK), size, bound, min_p, largest, scale), 0)
         if inside > 0:
-            chunk, begin = first, done
-        done += inside.to(tl.float64)
+            chunk, begin = first, mass_before
+        mass_before += inside.to(tl.float64)
         first += BLOCK
     index = chunk + tl.arange(0, BLOCK)
     weights = _kept(values, index, size, bound, min_p, largest, scale).to(tl.float64)

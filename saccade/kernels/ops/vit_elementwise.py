@@ -24,14 +24,14 @@ from saccade.kernels.launch.varlen_tiles import power_of_two
 _BLOCK = 4096
 
 
-def norm_then_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, added: Tensor) -> Tensor:
-    """The LayerNorm of x [T, hidden]; x itself becomes x + added [hidden]."""
-    return _launch_norm(_norm_kernel, x, (weight, bias, added), eps)
+def norm_then_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, addend: Tensor) -> Tensor:
+    """The LayerNorm of x [T, hidden]; x itself becomes x + addend [hidden]."""
+    return _launch_norm(_norm_kernel, x, (weight, bias, addend), eps)
 
 
-def rms_norm_and_add(x: Tensor, weight: Tensor, eps: float, added: Tensor) -> Tensor:
-    """The RMS norm of x [T, hidden]; x itself becomes x + added [hidden]."""
-    return _launch_norm(_rms_norm_kernel, x, (weight, added), eps)
+def rms_norm_and_add(x: Tensor, weight: Tensor, eps: float, addend: Tensor) -> Tensor:
+    """The RMS norm of x [T, hidden]; x itself becomes x + addend [hidden]."""
+    return _launch_norm(_rms_norm_kernel, x, (weight, addend), eps)
 
 
 def _launch_norm(kernel: Any, x: Tensor, vectors: tuple[Tensor, ...], eps: float) -> Tensor:
@@ -78,7 +78,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 @triton.jit
 def _norm_kernel(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, added: tl.tensor, normed: tl.tensor, eps: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, addend: tl.tensor, normed: tl.tensor, eps: tl.tensor,
     HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.arange(0, COLUMNS)
@@ -92,7 +92,7 @@ def _norm_kernel(
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     to = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + offsets, (centred * scale * by + to).to(kind), mask=inside)
-    more = tl.load(added + columns, mask=inside, other=0.0).to(tl.float32)
+    more = tl.load(addend + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(x + offsets, (here + more).to(kind), mask=inside)
 
 
@@ -157,7 +157,7 @@ _GATED_BLOCK = 1024
 
 @triton.jit
 def _rms_norm_kernel(
-    x: tl.tensor, weight: tl.tensor, added: tl.tensor, normed: tl.tensor, eps: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, addend: tl.tensor, normed: tl.tensor, eps: tl.tensor,
     HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.arange(0, COLUMNS)
@@ -169,7 +169,7 @@ def _rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(here * here, 0) / HIDDEN + eps)
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + offsets, (here * scale * by).to(kind), mask=inside)
-    more = tl.load(added + columns, mask=inside, other=0.0).to(tl.float32)
+    more = tl.load(addend + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(x + offsets, (here + more).to(kind), mask=inside)
 
 

@@ -98,18 +98,24 @@ class Launches:
         return self._ways[key]
 
     def run(self, operation: str, weight: Plain, x: Tensor | Fp8Rows, **options: Any) -> Any:
-        way = self.way(operation, weight, isinstance(x, Fp8Rows))
+        in_fp8 = isinstance(x, Fp8Rows)
+        way = self._ways.get((operation, weight.key, in_fp8)) or self.way(operation, weight, in_fp8)
         assert way is not None, (operation, weight.key)
         return way.run(self, weight, x, **options)
+
+    def both(self, linear: Linear, beside: Linear | None) -> list[Plain]:
+        first = self.weights[linear]
+        return [first] if beside is None else [first, self.weights[beside]]
 
     def side_by_side(
         self, weights: Sequence[Plain], x: Tensor | Fp8Rows, like: Tensor, **options: Any
     ) -> Tensor:
         """[T, outputs of all]: each GEMM writes its columns of the rows."""
+        if len(weights) == 1:
+            out = self.scratch(len(like), weights[0].outputs)
+            return self.run(WHOLE, weights[0], x, out=out, **options)  # type: ignore[no-any-return]
         widths = [weight.outputs for weight in weights]
         out = self.scratch(len(like), sum(widths))
-        if len(weights) == 1:
-            return self.run(WHOLE, weights[0], x, out=out, **options)  # type: ignore[no-any-return]
         out = like.new_empty(len(like), sum(widths)) if out is None else out
         for weight, columns in zip(weights, torch.split(out, widths, dim=1), strict=True):
             self.run(WHOLE, weight, x, out=columns, **options)

@@ -108,7 +108,7 @@ class NormedGemms(Launches):
             weight = self.weights[linear]
             normed, x = self._norm_for(x, norm, (ADDED, weight))
             return self.run(ADDED, weight, normed), x
-        weights = [self.weights[one] for one in both(linear, beside)]
+        weights = self.both(linear, beside)
         normed, x = self._norm_for(x, norm, *((WHOLE, weight) for weight in weights))
         return self.side_by_side(weights, normed, x.rows), x
 
@@ -161,7 +161,7 @@ class SkinnyGemms(Launches):
         *,
         in_parts: bool = False,
     ) -> tuple[Tensor, Residual]:
-        weights = [self.weights[one] for one in both(linear, beside)]
+        weights = self.both(linear, beside)
         return self.side_by_side(weights, x.rows, x.rows, norm=norm), x
 
     def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
@@ -190,10 +190,6 @@ def gated_rows(x: Tensor, gate_up: Plain, workspace: SplitWorkspace) -> Tensor:
     return Launches(table, rows, workspace, {}).run(GATED, gate_up, x)  # type: ignore[no-any-return]
 
 
-def both(linear: Linear, beside: Linear | None) -> list[Linear]:
-    return [linear] if beside is None else [linear, beside]
-
-
 def _linears(decoder: Decoder) -> Iterator[Linear]:
     """Of attention and MLPs."""
     for layer in decoder.layers:
@@ -206,7 +202,8 @@ def _wide_linears(decoder: Decoder) -> Iterator[list[Linear]]:
     for layer in decoder.layers:
         attention = layer.attention
         if isinstance(attention, GatedDeltaNet):
-            yield both(attention.inputs, attention.gates)
+            gates = attention.gates
+            yield [attention.inputs] if gates is None else [attention.inputs, gates]
         elif isinstance(attention, LatentAttention):
             yield [attention.inputs]
         else:

@@ -27,11 +27,11 @@ def run_moe(x: Tensor, experts: MoE, residual: Tensor | None = None) -> Tensor:
     """[T, H] -> [T, H], plus `residual`. A shared expert that is not stacked with them runs by itself."""
     weights = prepare_moe(experts)
     if runs_in_one(experts):
-        return fused_moe(x, weights, routing_rules(experts), added=residual)
+        return fused_moe(x, weights, routing_rules(experts), addend=residual)
     assert residual is None, "the shared expert takes its place"
     assert experts.shared is not None
     gate = x.float() @ experts.routers[-1] if experts.rules.shared_gate else None
-    return fused_moe(x, weights, routing_rules(experts), added=experts.shared(x), gate=gate)
+    return fused_moe(x, weights, routing_rules(experts), addend=experts.shared(x), gate=gate)
 
 
 def prepare_moe(experts: MoE) -> MoEWeights:
