@@ -164,8 +164,8 @@ def _inverse_transposed(
     for level in tl.static_range(1, 4):  # inverted so far: blocks of 2, 4, 8
         is_below = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
         below = tl.where(is_below, blocks, 0.0)
-        product_left = tl.dot(solved.to(narrow), below.to(narrow), input_precision=PRECISION)
-        solved -= tl.dot(product_left.to(narrow), solved.to(narrow), input_precision=PRECISION)
+        coupling = tl.dot(solved.to(narrow), below.to(narrow), input_precision=PRECISION)
+        solved -= tl.dot(coupling.to(narrow), solved.to(narrow), input_precision=PRECISION)
     index = tl.arange(0, SIZE)
     below_blocks = tl.where(
         index[:, None] // BASE != index[None, :] // BASE, _system(k, total, beta, PRECISION), 0.0

@@ -89,8 +89,8 @@ def choose_router(tokens: int, experts: int, inputs: int, programs: int, large: 
     side = min(tile.experts, power_of_two(experts, minimum=16))
     tiles = triton.cdiv(tokens, tile.tokens) * max(1, experts // side)
     steps = triton.cdiv(inputs, tile.inputs)
-    most_splits = max(1, min(_MAX_SPLITS, tile.splits // tiles, steps))
-    splits = triton.cdiv(steps, triton.cdiv(steps, most_splits))  # none without columns
+    max_splits = max(1, min(_MAX_SPLITS, tile.splits // tiles, steps))
+    splits = triton.cdiv(steps, triton.cdiv(steps, max_splits))  # none without columns
     return tile._replace(experts=side, splits=splits)
 
 
