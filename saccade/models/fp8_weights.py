@@ -50,8 +50,8 @@ class Fp8Weights(NamedTuple):
 
     def scales_shape(self, *shape: int) -> tuple[int, ...]:
         *stacked, outputs, inputs = shape
-        own = (outputs // BLOCK, inputs // BLOCK) if self.in_blocks else (outputs, 1)
-        return *stacked, *own
+        counts = (outputs // BLOCK, inputs // BLOCK) if self.in_blocks else (outputs, 1)
+        return *stacked, *counts
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -59,17 +59,17 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def check_online(how: str, stored: Quantization | None, device: torch.device) -> None:
+def check_online(how: str, quantization: Quantization | None, device: torch.device) -> None:
     """Whether the weights of a checkpoint can be quantised while they load."""
     if how != "fp8":
         raise ConfigError(
             f"--quantization {how} is not known; fp8 is, and quantised checkpoints need no option"
         )
-    if stored is not None and stored.becomes_fp8:
+    if quantization is not None and quantization.becomes_fp8:
         return  # without an option, too
-    if stored is not None:
-        found = f"this one is {stored.summary}"
-        raise ConfigError(f"--quantization {how} is for checkpoints that are not quantised; {found}")
+    if quantization is not None:
+        problem = f"this one is {quantization.summary}"
+        raise ConfigError(f"--quantization {how} is for checkpoints that are not quantised; {problem}")
     if not multiplies_fp8(device):
         raise ConfigError(f"--quantization {how} needs a GPU of compute capability 8.9 or more, not {device}")
 
@@ -112,20 +112,20 @@ def _scales(largest: Tensor, unit: Tensor | None) -> Tensor:
     return scales if unit is None else (scales / unit).log2_().ceil_().exp2_().mul_(unit)
 
 
-def scales_for(scale: Tensor, wanted: Sequence[int]) -> Tensor:
+def scales_for(scale: Tensor, shape: Sequence[int]) -> Tensor:
     """A checkpoint's scales of a weight as they are here: one for all becomes one for each row."""
-    found = scale.float()
-    if found.numel() == 1:
-        return found.reshape([1] * len(wanted)).expand(*wanted)
-    if wanted[-1] == 1 and found.shape[-1] != 1:
-        found = found.unsqueeze(-1)
-    if wanted[-1] == 1 and list(found.shape) == list(wanted[1:]):
-        return found.expand(*wanted)  # of a matrix that is cut by columns: its parts have the same rows
-    if found.numel() != math.prod(wanted):
-        raise ValueError(f"its scale has the shape {list(scale.shape)}; {list(wanted)} was expected")
-    if found.dim() == 2 and len(wanted) == 3 and len(found) == wanted[1]:
-        return found.view(len(found), wanted[0], -1).transpose(0, 1)
-    return found.reshape(*wanted)
+    scales = scale.float()
+    if scales.numel() == 1:
+        return scales.reshape([1] * len(shape)).expand(*shape)
+    if shape[-1] == 1 and scales.shape[-1] != 1:
+        scales = scales.unsqueeze(-1)
+    if shape[-1] == 1 and list(scales.shape) == list(shape[1:]):
+        return scales.expand(*shape)  # of a matrix that is cut by columns: its parts have the same rows
+    if scales.numel() != math.prod(shape):
+        raise ValueError(f"its scale has the shape {list(scale.shape)}; {list(shape)} was expected")
+    if scales.dim() == 2 and len(shape) == 3 and len(scales) == shape[1]:
+        return scales.view(len(scales), shape[0], -1).transpose(0, 1)
+    return scales.reshape(*shape)
 
 
 def is_in_blocks(scale: Sequence[int], weight: Sequence[int]) -> bool:

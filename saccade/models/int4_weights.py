@@ -67,22 +67,22 @@ class Int4Weights:
     ) -> tuple[Tensor, GroupScales] | None:
         """For one GEMM over parts of these names and rows, or for experts; None: it is dequantised."""
         *rows, columns = shape
-        formats = {own for name in parts if (own := self._format_of(name)) is not None}
+        formats = {int4 for name in parts if (int4 := self._format_of(name)) is not None}
         if columns % CHUNK or not self.has(*parts) or sum(parts.values()) != math.prod(rows):
             return None
         is_stacked = len(shape) == 3
-        is_ordered = is_stacked and any(own.order for own in formats)
+        is_ordered = is_stacked and any(int4.order for int4 in formats)
         if is_ordered or len(formats) > 1:
             which = self.ordered if is_ordered else self.apart
             which.append(next(iter(parts)).removesuffix(".weight"))
             return None
         if is_stacked and not self.has_experts:
             return None
-        (own,) = formats
-        groups = (*rows, columns // own.group)
-        zeros = torch.empty(groups, dtype=torch.uint8, device=device) if own.has_zeros else None
-        order = torch.empty(columns, dtype=torch.int64, device=device) if own.order else None
-        scales = GroupScales(torch.empty(groups, dtype=own.dtype, device=device), zeros, order)
+        (int4,) = formats
+        groups = (*rows, columns // int4.group)
+        zeros = torch.empty(groups, dtype=torch.uint8, device=device) if int4.has_zeros else None
+        order = torch.empty(columns, dtype=torch.int64, device=device) if int4.order else None
+        scales = GroupScales(torch.empty(groups, dtype=int4.dtype, device=device), zeros, order)
         return torch.empty((*rows, columns // _PLANES), dtype=torch.int16, device=device), scales
 
     def has(self, *names: str) -> bool:
@@ -111,13 +111,13 @@ def order_of(group_of_column: Tensor | None, group: int) -> Tensor | None:
     """Columns by their groups; None: they are so. ValueError: groups have different sizes."""
     if group_of_column is None or bool((group_of_column < 0).any()):
         return None
-    found = group_of_column.long()
-    if bool((found[1:] >= found[:-1]).all()):
+    groups = group_of_column.long()
+    if bool((groups[1:] >= groups[:-1]).all()):
         order = None
     else:
-        order = found.argsort(stable=True)
-        found = found[order]
-    if not torch.equal(found, torch.arange(len(found), device=found.device) // group):
+        order = groups.argsort(stable=True)
+        groups = groups[order]
+    if not torch.equal(groups, torch.arange(len(groups), device=groups.device) // group):
         raise ValueError(f"its groups are not of {group} columns each")
     return order
 

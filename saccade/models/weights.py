@@ -44,12 +44,12 @@ def under(rules: Iterable[Rule], sources: Sequence[str], target: str) -> tuple[R
 def projected_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Of a base model in one of late interaction, under `vlm.` or without `model.`; and of its projection."""
     names = ("embedding_proj_layer", "custom_text_proj")
-    found = [Rule(f"{name}.*", "decoder.projection.*") for name in names]
+    all_rules = [Rule(f"{name}.*", "decoder.projection.*") for name in names]
     for rule in rules:
         bare = rule.source.removeprefix("model.")
         for source in dict.fromkeys((rule.source, bare)):
-            found += [Rule(source, rule.target), Rule(f"vlm.{source}", rule.target)]
-    return tuple(found)
+            all_rules += [Rule(source, rule.target), Rule(f"vlm.{source}", rule.target)]
+    return tuple(all_rules)
 
 
 def load_weights(
@@ -70,9 +70,9 @@ def load_weights(
     scales = scales or {}
     targets = _stored_targets(tensors.file_of, targets, rules, wholes)
     plan = _plan(tensors, targets, rules)
-    wanted = [name for name, target in plan.items() if not targets[target].is_meta]
-    wanted.sort(key=lambda name: tensors.file_of[name])
-    for name in tqdm(wanted, desc="Loading weights", unit=" tensors", disable=not progress):
+    names = [name for name, target in plan.items() if not targets[target].is_meta]
+    names.sort(key=lambda name: tensors.file_of[name])
+    for name in tqdm(names, desc="Loading weights", unit=" tensors", disable=not progress):
         target = targets[plan[name]]
         beside = scales.get(plan[name])
         if isinstance(beside, GroupScales):
@@ -82,8 +82,8 @@ def load_weights(
             _copy_fp8(tensors, name, target, beside)
             continue
         assert target.dtype != FP8, f"{name} has no scales"
-        stored = tensors.read(name)
-        shaped = _as_shaped(stored, target) if plan[name] in wholes else stored
+        tensor = tensors.read(name)
+        shaped = _as_shaped(tensor, target) if plan[name] in wholes else tensor
         _copy(shaped, target, name, tensors.file_of[name])
 
 
@@ -93,24 +93,24 @@ def _stored_targets(
     """The targets, with those that this checkpoint stores fused replaced by the fused tensor."""
     if not wholes:
         return targets
-    found = {hit.target for name in names if (hit := _translate(name, rules)) is not None}
-    stored = {name: whole for name, whole in wholes.items() if name in found}
-    covered = {part for whole in stored.values() for part in whole.parts}
+    hits = {hit.target for name in names if (hit := _translate(name, rules)) is not None}
+    wholes_here = {name: whole for name, whole in wholes.items() if name in hits}
+    covered = {part for whole in wholes_here.values() for part in whole.parts}
     separate = {name: tensor for name, tensor in targets.items() if name not in covered}
-    return {**separate, **{name: whole.tensor for name, whole in stored.items()}}
+    return {**separate, **{name: whole.tensor for name, whole in wholes_here.items()}}
 
 
 def _plan(tensors: StoredTensors, targets: Mapping[str, Tensor], rules: Sequence[Rule]) -> dict[str, str]:
     """Checkpoint name -> target. Unexpected and missing tensors are errors."""
-    found = {name: _translate(name, rules) for name in tensors.file_of}
-    unexpected = [n for n, hit in found.items() if hit is None or (hit.target and hit.target not in targets)]
+    hits = {name: _translate(name, rules) for name in tensors.file_of}
+    unexpected = [n for n, hit in hits.items() if hit is None or (hit.target and hit.target not in targets)]
     unexpected = [name for name in unexpected if not tensors.is_needless(name)]
     if unexpected:
         raise ConfigError(
             f"the checkpoint has {len(unexpected)} tensors that a model of this config.json has no place for "
             f"({some(unexpected)}){_why_unexpected(unexpected)}"
         )
-    plan = {name: hit.target for name, hit in found.items() if hit and hit.target and hit.target in targets}
+    plan = {name: hit.target for name, hit in hits.items() if hit and hit.target and hit.target in targets}
     by_target = {target: name for name, target in plan.items()}
     twice = [name for name, target in plan.items() if by_target[target] != name]
     if twice:
@@ -118,9 +118,10 @@ def _plan(tensors: StoredTensors, targets: Mapping[str, Tensor], rules: Sequence
         raise ConfigError(f"the checkpoint holds {len(twice)} tensors under two names ({some(pairs)})")
     missing = sorted(targets.keys() - by_target.keys())
     if missing:
-        shown = [_name_in(found, target, rules) for target in missing[: _SHOWN + 1]]  # slow for thousands
+        few = missing[: _SHOWN + 1]  # names are slow for thousands
+        sources = [_name_in(hits, target, rules) for target in few]
         lacking = f"{len(missing)} tensors that config.json asks for"
-        raise ConfigError(f"the checkpoint lacks {lacking} ({some(shown)})")
+        raise ConfigError(f"the checkpoint lacks {lacking} ({some(sources)})")
     return plan
 
 
@@ -140,14 +141,14 @@ def _translate(name: str, rules: Sequence[Rule]) -> Rule | None:
     return None
 
 
-def _name_in(found: Iterable[str], target: str, rules: Sequence[Rule]) -> str:
-    """The name of this target in a checkpoint with names like `found`."""
+def _name_in(names: Iterable[str], target: str, rules: Sequence[Rule]) -> str:
+    """The name of this target in a checkpoint with names like `names`."""
     candidates = []
     for rule in rules:
         blanks = None if rule.target is None else _match(rule.target, target)
         if blanks is not None:
             candidates.append(_fill(rule.source, blanks))
-    levels = {name: max((_shared_levels(name, other) for other in found), default=0) for name in candidates}
+    levels = {name: max((_shared_levels(name, other) for other in names), default=0) for name in candidates}
     return max(levels, key=lambda name: levels[name], default=target)
 
 
@@ -158,8 +159,8 @@ def _shared_levels(name: str, other: str) -> int:
 
 def _match(template: str, name: str) -> tuple[str, ...] | None:
     """The values of the template's blanks in this name, or None if it does not match."""
-    found = _pattern(template).fullmatch(name)
-    return found.groups() if found else None
+    match = _pattern(template).fullmatch(name)
+    return match.groups() if match else None
 
 
 @lru_cache(maxsize=4096)  # an MoE model has tens of thousands of names
@@ -171,12 +172,12 @@ def _fill(template: str, blanks: tuple[str, ...]) -> str:
     return template.replace("*", "{}").format(*blanks)
 
 
-def _as_shaped(stored: Tensor, target: Tensor) -> Tensor:
+def _as_shaped(tensor: Tensor, target: Tensor) -> Tensor:
     """Stacked matrices are published as [n, out, in], [n, in, out] and [out, n * in]; `_copy` cuts rows."""
-    if stored.dim() == 2 and target.dim() == 3 and len(stored) == target.shape[1]:
-        return stored.view(len(stored), len(target), -1).transpose(0, 1)
-    is_rotated = stored.dim() == 3 and stored.shape != target.shape and stored.mT.shape == target.shape
-    return stored.mT if is_rotated else stored
+    if tensor.dim() == 2 and target.dim() == 3 and len(tensor) == target.shape[1]:
+        return tensor.view(len(tensor), len(target), -1).transpose(0, 1)
+    is_rotated = tensor.dim() == 3 and tensor.shape != target.shape and tensor.mT.shape == target.shape
+    return tensor.mT if is_rotated else tensor
 
 
 def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
@@ -192,25 +193,25 @@ def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
 
 def _copy_fp8(tensors: StoredTensors, name: str, target: Tensor, scales: Tensor) -> None:
     in_blocks = has_blocks(target, scales)
-    found = tensors.read_fp8(name, in_blocks)
-    if found is None:
+    pair = tensors.read_fp8(name, in_blocks)
+    if pair is None:
         weight = _as_shaped(tensors.read(name).to(target.device), target)
-        found = quantized(weight.contiguous(), in_blocks)
-    values, stored = found
+        pair = quantized(weight.contiguous(), in_blocks)
+    values, scale = pair
     shaped = _as_shaped(values, target)
     _copy(shaped, target, name, tensors.file_of[name])
     is_rotated = shaped.shape == values.mT.shape != values.shape
     try:
-        scales.copy_(scales_for(stored.mT if is_rotated and stored.dim() == 3 else stored, scales.shape))
+        scales.copy_(scales_for(scale.mT if is_rotated and scale.dim() == 3 else scale, scales.shape))
     except ValueError as error:
         raise ConfigError(f"{name} cannot be read: {error}") from None
 
 
 def _copy_int4(tensors: StoredTensors, name: str, target: Tensor, scales: GroupScales) -> None:
     assert isinstance(tensors, Int4Tensors), name
-    packed, found = tensors.read_int4(name)
+    packed, groups = tensors.read_int4(name)
     _copy(_as_shaped(packed, target), target, name, tensors.file_of[name])
-    for ours, theirs in zip(scales, found, strict=True):
+    for ours, theirs in zip(scales, groups, strict=True):
         if ours is not None and theirs is not None:
             ours.copy_(_as_shaped(theirs, ours).view(ours.shape))
 
@@ -272,9 +273,9 @@ def fill_random(
 
 
 def _fill_fp8(target: Tensor, scales: Tensor, generator: torch.Generator) -> None:
-    made = torch.empty(target.shape, device=target.device).normal_(
+    weight = torch.empty(target.shape, device=target.device).normal_(
         std=target.shape[-1] ** -0.5, generator=generator
     )
-    values, of_values = quantized(made, has_blocks(target, scales))
+    values, of_values = quantized(weight, has_blocks(target, scales))
     target.copy_(values)
     scales.copy_(of_values)

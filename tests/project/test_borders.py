@@ -153,8 +153,8 @@ LAZY_ALLOWED = {
     "saccade/kernels/attention/prefill.py",
     "saccade/kernels/gemm/linear_act.py",
     "saccade/kernels/gemm/vit_qkv_rope.py",
-    "saccade/models/cuda/split_k_gemms.py",  # Gluon, too
-    "saccade/models/cuda/split_k.py",
+    "saccade/models/cuda/gemms.py",  # Gluon, too
+    "saccade/models/cuda/gemm_self_tests.py",
     "saccade/media/decode.py",  # simplejpeg, where a machine has it
     "saccade/server/tracing.py",  # OpenTelemetry, where traces are sent
 }

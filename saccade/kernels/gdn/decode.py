@@ -104,26 +104,26 @@ def _decode_kernel(
         tl.store(target, tl.zeros([VALUES], out.dtype.element_ty), mask=in_value)
         return
     inputs = past + row * CHANNELS * (KERNEL - 1)
-    own = memory + (row * VALUE_HEADS + head) * KEY * VALUE + key[:, None] * VALUE + value[None, :]
+    places = memory + (row * VALUE_HEADS + head) * KEY * VALUE + key[:, None] * VALUE + value[None, :]
     inside = (key < KEY)[:, None] & in_value[None, :]
     EXACT: tl.constexpr = KEY == KEYS and VALUE == VALUES
     if EARLY:
-        state = load_tile(own, inside, EXACT)
+        state = load_tile(places, inside, EXACT)
     pdl_release_then_wait(PDL)
     if not EARLY:
-        state = load_tile(own, inside, EXACT)
+        state = load_tile(places, inside, EXACT)
     q, k = _normed(_convolve(x, inputs, conv, of_qk, in_qk, CHANNELS, KERNEL), KEY, KEYS)
     v = _convolve(x, inputs, conv, of_v, in_value, CHANNELS, KERNEL)
     gates = x + CHANNELS + VALUE_HEADS * VALUE + head
     beta = sigmoid(tl.load(gates).to(tl.float32))
-    kept = tl.exp2(log2_decay(tl.load(gates + VALUE_HEADS), tl.load(decay + head), tl.load(decay_bias + head)))
+    keep = tl.exp2(log2_decay(tl.load(gates + VALUE_HEADS), tl.load(decay + head), tl.load(decay_bias + head)))
     read_k = tl.sum(state * k[:, None], 0)
     read_q = tl.sum(state * q[:, None], 0)
-    d = beta * (v - kept * read_k)
-    store_tile(own, kept * state + k[:, None] * d[None, :], inside, EXACT)
-    found = kept * read_q + tl.sum(q * k, 0) * d
-    found = _gated_norm(found, x + CHANNELS + head * VALUE, norm, eps, VALUE)
-    tl.store(target, found.to(out.dtype.element_ty), mask=in_value)
+    d = beta * (v - keep * read_k)
+    store_tile(places, keep * state + k[:, None] * d[None, :], inside, EXACT)
+    out_row = keep * read_q + tl.sum(q * k, 0) * d
+    out_row = _gated_norm(out_row, x + CHANNELS + head * VALUE, norm, eps, VALUE)
+    tl.store(target, out_row.to(out.dtype.element_ty), mask=in_value)
     _shift(x, inputs, of_v, in_value, CHANNELS, KERNEL, TAPS)
     counter = counters + token * KEY_HEADS + key_head
     _shift_shared(counter, x, inputs, of_qk, in_qk, VALUE_HEADS // KEY_HEADS, CHANNELS, KERNEL, TAPS)
@@ -131,14 +131,14 @@ def _decode_kernel(
 
 @triton.jit
 def _convolve(
-    x: tl.tensor, inputs: tl.tensor, conv: tl.tensor, channel: tl.tensor, known: tl.tensor,
+    x: tl.tensor, inputs: tl.tensor, conv: tl.tensor, channel: tl.tensor, inside: tl.tensor,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    total = tl.load(x + channel, mask=known, other=0.0).to(tl.float32)
-    total *= tl.load(conv + channel * KERNEL + KERNEL - 1, mask=known, other=0.0).to(tl.float32)
+    total = tl.load(x + channel, mask=inside, other=0.0).to(tl.float32)
+    total *= tl.load(conv + channel * KERNEL + KERNEL - 1, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(KERNEL - 1):
-        by = tl.load(conv + channel * KERNEL + i, mask=known, other=0.0).to(tl.float32)
-        total += by * tl.load(inputs + i * CHANNELS + channel, mask=known, other=0.0).to(tl.float32)
+        by = tl.load(conv + channel * KERNEL + i, mask=inside, other=0.0).to(tl.float32)
+        total += by * tl.load(inputs + i * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
     return silu(total)
 
 
@@ -153,36 +153,36 @@ def _normed(qk: tl.tensor, KEY: tl.constexpr, KEYS: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _gated_norm(found: tl.tensor, gate: tl.tensor, norm: tl.tensor, eps: tl.tensor, VALUE: tl.constexpr) -> tl.tensor:
-    value = tl.arange(0, found.shape[0])
+def _gated_norm(row: tl.tensor, gate: tl.tensor, norm: tl.tensor, eps: tl.tensor, VALUE: tl.constexpr) -> tl.tensor:
+    value = tl.arange(0, row.shape[0])
     z = tl.load(gate + value, mask=value < VALUE, other=0.0).to(tl.float32)
     by = tl.load(norm + value, mask=value < VALUE, other=0.0).to(tl.float32)
-    return found * (tl.rsqrt(tl.sum(found * found, 0) / VALUE + eps) * by * silu(z))
+    return row * (tl.rsqrt(tl.sum(row * row, 0) / VALUE + eps) * by * silu(z))
 
 
 @triton.jit
 def _shift_shared(
-    counter: tl.tensor, x: tl.tensor, inputs: tl.tensor, channel: tl.tensor, known: tl.tensor,
+    counter: tl.tensor, x: tl.tensor, inputs: tl.tensor, channel: tl.tensor, inside: tl.tensor,
     READERS: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, TAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Inputs that several programs read: the last of them shifts."""
     if READERS == 1:
-        _shift(x, inputs, channel, known, CHANNELS, KERNEL, TAPS)
+        _shift(x, inputs, channel, inside, CHANNELS, KERNEL, TAPS)
     elif tl.atomic_add(counter, 1, sem="acq_rel") == READERS - 1:
-        _shift(x, inputs, channel, known, CHANNELS, KERNEL, TAPS)
+        _shift(x, inputs, channel, inside, CHANNELS, KERNEL, TAPS)
         tl.store(counter, 0)
 
 
 @triton.jit
 def _shift(
-    x: tl.tensor, inputs: tl.tensor, channel: tl.tensor, known: tl.tensor,
+    x: tl.tensor, inputs: tl.tensor, channel: tl.tensor, inside: tl.tensor,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, TAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """The oldest input leaves, the new token's comes in. Reads all of them before it writes, as the threads of a
     program may each hold the same elements; the barrier also ends the reads of `_convolve`."""
     tap = tl.arange(0, TAPS)[:, None]
-    own = inputs + tap * CHANNELS + channel[None, :]
-    later = tl.load(own + CHANNELS, mask=known[None, :] & (tap < KERNEL - 2), other=0.0)
-    new = tl.load(x + channel[None, :] + tl.zeros_like(tap), mask=known[None, :] & (tap == KERNEL - 2), other=0.0)
+    places = inputs + tap * CHANNELS + channel[None, :]
+    later = tl.load(places + CHANNELS, mask=inside[None, :] & (tap < KERNEL - 2), other=0.0)
+    new = tl.load(x + channel[None, :] + tl.zeros_like(tap), mask=inside[None, :] & (tap == KERNEL - 2), other=0.0)
     tl.debug_barrier()
-    tl.store(own, tl.where(tap == KERNEL - 2, new, later), mask=known[None, :] & (tap < KERNEL - 1))
+    tl.store(places, tl.where(tap == KERNEL - 2, new, later), mask=inside[None, :] & (tap < KERNEL - 1))

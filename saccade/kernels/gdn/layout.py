@@ -91,17 +91,17 @@ def log2_decay(a: tl.tensor, decay: tl.tensor, bias: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def load_tile(places: tl.tensor, known: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
+def load_tile(places: tl.tensor, inside: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
     """EXACT: every element is known, which saves the registers of the mask."""
-    return tl.load(places) if EXACT else tl.load(places, mask=known, other=0.0)
+    return tl.load(places) if EXACT else tl.load(places, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_tile(places: tl.tensor, tile: tl.tensor, known: tl.tensor, EXACT: tl.constexpr) -> None:
+def store_tile(places: tl.tensor, tile: tl.tensor, inside: tl.tensor, EXACT: tl.constexpr) -> None:
     if EXACT:
         tl.store(places, tile)
     else:
-        tl.store(places, tile, mask=known)
+        tl.store(places, tile, mask=inside)
 
 
 @triton.jit

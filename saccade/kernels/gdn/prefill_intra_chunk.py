@@ -49,7 +49,7 @@ def chunk_kernel(
     value = tl.arange(0, VALUES)
     of_head = chunk * VALUE_HEADS + head
     of_key_head = (chunk * KEY_HEADS + key_head) * CHUNK * KEY + each[:, None] * KEY + key[None, :]
-    known = (key < KEY)[None, :] & (each >= 0)[:, None]
+    inside = (key < KEY)[None, :] & (each >= 0)[:, None]
     EXACT: tl.constexpr = KEY == KEYS and VALUE == VALUES
 
     of_k = KEY_HEADS * KEY + key_head * KEY + key  # channels
@@ -67,16 +67,16 @@ def chunk_kernel(
     by_token = v_out + of_head * VALUE * CHUNK + value[:, None] * CHUNK + each[None, :]
     store_tile(by_token, tl.trans((v * beta[:, None]).to(kind)), (value < VALUE)[:, None] & (each >= 0)[None, :], EXACT)
     if head % GROUP == 0:
-        store_tile(k_out + of_key_head, k, known, EXACT)
+        store_tile(k_out + of_key_head, k, inside, EXACT)
     if head % GROUP == GROUP - 1:
         q = _convolve(rows, conv, key_head * KEY + key, key < KEY, CHANNELS, CHUNK, KERNEL, EXACT)
         q *= tl.rsqrt(tl.sum(q * q, 1) + 1e-6)[:, None] * KEY**-0.5
-        store_tile(q_out + of_key_head, q.to(kind), known, EXACT)
+        store_tile(q_out + of_key_head, q.to(kind), inside, EXACT)
 
 
 @triton.jit
 def _convolve(
-    rows: tl.tuple, conv: tl.tensor, channel: tl.tensor, known: tl.tensor,
+    rows: tl.tuple, conv: tl.tensor, channel: tl.tensor, valid: tl.tensor,
     CHANNELS: tl.constexpr, CHUNK: tl.constexpr, KERNEL: tl.constexpr, EXACT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """silu of the convolution: float32 [CHUNK, channels], zero after the chunk's tokens."""
@@ -84,13 +84,13 @@ def _convolve(
     each = tl.arange(0, CHUNK)
     inside = (each < length)[:, None] & (channel >= 0)[None, :]
     if not EXACT:
-        inside = inside & known[None, :]
+        inside = inside & valid[None, :]
     total = tl.zeros([CHUNK, channel.shape[0]], tl.float32)
     for i in tl.static_range(KERNEL):
         token = (first + each - (KERNEL - 1 - i))[:, None]
         before = inputs + (token - window + KERNEL - 1) * CHANNELS  # the window's first token
         row = tl.where(token < window, before, projected + token.to(tl.int64) * stride)
-        by = load_tile(conv + channel * KERNEL + i, known, EXACT).to(tl.float32)
+        by = load_tile(conv + channel * KERNEL + i, valid, EXACT).to(tl.float32)
         total += tl.load(row + channel[None, :], mask=inside, other=0.0).to(tl.float32) * by[None, :]
     return silu(total)
 
@@ -164,15 +164,17 @@ def _inverse_transposed(
     for level in tl.static_range(1, 4):  # inverted so far: blocks of 2, 4, 8
         is_below = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
         below = tl.where(is_below, blocks, 0.0)
-        left = tl.dot(solved.to(narrow), below.to(narrow), input_precision=PRECISION)
-        solved -= tl.dot(left.to(narrow), solved.to(narrow), input_precision=PRECISION)
-    own = tl.arange(0, SIZE)
-    rest = tl.where(own[:, None] // BASE != own[None, :] // BASE, _system(k, total, beta, PRECISION), 0.0).to(narrow)
-    m = tl.dot(solved.to(narrow), tl.reshape(rest, [4, BASE, SIZE]), input_precision=PRECISION)
+        coupling = tl.dot(solved.to(narrow), below.to(narrow), input_precision=PRECISION)
+        solved -= tl.dot(coupling.to(narrow), solved.to(narrow), input_precision=PRECISION)
+    index = tl.arange(0, SIZE)
+    below_blocks = tl.where(
+        index[:, None] // BASE != index[None, :] // BASE, _system(k, total, beta, PRECISION), 0.0
+    ).to(narrow)
+    m = tl.dot(solved.to(narrow), tl.reshape(below_blocks, [4, BASE, SIZE]), input_precision=PRECISION)
     m = tl.reshape(m, [SIZE, SIZE])
     square = tl.dot(m.to(narrow), m.to(narrow), input_precision=PRECISION)
     series = square - m - tl.dot(m.to(narrow), square.to(narrow), input_precision=PRECISION)
-    series = tl.where(own[:, None] == own[None, :], 1.0, series).to(narrow)  # M has nothing on the diagonal
+    series = tl.where(index[:, None] == index[None, :], 1.0, series).to(narrow)  # M has nothing on the diagonal
     series = tl.reshape(tl.trans(series), [4, BASE, SIZE])
     across = tl.permute(solved.to(narrow), (0, 2, 1))
     return tl.reshape(tl.dot(across, series, input_precision=PRECISION), [SIZE, SIZE])

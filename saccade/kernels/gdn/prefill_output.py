@@ -41,10 +41,10 @@ def output_kernel(
     if length == 0:
         return
     token = (first + each).to(tl.int64)[:, None]
-    known = (each < length)[:, None] & (value < VALUE)[None, :]
+    inside = (each < length)[:, None] & (value < VALUE)[None, :]
     target = out + token * out_stride + head * VALUE + value[None, :]
     if row < 0:  # padding
-        tl.store(target, tl.zeros([CHUNK, VALUES], out.dtype.element_ty), mask=known)
+        tl.store(target, tl.zeros([CHUNK, VALUES], out.dtype.element_ty), mask=inside)
         return
     of_head = chunk * VALUE_HEADS + head
     of_key_head = (chunk * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * CHUNK * KEY
@@ -58,14 +58,14 @@ def output_kernel(
     scores = tl.where(not_after, tl.dot(q, tl.trans(k), input_precision=PRECISION) * between, 0.0)
     source = states_in + (of_head * VALUE + value[:, None]) * KEY + key[None, :]
     state = tl.load(source, mask=in_values & (key < KEY)[None, :], other=0.0)
-    found = tl.dot(q, tl.trans(state), input_precision=PRECISION) * tl.exp2(total)[:, None]
+    rows = tl.dot(q, tl.trans(state), input_precision=PRECISION) * tl.exp2(total)[:, None]
     d = tl.load(d_in + (of_head * VALUE + value[:, None]) * CHUNK + each[None, :], mask=in_values, other=0.0)
-    found = tl.dot(scores.to(kind), tl.trans(d), found, input_precision=PRECISION)
+    rows = tl.dot(scores.to(kind), tl.trans(d), rows, input_precision=PRECISION)
     gate = projected + token * stride + 2 * KEY_HEADS * KEY + (VALUE_HEADS + head) * VALUE + value[None, :]
-    z = tl.load(gate, mask=known, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(found * found, 1) / VALUE + eps)
-    found = found * scale[:, None] * by[None, :] * silu(z)
-    tl.store(target, found.to(out.dtype.element_ty), mask=known)
+    z = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(rows * rows, 1) / VALUE + eps)
+    rows = rows * scale[:, None] * by[None, :] * silu(z)
+    tl.store(target, rows.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["starts", "rows", "keep"])
@@ -84,29 +84,29 @@ def past_kernel(
     last = last_piece(rows, piece, row, pieces, PIECES)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     tap = tl.arange(0, TAPS)[:, None]
-    known = (channel < CHANNELS) & (tap < KERNEL - 1)
-    own = tap * CHANNELS + channel
+    inside = (channel < CHANNELS) & (tap < KERNEL - 1)
+    places = tap * CHANNELS + channel
     start = tl.load(starts + piece)
     inputs = past + row * CHANNELS * (KERNEL - 1) + channel
     for index in range(piece, last):
         copy = tl.load(keep + index).to(tl.int64)
         if copy >= 0:
-            found = _last_inputs(projected, inputs, start, tl.load(starts + index + 1), channel, tap, known, stride,
+            taps = _last_inputs(projected, inputs, start, tl.load(starts + index + 1), channel, tap, inside, stride,
                                  CHANNELS, KERNEL)  # fmt: skip
-            tl.store(past + copy * CHANNELS * (KERNEL - 1) + own, found, mask=known)
-    found = _last_inputs(projected, inputs, start, tl.load(starts + last), channel, tap, known, stride,
+            tl.store(past + copy * CHANNELS * (KERNEL - 1) + places, taps, mask=inside)
+    taps = _last_inputs(projected, inputs, start, tl.load(starts + last), channel, tap, inside, stride,
                                  CHANNELS, KERNEL)  # fmt: skip
     tl.debug_barrier()  # all old inputs are read
-    tl.store(past + row * CHANNELS * (KERNEL - 1) + own, found, mask=known)
+    tl.store(past + row * CHANNELS * (KERNEL - 1) + places, taps, mask=inside)
 
 
 @triton.jit
 def _last_inputs(
     projected: tl.tensor, inputs: tl.tensor, start: tl.tensor, end: tl.tensor, channel: tl.tensor, tap: tl.tensor,
-    known: tl.tensor, stride: tl.tensor, CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
+    inside: tl.tensor, stride: tl.tensor, CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The KERNEL - 1 inputs of the convolution before the token `end` of a window that begins at `start`."""
     token = end - (KERNEL - 1) + tap
-    new = tl.load(projected + token.to(tl.int64) * stride + channel, mask=known & (token >= start), other=0.0)
-    old = tl.load(inputs + (token - start + KERNEL - 1) * CHANNELS, mask=known & (token < start), other=0.0)
+    new = tl.load(projected + token.to(tl.int64) * stride + channel, mask=inside & (token >= start), other=0.0)
+    old = tl.load(inputs + (token - start + KERNEL - 1) * CHANNELS, mask=inside & (token < start), other=0.0)
     return tl.where(token >= start, new, old)

@@ -72,10 +72,10 @@ def _plan_kernel(
         tl.store(first_chunks + piece, first, mask=piece <= pieces)
     chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     index = tl.sum((last[None, :] <= chunk[:, None]).to(tl.int32), 1)
-    own = piece[None, :] == index[:, None]
-    skipped = (chunk - tl.sum(tl.where(own, first[None, :], 0), 1)) * CHUNK  # tokens of its piece before it
-    begin = tl.sum(tl.where(own, start[None, :], 0), 1) + skipped
-    length = tl.minimum(tl.sum(tl.where(own, end[None, :], 0), 1) - begin, CHUNK)
+    is_piece = piece[None, :] == index[:, None]
+    skipped = (chunk - tl.sum(tl.where(is_piece, first[None, :], 0), 1)) * CHUNK  # tokens of its piece before it
+    begin = tl.sum(tl.where(is_piece, start[None, :], 0), 1) + skipped
+    length = tl.minimum(tl.sum(tl.where(is_piece, end[None, :], 0), 1) - begin, CHUNK)
     is_before = (opens & (piece <= pieces))[None, :] & (piece[None, :] <= index[:, None])
     window = tl.max(tl.where(is_before, start[None, :], 0), 1)
     target = chunks + chunk * 4
@@ -83,4 +83,4 @@ def _plan_kernel(
     tl.store(target, begin, mask=inside)
     tl.store(target + 1, tl.maximum(length, 0), mask=inside)
     tl.store(target + 2, window, mask=inside)
-    tl.store(target + 3, tl.sum(tl.where(own, row[None, :], 0), 1), mask=inside)
+    tl.store(target + 3, tl.sum(tl.where(is_piece, row[None, :], 0), 1), mask=inside)

@@ -48,9 +48,9 @@ def scan_kernel(
     in_keys = (each >= 0)[:, None] & (key < KEY)[None, :]
     by_key = each[:, None] * KEY + key[None, :]
     by_token = value[:, None] * CHUNK + each[None, :]
-    own = head * KEY * VALUE + key[None, :] * VALUE + value[:, None]
+    places = head * KEY * VALUE + key[None, :] * VALUE + value[:, None]
     state_size = VALUE_HEADS * KEY * VALUE
-    state = load_tile(memory + row.to(tl.int64) * state_size + own, inside, EXACT)
+    state = load_tile(memory + row.to(tl.int64) * state_size + places, inside, EXACT)
     for index in range(piece, last):
         for chunk in range(tl.load(first_chunks + index), tl.load(first_chunks + index + 1)):
             of_head = tl.cast(chunk, tl.int64) * VALUE_HEADS + head
@@ -63,11 +63,11 @@ def scan_kernel(
             after = tl.load(gates_in + of_head * 3 * CHUNK + 2 * CHUNK + each)
             old = state.to(kind)
             store_tile(states_out + of_head * VALUE * KEY + value[:, None] * KEY + key[None, :], old, inside, EXACT)
-            known = tl.dot(old, tl.trans(k), input_precision=PRECISION)
-            d = tl.dot((v.to(tl.float32) - known * until[None, :]).to(kind), inverse, input_precision=PRECISION)
+            recalled = tl.dot(old, tl.trans(k), input_precision=PRECISION)
+            d = tl.dot((v.to(tl.float32) - recalled * until[None, :]).to(kind), inverse, input_precision=PRECISION)
             store_tile(d_out + of_head * VALUE * CHUNK + by_token, d.to(kind), in_values, EXACT)
             state = tl.dot((d * after[None, :]).to(kind), k, state * tl.exp2(end), input_precision=PRECISION)
         copy = tl.load(keep + index)
         if copy >= 0:
-            store_tile(memory + copy.to(tl.int64) * state_size + own, state, inside, EXACT)
-    store_tile(memory + row.to(tl.int64) * state_size + own, state, inside, EXACT)
+            store_tile(memory + copy.to(tl.int64) * state_size + places, state, inside, EXACT)
+    store_tile(memory + row.to(tl.int64) * state_size + places, state, inside, EXACT)

@@ -28,9 +28,9 @@ def fp8_linear(
     """x [M, K], weight float8 [N, K] -> x @ (weight * scales).T + bias: bfloat16 [M, N]."""
     in_blocks = block_of(weight, scales) > 0
     assert has_fp8_gemm(weight, _DTYPE, in_blocks=in_blocks), (weight.device, weight.shape, scales.shape)
-    found = _multiply(x, weight, scales, out, in_blocks)
-    found = found if bias is None else found.add_(bias)
-    return found if out is None or found.data_ptr() == out.data_ptr() else out.copy_(found)
+    rows = _multiply(x, weight, scales, out, in_blocks)
+    rows = rows if bias is None else rows.add_(bias)
+    return rows if out is None or rows.data_ptr() == out.data_ptr() else out.copy_(rows)
 
 
 def _multiply(x: Tensor | Fp8Rows, weight: Tensor, scales: Tensor, out: Tensor | None, in_blocks: bool) -> Tensor:
@@ -39,12 +39,14 @@ def _multiply(x: Tensor | Fp8Rows, weight: Tensor, scales: Tensor, out: Tensor |
         assert x.dtype == _DTYPE, x.dtype
         x = quantize_rows(x, BLOCK if in_blocks else x.shape[1])
     values, of_values, rows = x
-    made = out
+    target = out
     is_padded = len(values) > rows
-    if made is None or is_padded or not _writes_to(made, in_blocks):
-        made = torch.empty((len(values), len(weight)), dtype=_DTYPE, device=weight.device)
-    torch._scaled_mm(values, weight.T, of_values.T, scales.T, out_dtype=_DTYPE, use_fast_accum=not in_blocks, out=made)
-    return made[:rows]
+    if target is None or is_padded or not _writes_to(target, in_blocks):
+        target = torch.empty((len(values), len(weight)), dtype=_DTYPE, device=weight.device)
+    torch._scaled_mm(
+        values, weight.T, of_values.T, scales.T, out_dtype=_DTYPE, use_fast_accum=not in_blocks, out=target
+    )
+    return target[:rows]
 
 
 def _writes_to(out: Tensor, in_blocks: bool) -> bool:

@@ -66,8 +66,8 @@ def suits(rows: int, inputs: int, outputs: int, is_gated: bool, programs: int) -
 
 
 def _like(dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
-    some = torch.empty((gemm.BOX, gemm.BOX), dtype=dtype, device=device)
-    return *[gemm.boxes(some)] * 3, some, *[gemm.BOX] * 3, 0, 0
+    box = torch.empty((gemm.BOX, gemm.BOX), dtype=dtype, device=device)
+    return *[gemm.boxes(box)] * 3, box, *[gemm.BOX] * 3, 0, 0
 
 
 @gluon.jit(do_not_specialize=["M", "whole", "halves"])
@@ -152,11 +152,11 @@ def _compute_tiles(
         mbarrier.arrive(ring.bars.free(gemm.previous_stage(stage)), count=1)
         if HAS_BIAS:
             acc += more.to(gl.float32)
-        left, right = gemm.left_right(acc)
+        left_half, right = gemm.left_right(acc)
         if ACT == _SILU_AND_MUL:
-            buffer = _finish(results, out, left, right, row, output, buffer, GROUP, ACT)
+            buffer = _finish(results, out, left_half, right, row, output, buffer, GROUP, ACT)
         else:
-            buffer = _finish(results, out, left, left, row, output, buffer, GROUP, ACT)
+            buffer = _finish(results, out, left_half, left_half, row, output, buffer, GROUP, ACT)
             buffer = _finish(results, out, right, right, row, output + WIDE // 2, buffer, GROUP, ACT)
     return stage, phase, buffer
 

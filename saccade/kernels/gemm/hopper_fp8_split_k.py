@@ -19,6 +19,7 @@ from saccade.kernels.gemm.hopper_split_k_parts import (
     Ring,
     Sizes,
     block_scales,
+    box_of,
     new_ring,
     produce,
     scale_rows,
@@ -93,21 +94,16 @@ def _launch(
 ) -> None:  # fmt: skip
     assert weight.is_contiguous() and scales.is_contiguous() and weight.dtype == x.values.dtype
     rows, gated = power_of_two(x.rows, minimum=16), of_out is not None
-    target = _descriptor(out, rows, GATED_GROUP) if gated else out
+    target = box_of(out, rows, GATED_GROUP) if gated else out
     outputs = out.shape[-1]
     sums = rows if gated else rows // 2
     _fp8_split_k_kernel[(outputs // _OUTPUTS, config.splits)](
-        _descriptor(weight, _OUTPUTS, x.group), _descriptor(x.values, rows, x.group), scales, x.scales, target, of_out,
+        box_of(weight, _OUTPUTS, x.group), box_of(x.values, rows, x.group), scales, x.scales, target, of_out,
         bias, x.rows, outputs, x.scales.shape[1], out.stride(-2),
         K=weight.shape[1], BLOCK=block_of(weight, scales), ROWS=rows, OUTPUTS=_OUTPUTS, GROUP=x.group,
         STAGES=config.stages, SPLITS=config.splits, GATED=gated, LARGEST=LARGEST, SMALLEST=SMALLEST_SCALE,
         num_warps=4, maxnreg=96 if sums <= 32 else 128, launch_pdl=True,
     )  # fmt: skip
-
-
-def _descriptor(rows: Tensor, count: int, columns: int) -> hopper.TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=columns, element_bitwidth=8, rank=2)
-    return hopper.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, columns], layout)
 
 
 @gluon.jit(do_not_specialize=["M", "padded", "out_row"])
@@ -160,8 +156,8 @@ def _consume(
         stage, phase = next_stage(stage, phase, sizes.STAGES)
     acc, up = scale_rows(acc, up, scales, N, sizes)
     if sizes.GATED:
-        found = acc / (1.0 + gl.exp(-acc)) * up
-        _store_gated(found, staged, out, of_out, M, LARGEST, SMALLEST)
+        gated = acc / (1.0 + gl.exp(-acc)) * up
+        _store_gated(gated, staged, out, of_out, M, LARGEST, SMALLEST)
     else:
         store_partial(acc, out, bias, M, N, out_row, sizes.OUTPUTS)
 
@@ -172,11 +168,11 @@ def _row_scales(
 ) -> gl.tuple:
     """Of the first group of a stage, and of its last."""
     rows = gl.arange(0, sizes.ROWS, layout=gl.SliceLayout(0, L))
-    own = x_scales + step * sizes.BOXES * padded + rows
-    first = gl.load(own, mask=rows < M, other=0.0)
+    group = x_scales + step * sizes.BOXES * padded + rows
+    first = gl.load(group, mask=rows < M, other=0.0)
     last = first
     if sizes.BOXES == 2:
-        last = gl.load(own + padded, mask=rows < M, other=0.0)
+        last = gl.load(group + padded, mask=rows < M, other=0.0)
     return first, last
 
 
@@ -189,33 +185,33 @@ def _multiply(
     nothing = gl.zeros_like(acc)
     place = stage * sizes.BOXES
     here = ring.x.index(place).permute((1, 0))
-    found = hopper.warpgroup_mma(ring.gates.index(place), here, nothing, use_acc=False, is_async=True)
+    sums = hopper.warpgroup_mma(ring.gates.index(place), here, nothing, use_acc=False, is_async=True)
     if sizes.GATED:
         more = hopper.warpgroup_mma(ring.ups.index(place), here, nothing, use_acc=False, is_async=True)
-        found, more = hopper.warpgroup_mma_wait(0, deps=(found, more))
+        sums, more = hopper.warpgroup_mma_wait(0, deps=(sums, more))
         up += more * (of_x * of_up)[None, :]
     elif sizes.BOXES == 2:
         last = ring.x.index(place + 1).permute((1, 0))
         more = hopper.warpgroup_mma(ring.gates.index(place + 1), last, nothing, use_acc=False, is_async=True)
-        found, more = hopper.warpgroup_mma_wait(0, deps=(found, more))
+        sums, more = hopper.warpgroup_mma_wait(0, deps=(sums, more))
         acc += more * (of_last * of_weight)[None, :]
     else:
-        found = hopper.warpgroup_mma_wait(0, deps=(found,))
+        sums = hopper.warpgroup_mma_wait(0, deps=(sums,))
     mbarrier.arrive(ring.bars.free(stage), count=1)
-    acc += found * (of_x * of_weight)[None, :]
+    acc += sums * (of_x * of_weight)[None, :]
     return acc, up
 
 
 @gluon.jit
 def _store_gated(
-    found: gl.tensor, staged: gl.shared_memory_descriptor, out: tma.tensor_descriptor, of_out: gl.tensor,
+    gated: gl.tensor, staged: gl.shared_memory_descriptor, out: tma.tensor_descriptor, of_out: gl.tensor,
     M: gl.tensor, LARGEST: gl.constexpr, SMALLEST: gl.constexpr,
 ) -> None:  # fmt: skip
     """[OUTPUTS, ROWS] to float8, with one scale for a row's outputs here."""
-    rows = gl.arange(0, found.shape[1], layout=gl.SliceLayout(0, found.type.layout))
-    scale = gl.maximum(gl.max(gl.abs(found), 0) / LARGEST, SMALLEST)
+    rows = gl.arange(0, gated.shape[1], layout=gl.SliceLayout(0, gated.type.layout))
+    scale = gl.maximum(gl.max(gl.abs(gated), 0) / LARGEST, SMALLEST)
     gl.store(of_out + gl.program_id(0) * M + rows, scale, mask=rows < M)
-    staged.permute((1, 0)).store((found / scale[None, :]).to(staged.dtype))
+    staged.permute((1, 0)).store((gated / scale[None, :]).to(staged.dtype))
     hopper.fence_async_shared()
-    hopper.tma_store(out, [0, gl.program_id(0) * found.shape[0]], staged)
+    hopper.tma_store(out, [0, gl.program_id(0) * gated.shape[0]], staged)
     tma.store_wait(0)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.gemm.hopper_split_k import PipelineConfig
-from saccade.kernels.gemm.hopper_split_k_parts import Ring, Sizes, new_ring, produce, store_partial
+from saccade.kernels.gemm.hopper_split_k_parts import Ring, Sizes, box_of, new_ring, produce, store_partial
 from saccade.kernels.gemm.int4_linear import Int4Weight
 from saccade.kernels.gemm.skinny import choose_splits
 from saccade.kernels.launch import gluon_compat as hopper
@@ -64,45 +64,41 @@ def registers(rows: int, group: int) -> int:
     return 80 if group == 128 or rows <= _MIN_ROWS else 96
 
 
-def int4_split_k_linear(x: Tensor, own: Int4Weight, bias: Tensor | None, config: PipelineConfig) -> Tensor:
+def int4_split_k_linear(x: Tensor, packed: Int4Weight, bias: Tensor | None, config: PipelineConfig) -> Tensor:
     """x [M, K], weight [N, K] -> float32 [splits, M, N], which add up to x @ weight.T + bias."""
-    partials = torch.empty((config.splits, len(x), len(own.weight)), dtype=torch.float32, device=x.device)
-    _launch(x, own, partials, bias, config, gated=False)
+    partials = torch.empty((config.splits, len(x), len(packed.weight)), dtype=torch.float32, device=x.device)
+    _launch(x, packed, partials, bias, config, gated=False)
     return partials
 
 
-def int4_linear_into(x: Tensor, own: Int4Weight, bias: Tensor | None, out: Tensor) -> Tensor:
+def int4_linear_into(x: Tensor, packed: Int4Weight, bias: Tensor | None, out: Tensor) -> Tensor:
     """The same without splits, in `out` [M, N], which may be columns of a wider tensor."""
-    assert out.shape == (len(x), len(own.weight)) and out.stride(1) == 1, (out.shape, out.stride())
-    _launch(x, own, out, bias, PipelineConfig(_stages(len(x))), gated=False)
+    assert out.shape == (len(x), len(packed.weight)) and out.stride(1) == 1, (out.shape, out.stride())
+    _launch(x, packed, out, bias, PipelineConfig(_stages(len(x))), gated=False)
     return out
 
 
-def int4_split_k_gated_linear(x: Tensor, own: Int4Weight, config: PipelineConfig) -> Tensor:
+def int4_split_k_gated_linear(x: Tensor, packed: Int4Weight, config: PipelineConfig) -> Tensor:
     """x [M, K], weight [2 wide, K], the gate's rows first -> silu(x @ gate.T) * (x @ up.T): [M, wide]."""
-    wide = len(own.weight) // 2
+    wide = len(packed.weight) // 2
     assert wide % _TILE == 0 and config.splits == 1, (wide, config)
     out = torch.empty((len(x), wide), dtype=x.dtype, device=x.device)
-    _launch(x, own, out, None, config, gated=True)
+    _launch(x, packed, out, None, config, gated=True)
     return out
 
 
 def _launch(
-    x: Tensor, own: Int4Weight, out: Tensor, bias: Tensor | None, config: PipelineConfig, *, gated: bool
+    x: Tensor, packed: Int4Weight, out: Tensor, bias: Tensor | None, config: PipelineConfig, *, gated: bool
 ) -> None:
-    own.check(x)
+    packed.check(x)
     rows, outputs = power_of_two(len(x), minimum=_MIN_ROWS), _TILE // 2 if gated else _TILE
     _int4_split_k_kernel[(out.shape[-1] // outputs, config.splits)](
-        _descriptor(own.weight, outputs, _UNITS), _descriptor(x, rows, _X_COLUMNS), own.scales, own.zeros, out, bias,
-        len(x), out.shape[-1], out.stride(-2), K=own.inputs, GROUP=own.group, ROWS=rows, OUTPUTS=outputs,
+        box_of(packed.weight, outputs, _UNITS), box_of(x, rows, _X_COLUMNS), packed.scales, packed.zeros,
+        out, bias, len(x), out.shape[-1], out.stride(-2),
+        K=packed.inputs, GROUP=packed.group, ROWS=rows, OUTPUTS=outputs,
         STAGES=config.stages, SPLITS=config.splits, GATED=gated, num_warps=4,
-        maxnreg=registers(rows, own.group), launch_pdl=True,
+        maxnreg=registers(rows, packed.group), launch_pdl=True,
     )  # fmt: skip
-
-
-def _descriptor(rows: Tensor, count: int, columns: int) -> hopper.TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)
-    return hopper.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, columns], layout)
 
 
 @gluon.jit(do_not_specialize=["M", "out_row"])
@@ -165,15 +161,15 @@ def _consume(
 def _load_groups(scales: gl.tensor, zeros: gl.tensor, rows: gl.tensor, step: gl.tensor, sizes: Sizes) -> gl.tuple:
     """Scales of a stage's groups, then their zero points, [64] each. After the last column: those before it."""
     GROUPS: gl.constexpr = 256 // sizes.BLOCK
-    found = ()
+    groups = ()
     for i in gl.static_range(GROUPS):
         place = gl.minimum(step * GROUPS + i, sizes.K // sizes.BLOCK - 1)
-        found += (gl.load(scales + rows + place),)  # type: ignore[assignment]
+        groups += (gl.load(scales + rows + place),)  # type: ignore[assignment]
     if zeros is not None:
         for i in gl.static_range(GROUPS):
             place = gl.minimum(step * GROUPS + i, sizes.K // sizes.BLOCK - 1)
-            found += (gl.load(zeros + rows + place),)  # type: ignore[assignment]
-    return found
+            groups += (gl.load(zeros + rows + place),)  # type: ignore[assignment]
+    return groups
 
 
 @gluon.jit
@@ -190,14 +186,14 @@ def _multiply(
     few, further = ring.x.index(place).permute((1, 0)), ring.x.index(place + 1).permute((1, 0))
     nothing = gl.zeros([64, sizes.ROWS], gl.float32, layout=L)
     low = _two_planes(units, groups, zeros, CHUNK, 0, ring.x.dtype, sizes)
-    found = hopper.warpgroup_mma(low, few, nothing, use_acc=False, is_async=True)
+    sums = hopper.warpgroup_mma(low, few, nothing, use_acc=False, is_async=True)
     high = _two_planes(units, groups, zeros, CHUNK, 2, ring.x.dtype, sizes)
     if sizes.BLOCK == 64:
         more = hopper.warpgroup_mma(high, further, nothing, use_acc=False, is_async=True)
     else:
-        found = hopper.warpgroup_mma(high, further, found, is_async=True)
-        more = found
-    return found, more, low, high
+        sums = hopper.warpgroup_mma(high, further, sums, is_async=True)
+        more = sums
+    return sums, more, low, high
 
 
 @gluon.jit
@@ -205,15 +201,15 @@ def _add_scaled(
     acc: gl.tensor, chunk: gl.tuple, groups: gl.tuple, CHUNK: gl.constexpr, LATER: gl.constexpr, sizes: Sizes
 ) -> gl.tensor:
     """acc + the sums of a chunk, once its MMAs are done; LATER ones may be under way."""
-    found, more, low, high = chunk
+    sums, more, low, high = chunk
     if sizes.BLOCK == 64:
-        found, more, low, high = hopper.warpgroup_mma_wait(LATER, deps=(found, more, low, high))
-        acc = gl.fma(found, groups[CHUNK * 2].to(gl.float32)[:, None], acc)
+        sums, more, low, high = hopper.warpgroup_mma_wait(LATER, deps=(sums, more, low, high))
+        acc = gl.fma(sums, groups[CHUNK * 2].to(gl.float32)[:, None], acc)
         return gl.fma(more, groups[CHUNK * 2 + 1].to(gl.float32)[:, None], acc)
-    found, low, high = hopper.warpgroup_mma_wait(LATER, deps=(found, low, high))
+    sums, low, high = hopper.warpgroup_mma_wait(LATER, deps=(sums, low, high))
     if sizes.BLOCK == 128:
-        return gl.fma(found, groups[CHUNK].to(gl.float32)[:, None], acc)
-    return acc + found
+        return gl.fma(sums, groups[CHUNK].to(gl.float32)[:, None], acc)
+    return acc + sums
 
 
 @gluon.jit
@@ -225,8 +221,8 @@ def _store_gated(acc: gl.tensor, out: gl.tensor, M: gl.tensor, out_row: gl.tenso
     L: gl.constexpr = gate.type.layout
     columns = gl.program_id(0) * sizes.OUTPUTS + gl.arange(0, sizes.OUTPUTS, layout=gl.SliceLayout(1, L))
     rows = gl.arange(0, sizes.ROWS, layout=gl.SliceLayout(0, L))
-    found = (gate / (1.0 + gl.exp(-gate)) * up).to(out.dtype.element_ty)
-    gl.store(out + rows[None, :] * out_row + columns[:, None], found, mask=(rows < M)[None, :])
+    gated = (gate / (1.0 + gl.exp(-gate)) * up).to(out.dtype.element_ty)
+    gl.store(out + rows[None, :] * out_row + columns[:, None], gated, mask=(rows < M)[None, :])
 
 
 @gluon.jit
@@ -259,7 +255,7 @@ def _one_plane(
     zero = gl.full([units.shape[0]], POWER + 8, dtype, layout=L)
     if zeros is not None:
         zero = gl.convert_layout((groups[GROUPS + GROUP].to(gl.float32) + POWER).to(dtype), L)
-    found = bits.to(dtype, bitcast=True) - zero[:, None]
+    numbers = bits.to(dtype, bitcast=True) - zero[:, None]
     if sizes.BLOCK == 32:
-        found *= gl.convert_layout(groups[GROUP], L).to(dtype)[:, None]
-    return found
+        numbers *= gl.convert_layout(groups[GROUP], L).to(dtype)[:, None]
+    return numbers

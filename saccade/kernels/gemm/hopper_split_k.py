@@ -23,6 +23,7 @@ from saccade.kernels.gemm.hopper_split_k_parts import (
     Ring,
     Sizes,
     block_scales,
+    box_of,
     new_ring,
     produce,
     scale_rows,
@@ -110,10 +111,10 @@ def _launch(
     assert weight.is_contiguous() and x.stride(1) == 1 and (scales is not None or x.dtype == weight.dtype)
     assert scales is None or (scales.is_contiguous() and weight.itemsize == 1)
     rows = power_of_two(len(x), minimum=16)
-    target = _descriptor(out, rows) if gated else out
+    target = box_of(out, rows, _INPUTS) if gated else out
     outputs = out.shape[-1]
     _split_k_kernel[(-(-outputs // _OUTPUTS), config.splits)](
-        _descriptor(weight, _OUTPUTS), _descriptor(x, rows), scales, target, bias, len(x), outputs,
+        box_of(weight, _OUTPUTS, _INPUTS), box_of(x, rows, _INPUTS), scales, target, bias, len(x), outputs,
         K=x.shape[1], BLOCK=block_of(weight, scales), ROWS=rows, OUTPUTS=_OUTPUTS, STAGES=config.stages,
         SPLITS=config.splits, GATED=gated,
         num_warps=4, maxnreg=_registers(rows, gated, weight.itemsize), launch_pdl=True,
@@ -128,12 +129,6 @@ def _registers(rows: int, gated: bool, itemsize: int) -> int:
     if sums <= 32:
         return 64
     return 96 if sums <= 64 else 128
-
-
-def _descriptor(rows: Tensor, count: int) -> hopper.TensorDescriptor:
-    size = rows.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=size * _INPUTS, element_bitwidth=8 * size, rank=2)
-    return hopper.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, _INPUTS], layout)
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -208,8 +203,8 @@ def _multiply_converted(
     # Through float32: a GPU has a slow instruction from float8 to bfloat16, and fast ones for both steps.
     converted = weights.load(gl.DotOperandLayout(0, L, 2)).to(gl.float32).to(here.dtype)
     if sizes.BLOCK > 0:
-        found = hopper.warpgroup_mma(converted, here, gl.zeros_like(acc), use_acc=False, is_async=True)
-        acc += hopper.warpgroup_mma_wait(0, deps=(found,)) * scale
+        sums = hopper.warpgroup_mma(converted, here, gl.zeros_like(acc), use_acc=False, is_async=True)
+        acc += hopper.warpgroup_mma_wait(0, deps=(sums,)) * scale
     else:
         acc = hopper.warpgroup_mma(converted, here, acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))

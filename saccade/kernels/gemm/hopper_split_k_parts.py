@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from saccade.kernels.launch import gluon_compat as hopper
 from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
 from saccade.kernels.launch.hopper_pipeline import Barriers, next_stage
+
+
+def box_of(rows: Tensor, count: int, columns: int) -> hopper.TensorDescriptor:
+    """TMA loads or stores so many rows and columns at a time."""
+    size = rows.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=size * columns, element_bitwidth=8 * size, rank=2)
+    return hopper.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, columns], layout)
 
 
 @aggregate
@@ -112,10 +121,10 @@ def block_scales(scales: gl.tensor, step: gl.tensor, N: gl.tensor, sizes: Sizes)
     scale, up = gl.to_tensor(1.0), gl.to_tensor(1.0)
     if BLOCK > 0:
         column = step * (sizes.COLUMNS * sizes.BOXES)
-        own = scales + gl.program_id(0) * sizes.OUTPUTS // BLOCK * (sizes.K // BLOCK) + column // BLOCK
-        scale = gl.load(own)
+        block = scales + gl.program_id(0) * sizes.OUTPUTS // BLOCK * (sizes.K // BLOCK) + column // BLOCK
+        scale = gl.load(block)
         if sizes.GATED:
-            up = gl.load(own + N // BLOCK * (sizes.K // BLOCK))
+            up = gl.load(block + N // BLOCK * (sizes.K // BLOCK))
     return scale, up
 
 
@@ -124,10 +133,10 @@ def scale_rows(acc: gl.tensor, up: gl.tensor, scales: gl.tensor, N: gl.tensor, s
     """Times the scale of each weight row, if there are such."""
     if scales is not None and sizes.BLOCK == 0:
         rows = gl.arange(0, sizes.OUTPUTS, layout=gl.SliceLayout(1, acc.type.layout))
-        own = scales + gl.program_id(0) * sizes.OUTPUTS + rows
-        acc *= gl.load(own)[:, None]
+        row_scales = scales + gl.program_id(0) * sizes.OUTPUTS + rows
+        acc *= gl.load(row_scales)[:, None]
         if sizes.GATED:
-            up *= gl.load(own + N)[:, None]
+            up *= gl.load(row_scales + N)[:, None]
     return acc, up
 
 

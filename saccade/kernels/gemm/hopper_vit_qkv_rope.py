@@ -61,10 +61,10 @@ def suits(rows: int, inputs: int, heads: int, dim: int, programs: int) -> bool:
 
 
 def _like(dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
-    some = torch.empty((gemm.BOX, gemm.BOX), dtype=dtype, device=device)
+    box = torch.empty((gemm.BOX, gemm.BOX), dtype=dtype, device=device)
     rotary = torch.empty(gemm.BOX, dtype=torch.float32, device=device)
-    boxes = (gemm.boxes(some), gemm.boxes(some), *_pair_boxes(some), gemm.boxes(some))
-    return *boxes, some, rotary, gemm.BOX, gemm.BOX, 0, 0
+    boxes = (gemm.boxes(box), gemm.boxes(box), *_pair_boxes(box), gemm.boxes(box))
+    return *boxes, box, rotary, gemm.BOX, gemm.BOX, 0, 0
 
 
 def _pair_boxes(weight: Tensor) -> tuple[hopper.TensorDescriptor, hopper.TensorDescriptor]:
@@ -205,8 +205,8 @@ def _biases(
         first, next_box, next_head, next_pair, next_half = output, 64, 16, 2, 1
     elif is_short:
         first, next_box, next_head, next_pair, next_half = head * _DIM + 32, 4 * _DIM, _DIM, 1, _DIM // 2
-    own = first + box * next_box + heads * next_head + pairs * next_pair + which * next_half
-    return gl.load(bias + own)[None, :]
+    places = first + box * next_box + heads * next_head + pairs * next_pair + which * next_half
+    return gl.load(bias + places)[None, :]
 
 
 @gluon.jit

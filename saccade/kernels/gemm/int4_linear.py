@@ -68,7 +68,7 @@ class Norm(NamedTuple):
 
 def int4_linear(
     x: Tensor,  # [M, K], the last dimension dense
-    own: Int4Weight,
+    packed: Int4Weight,
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [M, N], contiguous
     *,
@@ -79,19 +79,19 @@ def int4_linear(
     out: Tensor | None = None,  # [M, N], contiguous
 ) -> Tensor:
     """x, normed first if asked, @ weight.T + bias + residual: [M, N]; or silu(gate) * up: [M, N / 2]."""
-    outputs = len(own.weight) // (2 if gated else 1)
-    config = config or choose_int4(len(x), outputs, own.inputs, gated=gated)
+    outputs = len(packed.weight) // (2 if gated else 1)
+    config = config or choose_int4(len(x), outputs, packed.inputs, gated=gated)
     assert config is not None and len(x) <= config.rows, (x.shape, config)
-    own.check(x)
+    packed.check(x)
     assert config.inputs % _CHUNK == 0, config
     if out is None:
         out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
     assert out.shape == (len(x), outputs) and out.is_contiguous()
     if config.rows == 1:
-        _launch_vector(x, own, (bias, residual), norm, out, config, gated)
+        _launch_vector(x, packed, (bias, residual), norm, out, config, gated)
         return out
     normed = x if norm is None else rms_norm(x.contiguous(), norm.weight, norm.eps)
-    _launch_tiles(normed, own, (bias, residual), out, config, workspace, gated)
+    _launch_tiles(normed, packed, (bias, residual), out, config, workspace, gated)
     return out
 
 
@@ -134,12 +134,12 @@ def _choose_gated(rows: int) -> Config:
 def _choose_splits(rows: int, n: int, k: int, outputs: int, inputs: int) -> int:
     """One for 1,024 columns, as far as the workspace goes; more where the device would not be full."""
     max_splits = int(MAX_PROGRAMS * MAX_ROWS // (rows * triton.cdiv(n, outputs)))
-    wanted = max(1, min(_MAX_SPLITS, k // _SPLIT_INPUTS, max_splits))
-    return max(choose_splits(n, k, outputs, inputs), 1 << (wanted.bit_length() - 1))
+    splits = max(1, min(_MAX_SPLITS, k // _SPLIT_INPUTS, max_splits))
+    return max(choose_splits(n, k, outputs, inputs), 1 << (splits.bit_length() - 1))
 
 
 def _launch_vector(
-    x: Tensor, own: Int4Weight, added: tuple[Tensor | None, Tensor | None], norm: Norm | None, out: Tensor,
+    x: Tensor, packed: Int4Weight, summands: tuple[Tensor | None, Tensor | None], norm: Norm | None, out: Tensor,
     config: Config, gated: bool,
 ) -> None:  # fmt: skip
     pdl = config.pdl and supports_pdl(x)
@@ -148,14 +148,14 @@ def _launch_vector(
         assert of_norm.dtype == x.dtype, (of_norm.dtype, x.dtype)
         of_norm = of_norm.view(torch.int32)
     int4_vector_kernel[(triton.cdiv(out.shape[1], config.outputs),)](
-        x.view(torch.int32), own.weight.view(torch.int32), own.scales, own.zeros, *added, of_norm, out, eps,
-        out.shape[1], K=own.inputs, GROUP=own.group, OUTPUTS=config.outputs, INPUTS=config.inputs,
+        x.view(torch.int32), packed.weight.view(torch.int32), packed.scales, packed.zeros, *summands, of_norm, out, eps,
+        out.shape[1], K=packed.inputs, GROUP=packed.group, OUTPUTS=config.outputs, INPUTS=config.inputs,
         GATED=gated, BF16=x.dtype == torch.bfloat16, PDL=pdl, num_warps=config.warps, **pdl_options(pdl),
     )  # fmt: skip
 
 
 def _launch_tiles(
-    x: Tensor, own: Int4Weight, added: tuple[Tensor | None, Tensor | None], out: Tensor, config: Config,
+    x: Tensor, packed: Int4Weight, summands: tuple[Tensor | None, Tensor | None], out: Tensor, config: Config,
     workspace: SplitWorkspace | None, gated: bool,
 ) -> None:  # fmt: skip
     if has_tensor_memory(x.device):
@@ -163,13 +163,13 @@ def _launch_tiles(
     outputs = out.shape[1]
     tiles = triton.cdiv(outputs, config.outputs)
     scratch = checked_workspace(workspace, config, tiles)[:3] if config.splits > 1 else (None, None, None)
-    share = triton.cdiv(triton.cdiv(own.inputs, config.inputs), config.splits) * config.inputs
+    share = triton.cdiv(triton.cdiv(packed.inputs, config.inputs), config.splits) * config.inputs
     pdl = config.pdl and supports_pdl(x)
     int4_tile_kernel[(tiles, config.splits)](
-        x, own.weight, own.scales, own.zeros, *added, out, *scratch, len(x), outputs, x.stride(0),
-        K=own.inputs, GROUP=own.group, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs,
+        x, packed.weight, packed.scales, packed.zeros, *summands, out, *scratch, len(x), outputs, x.stride(0),
+        K=packed.inputs, GROUP=packed.group, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs,
         SPLITS=config.splits, GATED=gated, PAIRED=x.device.type != "cpu", PDL=pdl,
-        PREFETCH=prefetched_lines(config, min(share, own.inputs) // 4, own.weight) if pdl else 0,
+        PREFETCH=prefetched_lines(config, min(share, packed.inputs) // 4, packed.weight) if pdl else 0,
         num_warps=config.warps, num_stages=_fitting_stages(config, x, gated), **pdl_options(pdl),
     )  # fmt: skip
 

@@ -25,9 +25,9 @@ def int4_tile_kernel(
     split = tl.program_id(1)
     SHARE: tl.constexpr = ((K + INPUTS - 1) // INPUTS + SPLITS - 1) // SPLITS * INPUTS  # columns of a split
     columns, rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
-    own = tl.minimum(columns, N - 1).to(tl.int64)  # weight rows, of the gate if there is one
+    weight_rows = tl.minimum(columns, N - 1).to(tl.int64)  # weight rows, of the gate if there is one
     prefetch_weights(
-        weight + own[:, None] * (K // 4) + split * SHARE // 4, tl.cast(N, tl.int64) * (K // 4), GATED, PREFETCH
+        weight + weight_rows[:, None] * (K // 4) + split * SHARE // 4, tl.cast(N, tl.int64) * (K // 4), GATED, PREFETCH
     )
     pdl_wait_then_release(PDL)
     few = x + rows[:, None] * x_row + tl.arange(0, 32)[None, :]  # [ROWS, 32]
@@ -44,9 +44,11 @@ def int4_tile_kernel(
             x2 = tl.load(few + start + 64, mask=inside, other=0.0)
             x3 = tl.load(few + start + 96, mask=inside, other=0.0)
             here = (x0, x1, x2, x3)
-            acc = add_chunk(acc, here, weight, scales, zeros, own, start, K, GROUP, INPUTS, PAIRED)
+            acc = add_chunk(acc, here, weight, scales, zeros, weight_rows, start, K, GROUP, INPUTS, PAIRED)
             if GATED:
-                acc_up = add_chunk(acc_up, here, weight, scales, zeros, own + N, start, K, GROUP, INPUTS, PAIRED)
+                acc_up = add_chunk(
+                    acc_up, here, weight, scales, zeros, weight_rows + N, start, K, GROUP, INPUTS, PAIRED
+                )
     total = tl.zeros([ROWS], tl.float32)
     finish_tile(
         acc, acc_up, total, bias, residual, None, out, partials, squares, counters, 0.0, rows, columns, M, N, N,
@@ -68,11 +70,11 @@ def add_chunk(
         numbers = tl.load(units, mask=(start < K) & (rows >= 0)[:, None], other=0, eviction_policy="evict_first")
     for part in tl.static_range(128 // GROUP):
         place = rows * (K // GROUP) + tl.minimum(start, K - 128) // GROUP + part
-        found = tl.zeros(acc.shape, tl.float32)
+        sums = tl.zeros(acc.shape, tl.float32)
         for plane in tl.static_range(part * PLANES, (part + 1) * PLANES):
             values = _unpack(numbers, zeros, place, plane, here[plane].dtype, PAIRED)
-            found = tl.dot(values, tl.trans(here[plane]), found)
-        acc = tl.fma(found, tl.load(scales + place).to(tl.float32)[:, None], acc)
+            sums = tl.dot(values, tl.trans(here[plane]), sums)
+        acc = tl.fma(sums, tl.load(scales + place).to(tl.float32)[:, None], acc)
     return acc
 
 
@@ -85,14 +87,14 @@ def _unpack(
     BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
     POWER: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
     if PAIRED:
-        found = tl.inline_asm_elementwise(
+        pair = tl.inline_asm_elementwise(
             f"{{ .reg .b32 s; shr.u32 s, $1, {4 * PLANE}; lop3.b32 $0, s, 0x000F000F, {BITS * 65537}, 0xEA; }}",
             "=r,r", [numbers], dtype=tl.int16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        found = ((numbers >> (4 * PLANE)) & 15) | BITS
+        pair = ((numbers >> (4 * PLANE)) & 15) | BITS
     if zeros is not None:
         zero = (tl.load(zeros + place).to(tl.float32) + POWER).to(dtype)[:, None]
     else:
         zero = tl.full([1, 1], POWER + 8, dtype)
-    return found.to(dtype, bitcast=True) - zero
+    return pair.to(dtype, bitcast=True) - zero

@@ -39,28 +39,28 @@ def int4_vector_kernel(
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.minimum(columns, N - 1).to(tl.int64)
     MASKED: tl.constexpr = K % INPUTS != 0
-    own = load_tile(weight, scales, zeros, None, None, rows, 0, N, K, 1, GROUP, INPUTS, MASKED)
-    up = own
+    gate = load_tile(weight, scales, zeros, None, None, rows, 0, N, K, 1, GROUP, INPUTS, MASKED)
+    up = gate
     if GATED:
         up = load_tile(weight, scales, zeros, None, None, rows + N, 0, N, K, 1, GROUP, INPUTS, MASKED)
     pdl_wait_then_release(PDL)
     acc, acc_up, squares = multiply_row(
-        x, weight, scales, zeros, norm, None, None, rows, own, up, N, K, 1, GROUP, INPUTS, GATED, BF16
+        x, weight, scales, zeros, norm, None, None, rows, gate, up, N, K, 1, GROUP, INPUTS, GATED, BF16
     )
     total = tl.sum(tl.sum(squares, 2), 1)  # [1]
-    found = scale_and_gate(tl.sum(acc, 1)[:, None], tl.sum(acc_up, 1)[:, None], total, norm, eps, K, GATED)
-    store_outputs(found, bias, residual, out, tl.arange(0, 1), columns, 1, N, N)
+    sums = scale_and_gate(tl.sum(acc, 1)[:, None], tl.sum(acc_up, 1)[:, None], total, norm, eps, K, GATED)
+    store_outputs(sums, bias, residual, out, tl.arange(0, 1), columns, 1, N, N)
 
 
 @triton.jit
 def multiply_row(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, norm: tl.tensor, experts: tl.tensor,
-    shares: tl.tensor, rows: tl.tensor, own: tl.tuple, up: tl.tuple, N: tl.tensor, K: tl.constexpr,
+    shares: tl.tensor, rows: tl.tensor, gate: tl.tuple, up: tl.tuple, N: tl.tensor, K: tl.constexpr,
     SLOTS: tl.constexpr, GROUP: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr, BF16: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """x times weight rows, and times those N rows further on if gated: [OUTPUTS, QUADS] each, not yet summed.
 
-    `own` and `up` are the tiles of the first step. With the norm's weight, also the sum of squares of x.
+    `gate` and `up` are the tiles of the first step. With the norm's weight, also the sum of squares of x.
     """
     COLUMNS: tl.constexpr = SLOTS * K
     QUADS: tl.constexpr = INPUTS // 32
@@ -71,7 +71,7 @@ def multiply_row(
     acc_up = tl.zeros([rows.shape[0], QUADS], tl.float32)
     squares = tl.zeros([1, QUADS, 4], tl.float32)
     for step in tl.range(0, STEPS, num_stages=1):
-        next_own, next_up = own, up
+        next_own, next_up = gate, up
         if STEPS > 1:
             more = step + 1
             next_own = load_tile(weight, scales, zeros, experts, shares, rows, more, N, K, SLOTS, GROUP, INPUTS, True)
@@ -84,10 +84,10 @@ def multiply_row(
         even2, odd2, squares = _load_plane(x, norm, squares, step, 2, COLUMNS, QUADS, MASKED, BF16)
         even3, odd3, squares = _load_plane(x, norm, squares, step, 3, COLUMNS, QUADS, MASKED, BF16)
         here = (even0, even1, even2, even3, odd0, odd1, odd2, odd3)
-        acc = _add_tile(acc, here, own, zeros, unknown, GROUP)
+        acc = _add_tile(acc, here, gate, zeros, unknown, GROUP)
         if GATED:
             acc_up = _add_tile(acc_up, here, up, zeros, unknown, GROUP)
-        own, up = next_own, next_up
+        gate, up = next_own, next_up
     return acc, acc_up, squares
 
 
@@ -140,21 +140,21 @@ def load_tile(
     QUADS: tl.constexpr = INPUTS // 32
     PARTS: tl.constexpr = 128 // GROUP  # groups of a chunk
     inside = step * (INPUTS // 8) + tl.arange(0, INPUTS // 8)[None, :]
-    own = _rows_at(rows[:, None], inside, experts, N, K // 8, SLOTS)
-    words = load_columns(weight + own * (K // 8), inside, SLOTS * K // 8, MASKED, "evict_first")
+    weight_rows = _rows_at(rows[:, None], inside, experts, N, K // 8, SLOTS)
+    words = load_columns(weight + weight_rows * (K // 8), inside, SLOTS * K // 8, MASKED, "evict_first")
     tile = (tl.reshape(words, (words.shape[0], QUADS, 4)),)
     group = (step * QUADS + tl.arange(0, QUADS)[:, None]) // 4 * PARTS  # [QUADS, 1]
     row = _rows_at(rows[None, :], group, experts, N, K // GROUP, SLOTS) * (K // GROUP)
     for part in tl.static_range(PARTS):
-        found = load_columns(scales + row, group + part, SLOTS * K // GROUP, MASKED, "")
+        groups = load_columns(scales + row, group + part, SLOTS * K // GROUP, MASKED, "")
         if shares is not None:
             slot = group // (K // GROUP)
-            found = found.to(tl.float32) * tl.load(shares + slot, mask=slot < SLOTS, other=0.0)
-        tile += (tl.trans(found),)  # type: ignore[assignment]
+            groups = groups.to(tl.float32) * tl.load(shares + slot, mask=slot < SLOTS, other=0.0)
+        tile += (tl.trans(groups),)  # type: ignore[assignment]
     if zeros is not None:
         for part in tl.static_range(PARTS):
-            found = tl.trans(load_columns(zeros + row, group + part, SLOTS * K // GROUP, MASKED, ""))
-            tile += (found,)  # type: ignore[assignment]
+            groups = tl.trans(load_columns(zeros + row, group + part, SLOTS * K // GROUP, MASKED, ""))
+            tile += (groups,)  # type: ignore[assignment]
     return tile
 
 
@@ -179,11 +179,11 @@ def _add_tile(
     word = tile[0]
     shifted = (word << 8, word << 8, word, word, word, word >> 12, word >> 12, word >> 12)
     for part in tl.static_range(PARTS):
-        found, total = _multiply_group(shifted, x, unknown, part * PLANES, PLANES)
+        sums, total = _multiply_group(shifted, x, unknown, part * PLANES, PLANES)
         zero = 8.0
         if zeros is not None:
             zero = tile[1 + PARTS + part].to(tl.float32)
-        acc = tl.fma(tl.sum(found, 2) - tl.sum(total, 2) * zero, tile[1 + part].to(tl.float32), acc)
+        acc = tl.fma(tl.sum(sums, 2) - tl.sum(total, 2) * zero, tile[1 + part].to(tl.float32), acc)
     return acc
 
 
@@ -193,15 +193,15 @@ def _multiply_group(
 ) -> tl.tuple:
     """Over PLANES planes: numbers * x [OUTPUTS, QUADS, 4], and the sum of x [1, QUADS, 4]."""
     total = x[FIRST] + x[FIRST + 4]
-    added = _power(FIRST) * x[FIRST] + _power(FIRST + 4) * x[FIRST + 4]
+    powers = _power(FIRST) * x[FIRST] + _power(FIRST + 4) * x[FIRST + 4]
     for plane in tl.static_range(FIRST + 1, FIRST + PLANES):
         total += x[plane] + x[plane + 4]
-        added += _power(plane) * x[plane] + _power(plane + 4) * x[plane + 4]
-    found = -added
+        powers += _power(plane) * x[plane] + _power(plane + 4) * x[plane + 4]
+    sums = -powers
     for plane in tl.static_range(FIRST, FIRST + PLANES):
-        found = tl.fma(_number(words[plane], unknown, plane), x[plane], found)
-        found = tl.fma(_number(words[plane + 4], unknown, plane + 4), x[plane + 4], found)
-    return found, total
+        sums = tl.fma(_number(words[plane], unknown, plane), x[plane], sums)
+        sums = tl.fma(_number(words[plane + 4], unknown, plane + 4), x[plane + 4], sums)
+    return sums, total
 
 
 @triton.constexpr_function

@@ -34,10 +34,10 @@ def _self_test(device: torch.device) -> None:
     from saccade.kernels.gemm.hopper_act import hopper_linear_act
 
     for act in ("quick_gelu", "silu_and_mul"):
-        x, weight, some = (torch.randn(*size, device=device).bfloat16() for size in ((150, 80), (288, 80), (288,)))
-        bias = some if act == "quick_gelu" else None
-        found = hopper_linear_act(0.2 * x, weight, bias, act, num_sms(device))
-        assert_agree(found, reference.linear_act(0.2 * x, weight, bias, act), 0.05)
+        x, weight, biases = (torch.randn(*size, device=device).bfloat16() for size in ((150, 80), (288, 80), (288,)))
+        bias = biases if act == "quick_gelu" else None
+        rows = hopper_linear_act(0.2 * x, weight, bias, act, num_sms(device))
+        assert_agree(rows, reference.linear_act(0.2 * x, weight, bias, act), 0.05)
 
 
 _has_kernel = KernelChoice(

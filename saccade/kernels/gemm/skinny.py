@@ -110,8 +110,8 @@ def skinny_linear(
     """x @ weight.T + bias + residual: [M, N], added up in float32 and rounded once to the type of `out`, or of x."""
     config = config or choose(len(x), weight.shape[0], weight.shape[1], x.dtype, scaled=scales is not None)
     if config is None:
-        found = _library_linear(x, weight, scales, bias, out)
-        return found if residual is None else found.add_(residual)
+        rows = _library_linear(x, weight, scales, bias, out)
+        return rows if residual is None else rows.add_(residual)
     return _launch(_Gemm(x, weight, bias, residual, scales=scales), config, workspace, out)
 
 
@@ -223,8 +223,8 @@ def _choose_scaled_vector(k: int, gated: bool) -> Config:
 def choose_splits(n: int, k: int, outputs: int, inputs: int, per_sm: int = 1) -> int:
     """As many as run at once, none without columns."""
     tiles, steps = triton.cdiv(n, outputs), triton.cdiv(k, inputs)
-    wanted = max(1, min(per_sm * _PROGRAMS // tiles, steps))
-    return int(triton.cdiv(steps, triton.cdiv(steps, wanted)))
+    splits = max(1, min(per_sm * _PROGRAMS // tiles, steps))
+    return int(triton.cdiv(steps, triton.cdiv(steps, splits)))
 
 
 def norms(config: Config, dtype: torch.dtype) -> bool:
@@ -336,14 +336,14 @@ def prefetched_lines(config: Config, columns: int, weight: Tensor) -> int:
 
 def checked_workspace(workspace: SplitWorkspace | None, config: Config, tiles: int) -> SplitWorkspace:
     programs = tiles * config.splits
-    needed = programs * config.outputs * config.rows
+    floats = programs * config.outputs * config.rows
     if workspace is None:
         raise ValueError(f"{config.splits} splits of {tiles} tiles need a workspace: pass SplitWorkspace.allocate(...)")
-    given = workspace.partials.numel()
-    if needed > given or programs * config.rows > workspace.squares.numel() or tiles > workspace.counters.numel():
+    space = workspace.partials.numel()
+    if floats > space or programs * config.rows > workspace.squares.numel() or tiles > workspace.counters.numel():
         raise ValueError(
-            f"{config.splits} splits of {tiles} tiles need {needed} floats and {tiles} counters of workspace; there are"
-            f" {given} and {workspace.counters.numel()}: allocate it for more rows, or split less"
+            f"{config.splits} splits of {tiles} tiles need {floats} floats and {tiles} counters of workspace; there are"
+            f" {space} and {workspace.counters.numel()}: allocate it for more rows, or split less"
         )
     return workspace
 
@@ -384,9 +384,9 @@ def _vector_kernel(
 ) -> None:  # fmt: skip
     """One row of x, on CUDA cores: each thread multiplies the columns it loads; one reduction at the end."""
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
+    weight_rows = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
     to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
-    prefetch_weights(own, to_up, GATED, PREFETCH)
+    prefetch_weights(weight_rows, to_up, GATED, PREFETCH)
     pdl_wait_then_release(PDL)
     acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
@@ -398,12 +398,12 @@ def _vector_kernel(
         if norm is not None:
             squares += here * here
             here *= load_columns(norm, inputs, K, MASKED, "").to(tl.float32)
-        acc += load_columns(own, inputs, K, MASKED, "evict_first").to(tl.float32) * here
+        acc += load_columns(weight_rows, inputs, K, MASKED, "evict_first").to(tl.float32) * here
         if GATED:
-            acc_up += load_columns(own + to_up, inputs, K, MASKED, "evict_first").to(tl.float32) * here
+            acc_up += load_columns(weight_rows + to_up, inputs, K, MASKED, "evict_first").to(tl.float32) * here
     total = tl.sum(squares, 1)  # [1]
-    found = scale_and_gate(tl.sum(acc, 1)[:, None], tl.sum(acc_up, 1)[:, None], total, norm, eps, K, GATED)
-    store_outputs(found, bias, residual, out, tl.arange(0, 1), columns, 1, N, N)
+    sums = scale_and_gate(tl.sum(acc, 1)[:, None], tl.sum(acc_up, 1)[:, None], total, norm, eps, K, GATED)
+    store_outputs(sums, bias, residual, out, tl.arange(0, 1), columns, 1, N, N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -418,16 +418,16 @@ def _tile_kernel(
     tile, split = tl.program_id(0), tl.program_id(1)
     SHARE: tl.constexpr = ((K + INPUTS - 1) // INPUTS + SPLITS - 1) // SPLITS * INPUTS  # columns of a split
     columns, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
-    own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
+    weight_rows = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
     to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
-    prefetch_weights(own + split * SHARE, to_up, GATED, PREFETCH)
+    prefetch_weights(weight_rows + split * SHARE, to_up, GATED, PREFETCH)
     pdl_wait_then_release(PDL)
     few = x + tl.minimum(rows, M - 1)[:, None] * x_row  # [ROWS, 1]
     blocks = scales
     if BLOCK > 0:
         blocks = scales + tile * OUTPUTS // BLOCK * (K // BLOCK)
     acc, acc_up, total = _multiply(
-        few, own, own + to_up, norm, split * SHARE, blocks, N,
+        few, weight_rows, weight_rows + to_up, norm, split * SHARE, blocks, N,
         SHARE, K, BLOCK, ROWS, OUTPUTS, INPUTS, SHARE * SPLITS != K, GATED, PRECISION,
     )  # fmt: skip
     acc, acc_up = scale_rows(acc, acc_up, scales, columns, N, BLOCK, GATED)

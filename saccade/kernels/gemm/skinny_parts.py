@@ -9,11 +9,11 @@ from saccade.kernels.launch.pdl import prefetch_l2
 
 
 @triton.jit
-def prefetch_weights(own: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, PREFETCH: tl.constexpr) -> None:
+def prefetch_weights(weight_rows: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, PREFETCH: tl.constexpr) -> None:
     """The first PREFETCH cache lines of each weight row."""
     if PREFETCH > 0:
-        of_line: tl.constexpr = 1024 // own.dtype.element_ty.primitive_bitwidth  # elements
-        lines = own + tl.arange(0, PREFETCH)[None, :] * of_line  # [OUTPUTS, PREFETCH]
+        of_line: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth  # elements
+        lines = weight_rows + tl.arange(0, PREFETCH)[None, :] * of_line  # [OUTPUTS, PREFETCH]
         prefetch_l2(lines)
         if GATED:
             prefetch_l2(lines + to_up)
@@ -21,30 +21,30 @@ def prefetch_weights(own: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, PREF
 
 @triton.jit
 def scale_rows(
-    found: tl.tensor, up: tl.tensor, scales: tl.tensor, columns: tl.tensor, N: tl.tensor,
+    acc: tl.tensor, up: tl.tensor, scales: tl.tensor, columns: tl.tensor, N: tl.tensor,
     BLOCK: tl.constexpr, GATED: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """[OUTPUTS, ROWS] each: times the scale of each weight row, if there are such."""
     if scales is not None and BLOCK == 0:
-        found *= tl.load(scales + tl.minimum(columns, N - 1))[:, None]
+        acc *= tl.load(scales + tl.minimum(columns, N - 1))[:, None]
         if GATED:
             up *= tl.load(scales + N + tl.minimum(columns, N - 1))[:, None]
-    return found, up
+    return acc, up
 
 
 @triton.jit
 def scale_and_gate(
-    found: tl.tensor, up: tl.tensor, squares: tl.tensor, norm: tl.tensor, eps: tl.tensor,
+    acc: tl.tensor, up: tl.tensor, squares: tl.tensor, norm: tl.tensor, eps: tl.tensor,
     K: tl.constexpr, GATED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """[OUTPUTS, ROWS]: the norm's divisor, and silu(gate) * up."""
     if norm is not None:
         scale = tl.rsqrt(squares / K + eps)[None, :]
-        found *= scale
+        acc *= scale
         up *= scale
     if GATED:
-        found = found * tl.sigmoid(found) * up
-    return found
+        acc = acc * tl.sigmoid(acc) * up
+    return acc
 
 
 @triton.jit
@@ -58,17 +58,17 @@ def combine_splits(first: tl.tensor, step: tl.constexpr, SPLITS: tl.constexpr) -
 
 @triton.jit
 def store_outputs(
-    found: tl.tensor, bias: tl.tensor, residual: tl.tensor, out: tl.tensor,
+    acc: tl.tensor, bias: tl.tensor, residual: tl.tensor, out: tl.tensor,
     rows: tl.tensor, columns: tl.tensor, M: tl.tensor, N: tl.tensor, out_row: tl.tensor,
 ) -> None:  # fmt: skip
     """found [OUTPUTS, ROWS] -> out [M, N], with bias [N] and residual [M, N] where there are any."""
     inside = (columns < N)[:, None] & (rows < M)[None, :]
     if bias is not None:
-        found += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     if residual is not None:
-        own = residual + rows[None, :].to(tl.int64) * N + columns[:, None]
-        found += tl.load(own, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + rows[None, :].to(tl.int64) * out_row + columns[:, None], found.to(out.dtype.element_ty), mask=inside)
+        places = residual + rows[None, :].to(tl.int64) * N + columns[:, None]
+        acc += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + rows[None, :].to(tl.int64) * out_row + columns[:, None], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -81,8 +81,8 @@ def finish_tile(
     """Write a tile [OUTPUTS, ROWS]; of splits the last one to arrive does, after the others left their partials."""
     tile, split = tl.program_id(0), tl.program_id(1)
     if SPLITS == 1:
-        found = scale_and_gate(acc, acc_up, total, norm, eps, K, GATED)
-        store_outputs(found, bias, residual, out, rows, columns, M, N, out_row)
+        sums = scale_and_gate(acc, acc_up, total, norm, eps, K, GATED)
+        store_outputs(sums, bias, residual, out, rows, columns, M, N, out_row)
     else:
         cell = (tile * SPLITS).to(tl.int64) * ROWS  # the tile's first row in the workspace
         partial = partials + cell * OUTPUTS + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
@@ -92,6 +92,6 @@ def finish_tile(
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
             acc = combine_splits(partial, OUTPUTS * ROWS, SPLITS)
             total = combine_splits(squares + cell + rows, ROWS, SPLITS)
-            found = scale_and_gate(acc, acc, total, norm, eps, K, False)
-            store_outputs(found, bias, residual, out, rows, columns, M, N, out_row)
+            sums = scale_and_gate(acc, acc, total, norm, eps, K, False)
+            store_outputs(sums, bias, residual, out, rows, columns, M, N, out_row)
             tl.store(counters + tile, 0)

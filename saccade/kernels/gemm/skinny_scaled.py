@@ -19,7 +19,7 @@ def scaled_vector_kernel(
     """As `skinny._vector_kernel`. Columns are in groups of 128, so that a thread reads a scale once."""
     GROUPS: tl.constexpr = INPUTS // 128
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    own = weight + tl.minimum(columns, N - 1)[:, None, None].to(tl.int64) * K  # [OUTPUTS, 1, 1]
+    weight_rows = weight + tl.minimum(columns, N - 1)[:, None, None].to(tl.int64) * K  # [OUTPUTS, 1, 1]
     to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
     groups = tl.arange(0, GROUPS)[None, :, None]
     inside = groups * 128 + tl.arange(0, 128)[None, None, :]  # [1, GROUPS, 128]
@@ -39,16 +39,17 @@ def scaled_vector_kernel(
         scaled = here
         if BLOCK > 0:
             scaled = here * load_columns(blocks + first // 128, groups, (K - first) // 128, MASKED, "")
-        acc += load_columns(own + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * scaled
+        acc += load_columns(weight_rows + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * scaled
         if GATED:
             if BLOCK > 0:
                 of_up = blocks + N // BLOCK * (K // BLOCK) + first // 128
                 scaled = here * load_columns(of_up, groups, (K - first) // 128, MASKED, "")
             acc_up += (
-                load_columns(own + to_up + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * scaled
+                load_columns(weight_rows + to_up + first, inside, K - first, MASKED, "evict_first").to(tl.float32)
+                * scaled
             )
     total = tl.sum(tl.sum(squares, 2), 1)  # [1]
-    found, up = tl.sum(tl.sum(acc, 2), 1)[:, None], tl.sum(tl.sum(acc_up, 2), 1)[:, None]
-    found, up = scale_rows(found, up, scales, columns, N, BLOCK, GATED)
-    found = scale_and_gate(found, up, total, norm, eps, K, GATED)
-    store_outputs(found, bias, residual, out, tl.arange(0, 1), columns, 1, N, N)
+    gate, up = tl.sum(tl.sum(acc, 2), 1)[:, None], tl.sum(tl.sum(acc_up, 2), 1)[:, None]
+    gate, up = scale_rows(gate, up, scales, columns, N, BLOCK, GATED)
+    gate = scale_and_gate(gate, up, total, norm, eps, K, GATED)
+    store_outputs(gate, bias, residual, out, tl.arange(0, 1), columns, 1, N, N)

@@ -37,8 +37,8 @@ def _self_test(device: torch.device) -> None:
     x, weight, bias = (torch.randn(*size, device=device).bfloat16() for size in ((150, 80), (outputs, 80), (outputs,)))
     angles = torch.randn(150, DIM // 2, device=device)
     rotary = torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
-    found = hopper_qkv_rope(0.2 * x, weight, bias, rotary, heads, num_sms(device))
-    assert_agree(found, reference.qkv_rope(0.2 * x, weight, bias, rotary, heads), 0.05)
+    qkv = hopper_qkv_rope(0.2 * x, weight, bias, rotary, heads, num_sms(device))
+    assert_agree(qkv, reference.qkv_rope(0.2 * x, weight, bias, rotary, heads), 0.05)
 
 
 _has_kernel = KernelChoice(

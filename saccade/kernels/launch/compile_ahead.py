@@ -82,9 +82,9 @@ def _load_blas() -> None:
     graph = torch.cuda.graph
     graph.default_capture_stream = graph.default_capture_stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(graph.default_capture_stream):
-        some = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
-        torch.addmm(some[0], some, some)
-        some @ some
+        square = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+        torch.addmm(square[0], square, square)
+        square @ square
     torch.cuda.synchronize()
 
 
@@ -144,12 +144,12 @@ def _kind(argument: Any) -> object:
 class _CompileMode(AsyncCompileMode):  # type: ignore[misc]
     """Compiles in processes what is not on disk yet."""
 
-    def submit(self, key: str, compile_fn: Callable[[], Any], *others: Any) -> Any:
+    def submit(self, key: str, compile_fn: Callable[[], Any], *args: Any) -> Any:
         assert isinstance(self.executor, _Compilers)
-        kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        if kept.get_group(f"{self.executor.kernel}.json") is None:
-            compile_fn = partial(_in_a_process, compile_fn, Path(kept.cache_dir) / "compiling")
-        return super().submit(key, compile_fn, *others)
+        cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        if cache.get_group(f"{self.executor.kernel}.json") is None:
+            compile_fn = partial(_in_a_process, compile_fn, Path(cache.cache_dir) / "compiling")
+        return super().submit(key, compile_fn, *args)
 
 
 def _in_a_process(compile_kernel: Callable[[], Any], lock: Path) -> Any:

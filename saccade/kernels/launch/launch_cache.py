@@ -24,9 +24,9 @@ def launch(
     if compiled is not None:
         compiled[grid](*args, *sizes)
         return
-    made = kernel[grid](*args, *sizes, **options)
-    if made is not None:  # the interpreter returns None, and so does what only compiles
-        _compiled[key] = made
+    handle = kernel[grid](*args, *sizes, **options)
+    if handle is not None:  # the interpreter returns None, and so does what only compiles
+        _compiled[key] = handle
 
 
 def launch_for_any_size(

@@ -1,8 +1,8 @@
 """Sum over the experts of each token: the last step of an MoE layer.
 
-    made [T, slots, H]: grid (T, H / COLUMNS)     | slot 0 | slot 1 | ... |  + sigmoid(gate) * added  ->  out [T, H]
+    outputs [T, slots, H]: grid (T, H / COLUMNS)     | slot 0 | slot 1 | ... |  + sigmoid(gate) * addend ->  out [T, H]
 
-The routing weights are in `made` already. Slots are added in their order, in float32, and rounded once.
+The routing weights are in `outputs` already. Slots are added in their order, in float32, and rounded once.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, suppo
 _COLUMNS = 1024  # of a program
 
 
-def combine(made: Tensor, slots: int, added: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
-    """made [pairs, H] -> [T, H]. `added` [T, H]: a shared expert's output; `gate` [T]: its gate before the sigmoid."""
-    pairs, hidden = made.shape
+def combine(outputs: Tensor, slots: int, addend: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    """outputs [pairs, H] -> [T, H]. `addend` [T, H]: of a shared expert; `gate` [T]: its gate before the sigmoid."""
+    pairs, hidden = outputs.shape
     tokens = pairs // slots
-    assert made.is_contiguous() and pairs == tokens * slots
-    assert added is None or (added.is_contiguous() and added.shape == (tokens, hidden))
-    assert gate is None or (gate.numel() == tokens and gate.is_contiguous() and added is not None)
-    out = torch.empty((tokens, hidden), dtype=made.dtype, device=made.device)
-    pdl = supports_pdl(made)
+    assert outputs.is_contiguous() and pairs == tokens * slots
+    assert addend is None or (addend.is_contiguous() and addend.shape == (tokens, hidden))
+    assert gate is None or (gate.numel() == tokens and gate.is_contiguous() and addend is not None)
+    out = torch.empty((tokens, hidden), dtype=outputs.dtype, device=outputs.device)
+    pdl = supports_pdl(outputs)
     _combine_kernel[(tokens, triton.cdiv(hidden, _COLUMNS))](
-        made, added, gate, out, hidden, SLOTS=slots, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl)
+        outputs, addend, gate, out, hidden, SLOTS=slots, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl)
     )
     return out
 
 
 @triton.jit
 def _combine_kernel(
-    made: tl.tensor, added: tl.tensor, gate: tl.tensor, out: tl.tensor, hidden: tl.tensor,
+    outputs: tl.tensor, addend: tl.tensor, gate: tl.tensor, out: tl.tensor, hidden: tl.tensor,
     SLOTS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < hidden
     pdl_release_then_wait(PDL)
-    row = made + token * SLOTS * hidden + columns
+    row = outputs + token * SLOTS * hidden + columns
     total = tl.load(row, mask=mask, other=0.0).to(tl.float32)
     for slot in tl.static_range(1, SLOTS):
         total += tl.load(row + slot * hidden, mask=mask, other=0.0).to(tl.float32)
-    add_and_store(total, added, gate, out, token, columns, hidden)
+    add_and_store(total, addend, gate, out, token, columns, hidden)
 
 
 @triton.jit
 def add_and_store(
-    total: tl.tensor, added: tl.tensor, gate: tl.tensor, out: tl.tensor, token: tl.tensor, columns: tl.tensor,
+    total: tl.tensor, addend: tl.tensor, gate: tl.tensor, out: tl.tensor, token: tl.tensor, columns: tl.tensor,
     N: tl.tensor,
 ) -> None:  # fmt: skip
-    """Columns of a token's row, with those of `added`, times its gate if there is one."""
+    """Columns of a token's row, with those of `addend`, times its gate if there is one."""
     mask = columns < N
-    if added is not None:
-        more = tl.load(added + token * N + columns, mask=mask, other=0.0).to(tl.float32)
+    if addend is not None:
+        more = tl.load(addend + token * N + columns, mask=mask, other=0.0).to(tl.float32)
         if gate is not None:
             more *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
         total += more

@@ -168,12 +168,12 @@ def _gate_up_kernel(
         up = _dot(here, by, weights, up, scales, gates + N, k, K, BLOCK, SWAPPED, PRECISION)
     gate = _scale_rows(gate, scales, gates, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
     up = _scale_rows(up, scales, gates + N, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
-    found = gate * tl.sigmoid(gate) * up
+    gated = gate * tl.sigmoid(gate) * up
     if SWAPPED:
-        found = tl.trans(found)
+        gated = tl.trans(gated)
     columns = tile * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
     target = out + (first + rows)[:, None].to(tl.int64) * N + columns
-    tl.store(target, found.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N))
+    tl.store(target, gated.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N))
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -188,8 +188,8 @@ def _down_kernel(
     count = tl.load(blocks + 2 * capacity + block, mask=block < capacity, other=0)
     expert = tl.load(blocks + block, mask=block < capacity, other=0)
     first = tl.load(blocks + capacity + block, mask=block < capacity, other=0)
-    own = expert * N + tile * OUTPUTS  # first weight row
-    weight_rows = _weight_rows(weight, own, N - tile * OUTPUTS, K, OUTPUTS, TMA)
+    weight_row = expert * N + tile * OUTPUTS  # first weight row
+    weight_rows = _weight_rows(weight, weight_row, N - tile * OUTPUTS, K, OUTPUTS, TMA)
     if PREFETCH > 0 and count > 0:
         of_line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements
         prefetch_l2(weight_rows + tl.arange(0, PREFETCH)[None, :] * of_line)
@@ -205,10 +205,10 @@ def _down_kernel(
         else:
             own_wide = wide + (first + tl.minimum(rows, count - 1))[:, None].to(tl.int64) * K
             here = _load(own_wide, inputs, K, INPUTS, "")
-        weights = _load_weights(weight, weight_rows, own, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
+        weights = _load_weights(weight, weight_rows, weight_row, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
         by = _row_scales(wide_scales, first + tl.minimum(rows, count - 1), k, group_row)
-        acc = _dot(here, by, weights, acc, scales, own, k, K, BLOCK, SWAPPED, PRECISION)
-    acc = _scale_rows(acc, scales, own, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
+        acc = _dot(here, by, weights, acc, scales, weight_row, k, K, BLOCK, SWAPPED, PRECISION)
+    acc = _scale_rows(acc, scales, weight_row, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
     if SWAPPED:
         acc = tl.trans(acc)
     pair = tl.load(order + first + rows, mask=rows < count, other=0)
@@ -235,12 +235,12 @@ def _zeros(ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SWAPPED: tl.constexpr) -> 
 
 @triton.jit
 def _weight_rows(
-    weight: tl.tensor, first: tl.tensor, left: tl.tensor, K: tl.constexpr, OUTPUTS: tl.constexpr, TMA: tl.constexpr
+    weight: tl.tensor, first: tl.tensor, count: tl.tensor, K: tl.constexpr, OUTPUTS: tl.constexpr, TMA: tl.constexpr
 ) -> tl.tensor:
-    """Pointers to rows from `first` on, [OUTPUTS, 1]; after the `left` ones of the expert, the last one again."""
+    """Pointers to rows from `first` on, [OUTPUTS, 1]; after the `count` ones of the expert, the last one again."""
     rows = first  # a descriptor needs no pointers
     if not TMA:
-        rows = first + tl.minimum(tl.arange(0, OUTPUTS), left - 1)
+        rows = first + tl.minimum(tl.arange(0, OUTPUTS), count - 1)
         rows = weight + rows[:, None].to(tl.int64) * K
     return rows
 
@@ -252,29 +252,29 @@ def _load_weights(
 ) -> tl.tensor:  # fmt: skip
     """[OUTPUTS, INPUTS]. Few rows: weights are read once, so they are evicted first."""
     if TMA:
-        found = weight.load([first, k])
+        weights = weight.load([first, k])
     else:
-        found = _load(rows, k + tl.arange(0, INPUTS)[None, :], K, INPUTS, "evict_first" if SWAPPED else "")
-    return found
+        weights = _load(rows, k + tl.arange(0, INPUTS)[None, :], K, INPUTS, "evict_first" if SWAPPED else "")
+    return weights
 
 
 @triton.jit
 def _load(rows: tl.tensor, inputs: tl.tensor, K: tl.constexpr, INPUTS: tl.constexpr, POLICY: tl.constexpr) -> tl.tensor:
     """Columns `inputs` of rows; zero after K."""
     if K % INPUTS == 0:
-        found = tl.load(rows + inputs, eviction_policy=POLICY)
+        columns = tl.load(rows + inputs, eviction_policy=POLICY)
     else:
-        found = tl.load(rows + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
-    return found
+        columns = tl.load(rows + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
+    return columns
 
 
 @triton.jit
 def _row_scales(scales: tl.tensor, rows: tl.tensor, k: tl.tensor, group_row: tl.tensor) -> tl.tensor:
     """[ROWS, 1], of the group of 128 columns that k is in; nothing of rows that are not float8."""
-    found = None
+    group = None
     if scales is not None:
-        found = tl.load(scales + k // 128 * tl.cast(group_row, tl.int64) + rows)[:, None]
-    return found
+        group = tl.load(scales + k // 128 * tl.cast(group_row, tl.int64) + rows)[:, None]
+    return group
 
 
 @triton.jit
@@ -317,11 +317,11 @@ def _mma(
 
 @triton.jit
 def _scale_rows(
-    acc: tl.tensor, scales: tl.tensor, first: tl.tensor, left: tl.tensor,
+    acc: tl.tensor, scales: tl.tensor, first: tl.tensor, count: tl.tensor,
     BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, SWAPPED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Times the scales of weight rows from `first` on, if there are such."""
     if scales is not None and BLOCK == 0:
-        found = tl.load(scales + first + tl.minimum(tl.arange(0, OUTPUTS), left - 1))
-        acc *= found[:, None] if SWAPPED else found[None, :]
+        row_scales = tl.load(scales + first + tl.minimum(tl.arange(0, OUTPUTS), count - 1))
+        acc *= row_scales[:, None] if SWAPPED else row_scales[None, :]
     return acc

@@ -50,32 +50,32 @@ def vector_gate_up(
     out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
     pdl = supports_pdl(x)
     grid = (triton.cdiv(outputs, config.outputs), pairs)
-    rest = (routed.experts, out, outputs, x.stride(0))
+    args = (routed.experts, out, outputs, x.stride(0))
     sizes = {
         "K": inputs, "SLOTS": routed.experts.shape[1], "OUTPUTS": config.outputs, "INPUTS": config.inputs,
         "STAGES": config.stages, "PDL": pdl, "num_warps": config.warps, "num_stages": config.stages, **pdl_options(pdl),
     }  # fmt: skip
     if scales is not None:
-        scaled_gate_up_kernel[grid](x, weight, scales, *rest, BLOCK=_checked_block(weight, scales, config), **sizes)
+        scaled_gate_up_kernel[grid](x, weight, scales, *args, BLOCK=_checked_block(weight, scales, config), **sizes)
     else:
         assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
-        _gate_up_kernel[grid](x, weight, *rest, **sizes)
+        _gate_up_kernel[grid](x, weight, *args, **sizes)
     return out
 
 
 def vector_down(
     wide: Tensor, weight: Tensor, routed: Routed, config: VectorConfig,
-    added: Tensor | None = None, gate: Tensor | None = None, scales: Tensor | None = None,
+    addend: Tensor | None = None, gate: Tensor | None = None, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """wide [pairs, I], weight [E, H, I] -> [T, H]: the weighted sum over slots, `added` and `gate` as in `combine`."""
+    """wide [pairs, I], weight [E, H, I] -> [T, H]: the weighted sum over slots, `addend` and `gate` as in `combine`."""
     _, outputs, inputs = weight.shape
     tokens, slots = routed.experts.shape
     assert wide.is_contiguous() and weight.is_contiguous() and wide.shape[1] == inputs
-    assert added is None or (added.is_contiguous() and added.shape == (tokens, outputs))
+    assert addend is None or (addend.is_contiguous() and addend.shape == (tokens, outputs))
     out = torch.empty((tokens, outputs), dtype=wide.dtype, device=wide.device)
     pdl = supports_pdl(wide)
     grid = (triton.cdiv(outputs, config.outputs), tokens)
-    rest = (routed.experts, routed.weights, added, gate, out, outputs)
+    args = (routed.experts, routed.weights, addend, gate, out, outputs)
     lines = triton.cdiv(config.outputs * inputs * weight.element_size(), LINE)  # of a program's rows of one expert
     if not (config.prefetch and pdl and outputs % config.outputs == 0):
         lines = 0
@@ -85,10 +85,10 @@ def vector_down(
         **pdl_options(pdl),
     }  # fmt: skip
     if scales is not None:
-        scaled_down_kernel[grid](wide, weight, scales, *rest, BLOCK=_checked_block(weight, scales, config), **sizes)
+        scaled_down_kernel[grid](wide, weight, scales, *args, BLOCK=_checked_block(weight, scales, config), **sizes)
     else:
         assert wide.dtype == weight.dtype, (wide.dtype, weight.dtype)
-        _down_kernel[grid](wide, weight, *rest, **sizes)
+        _down_kernel[grid](wide, weight, *args, **sizes)
     return out
 
 
@@ -121,21 +121,21 @@ def _gate_up_kernel(
         here = load_columns(row, inputs, K, K % INPUTS != 0, "").to(tl.float32)
         gate += load_columns(gates, inputs, K, K % INPUTS != 0, "evict_first").to(tl.float32) * here
         up += load_columns(ups, inputs, K, K % INPUTS != 0, "evict_first").to(tl.float32) * here
-    found = tl.sum(gate, 1)
-    found = found * tl.sigmoid(found) * tl.sum(up, 1)
-    tl.store(out + pair * N + columns, found.to(out.dtype.element_ty), mask=columns < N)
+    gated = tl.sum(gate, 1)
+    gated = gated * tl.sigmoid(gated) * tl.sum(up, 1)
+    tl.store(out + pair * N + columns, gated.to(out.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit
 def _down_kernel(
-    wide: tl.tensor, weight: tl.tensor, experts: tl.tensor, scales: tl.tensor, added: tl.tensor, gate: tl.tensor,
+    wide: tl.tensor, weight: tl.tensor, experts: tl.tensor, scales: tl.tensor, addend: tl.tensor, gate: tl.tensor,
     out: tl.tensor, N: tl.tensor,
     K: tl.constexpr, SLOTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr,
     LINES_PADDED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(1)
-    own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1], of expert 0
+    weight_rows = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1], of expert 0
     size = tl.cast(N, tl.int64) * K
     if LINES > 0:
         first = weight + tl.program_id(0) * OUTPUTS * K
@@ -144,11 +144,11 @@ def _down_kernel(
     acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     for slot in tl.static_range(SLOTS):
         pair = token * SLOTS + slot
-        rows = own + tl.load(experts + pair) * size
+        rows = weight_rows + tl.load(experts + pair) * size
         scale = tl.load(scales + pair)
         for k in tl.static_range(0, K, INPUTS):
             inputs = k + tl.arange(0, INPUTS)[None, :]
             here = load_columns(wide + pair * K, inputs, K, K % INPUTS != 0, "").to(tl.float32) * scale
             acc += load_columns(rows, inputs, K, K % INPUTS != 0, "evict_first").to(tl.float32) * here
-    found = tl.sum(acc, 1)
-    add_and_store(found, added, gate, out, token, columns, N)
+    total = tl.sum(acc, 1)
+    add_and_store(total, addend, gate, out, token, columns, N)

@@ -24,38 +24,39 @@ from saccade.kernels.moe.prefetch_experts import LINE, prefetch_experts
 from saccade.kernels.moe.topk_routing import Routed
 
 
-def int4_vector_gate_up(x: Tensor, own: Int4Weight, routed: Routed, config: VectorConfig) -> Tensor:
+def int4_vector_gate_up(x: Tensor, packed: Int4Weight, routed: Routed, config: VectorConfig) -> Tensor:
     """x [T, H], weight [E, 2 I, H / 4] -> silu(gate) * up: [pairs, I], in pair order."""
-    own.check(x)
-    pairs, outputs = routed.experts.numel(), own.weight.shape[1] // 2
+    packed.check(x)
+    pairs, outputs = routed.experts.numel(), packed.weight.shape[1] // 2
     out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
     pdl = supports_pdl(x)
     int4_gate_up_kernel[(triton.cdiv(outputs, config.outputs), pairs)](
-        x.view(torch.int32), own.weight.view(torch.int32), own.scales, own.zeros, routed.experts, out, outputs,
-        x.stride(0) // 2, K=own.inputs, SLOTS=routed.experts.shape[1], GROUP=own.group, OUTPUTS=config.outputs,
+        x.view(torch.int32), packed.weight.view(torch.int32), packed.scales, packed.zeros, routed.experts, out, outputs,
+        x.stride(0) // 2, K=packed.inputs, SLOTS=routed.experts.shape[1], GROUP=packed.group, OUTPUTS=config.outputs,
         INPUTS=config.inputs, BF16=x.dtype == torch.bfloat16, PDL=pdl, num_warps=config.warps, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
 
 def int4_vector_down(
-    wide: Tensor, own: Int4Weight, routed: Routed, config: VectorConfig,
-    added: Tensor | None = None, gate: Tensor | None = None,
+    wide: Tensor, packed: Int4Weight, routed: Routed, config: VectorConfig,
+    addend: Tensor | None = None, gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """wide [pairs, I], weight [E, H, I / 4] -> [T, H]: the weighted sum over slots; the rest as in `combine`."""
-    own.check(wide)
+    packed.check(wide)
     tokens, slots = routed.experts.shape
-    outputs = own.weight.shape[1]
+    outputs = packed.weight.shape[1]
     assert wide.is_contiguous() and len(wide) == tokens * slots
-    assert added is None or (added.is_contiguous() and added.shape == (tokens, outputs))
+    assert addend is None or (addend.is_contiguous() and addend.shape == (tokens, outputs))
     out = torch.empty((tokens, outputs), dtype=wide.dtype, device=wide.device)
     pdl = supports_pdl(wide)
-    lines = triton.cdiv(config.outputs * own.inputs // 2, LINE)  # of a program's rows of one expert
+    lines = triton.cdiv(config.outputs * packed.inputs // 2, LINE)  # of a program's rows of one expert
     if not (config.prefetch and pdl and outputs % config.outputs == 0):
         lines = 0
     int4_down_kernel[(triton.cdiv(outputs, config.outputs), tokens)](
-        wide.view(torch.int32), own.weight.view(torch.int32), own.scales, own.zeros, routed.experts, routed.weights,
-        added, gate, out, outputs, K=own.inputs, SLOTS=slots, GROUP=own.group, OUTPUTS=config.outputs,
+        wide.view(torch.int32), packed.weight.view(torch.int32), packed.scales, packed.zeros, routed.experts,
+        routed.weights, addend, gate, out, outputs,
+        K=packed.inputs, SLOTS=slots, GROUP=packed.group, OUTPUTS=config.outputs,
         INPUTS=config.inputs, BF16=wide.dtype == torch.bfloat16, LINES=lines, LINES_PADDED=power_of_two(lines),
         PDL=pdl, num_warps=config.warps, **pdl_options(pdl),
     )  # fmt: skip
@@ -73,36 +74,54 @@ def int4_gate_up_kernel(
     pdl_wait_then_release(PDL)
     rows = tl.load(experts + pair).to(tl.int64) * 2 * N + tl.minimum(columns, N - 1)
     MASKED: tl.constexpr = K % INPUTS != 0
-    own = load_tile(weight, scales, zeros, None, None, rows, 0, N, K, 1, GROUP, INPUTS, MASKED)
+    gate = load_tile(weight, scales, zeros, None, None, rows, 0, N, K, 1, GROUP, INPUTS, MASKED)
     up = load_tile(weight, scales, zeros, None, None, rows + N, 0, N, K, 1, GROUP, INPUTS, MASKED)
     here = x + (pair // SLOTS) * x_row
     acc, acc_up, _ = multiply_row(
-        here, weight, scales, zeros, None, None, None, rows, own, up, N, K, 1, GROUP, INPUTS, True, BF16
+        here, weight, scales, zeros, None, None, None, rows, gate, up, N, K, 1, GROUP, INPUTS, True, BF16
     )
-    found = tl.sum(acc, 1)
-    found = found * tl.sigmoid(found) * tl.sum(acc_up, 1)
-    tl.store(out + pair * N + columns, found.to(out.dtype.element_ty), mask=columns < N)
+    gated = tl.sum(acc, 1)
+    gated = gated * tl.sigmoid(gated) * tl.sum(acc_up, 1)
+    tl.store(out + pair * N + columns, gated.to(out.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit
 def int4_down_kernel(
     wide: tl.tensor, weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, experts: tl.tensor, shares: tl.tensor,
-    added: tl.tensor, gate: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.constexpr, SLOTS: tl.constexpr,
+    addend: tl.tensor, gate: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.constexpr, SLOTS: tl.constexpr,
     GROUP: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BF16: tl.constexpr, LINES: tl.constexpr,
     LINES_PADDED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The experts are older than the previous kernel, so the first weights are loaded before it has ended."""
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(1)
-    chosen, parts = experts + token * SLOTS, shares + token * SLOTS
+    slots, parts = experts + token * SLOTS, shares + token * SLOTS
     if LINES > 0:
         first = weight + tl.program_id(0) * OUTPUTS * (K // 8)
-        prefetch_experts(first, chosen, tl.cast(N, tl.int64) * (K // 8), SLOTS, LINES, LINES_PADDED)
+        prefetch_experts(first, slots, tl.cast(N, tl.int64) * (K // 8), SLOTS, LINES, LINES_PADDED)
     rows = tl.minimum(columns, N - 1).to(tl.int64)  # of expert 0
-    own = load_tile(weight, scales, zeros, chosen, parts, rows, 0, N, K, SLOTS, GROUP, INPUTS, SLOTS * K % INPUTS != 0)
+    first_tile = load_tile(
+        weight, scales, zeros, slots, parts, rows, 0, N, K, SLOTS, GROUP, INPUTS, SLOTS * K % INPUTS != 0
+    )
     pdl_wait_then_release(PDL)
     here = wide + token * SLOTS * (K // 2)
     acc, _, _ = multiply_row(
-        here, weight, scales, zeros, None, chosen, parts, rows, own, own, N, K, SLOTS, GROUP, INPUTS, False, BF16
+        here,
+        weight,
+        scales,
+        zeros,
+        None,
+        slots,
+        parts,
+        rows,
+        first_tile,
+        first_tile,
+        N,
+        K,
+        SLOTS,
+        GROUP,
+        INPUTS,
+        False,
+        BF16,
     )
-    add_and_store(tl.sum(acc, 1), added, gate, out, token, columns, N)
+    add_and_store(tl.sum(acc, 1), addend, gate, out, token, columns, N)

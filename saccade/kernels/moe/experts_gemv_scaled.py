@@ -28,13 +28,13 @@ def scaled_gate_up_kernel(
     none = tl.zeros([OUTPUTS, INPUTS // 128, 128], tl.float32)
     gate = _sum(_accumulate(none, row, weight, scales, gates, 1.0, K, BLOCK, INPUTS, STAGES))
     up = _sum(_accumulate(none, row, weight, scales, gates + N, 1.0, K, BLOCK, INPUTS, STAGES))
-    found = gate * tl.sigmoid(gate) * up
-    tl.store(out + pair * N + columns, found.to(out.dtype.element_ty), mask=columns < N)
+    gated = gate * tl.sigmoid(gate) * up
+    tl.store(out + pair * N + columns, gated.to(out.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit
 def scaled_down_kernel(
-    wide: tl.tensor, weight: tl.tensor, scales: tl.tensor, experts: tl.tensor, shares: tl.tensor, added: tl.tensor,
+    wide: tl.tensor, weight: tl.tensor, scales: tl.tensor, experts: tl.tensor, shares: tl.tensor, addend: tl.tensor,
     gate: tl.tensor, out: tl.tensor, N: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, LINES_PADDED: tl.constexpr,
     PDL: tl.constexpr,
@@ -51,7 +51,7 @@ def scaled_down_kernel(
         rows = tl.load(experts + pair).to(tl.int64) * N + tl.minimum(columns, N - 1)
         share = tl.load(shares + pair)
         acc = _accumulate(acc, wide + pair * K, weight, scales, rows, share, K, BLOCK, INPUTS, 1)
-    add_and_store(_sum(acc), added, gate, out, token, columns, N)
+    add_and_store(_sum(acc), addend, gate, out, token, columns, N)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _accumulate(
     MASKED: tl.constexpr = K % INPUTS != 0
     groups = tl.arange(0, GROUPS)[None, :, None]
     inside = groups * 128 + tl.arange(0, 128)[None, None, :]  # [1, GROUPS, 128]
-    own = weight + rows[:, None, None] * K
+    places = weight + rows[:, None, None] * K
     if BLOCK == 0:
         share = share * tl.load(scales + rows)[:, None, None]
     for first in tl.range(0, K, INPUTS, num_stages=STAGES):
@@ -72,7 +72,7 @@ def _accumulate(
         if BLOCK > 0:
             blocks = scales + tl.min(rows) // BLOCK * (K // BLOCK) + first // BLOCK
             here *= load_columns(blocks, groups, (K - first) // BLOCK, MASKED, "")
-        acc += load_columns(own + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * here
+        acc += load_columns(places + first, inside, K - first, MASKED, "evict_first").to(tl.float32) * here
     return acc
 
 

@@ -21,38 +21,38 @@ from saccade.kernels.moe.sorting import SortedPairs
 _CHUNK = 128
 
 
-def int4_moe_gate_up(x: Tensor, own: Int4Weight, pairs: SortedPairs, config: TileConfig) -> Tensor:
+def int4_moe_gate_up(x: Tensor, packed: Int4Weight, pairs: SortedPairs, config: TileConfig) -> Tensor:
     """x [T, H], weight [E, 2 I, H / 4] with gates first -> silu(gate) * up: [pairs, I], in sorted order."""
-    own.check(x)
-    outputs = own.weight.shape[1] // 2
+    packed.check(x)
+    outputs = packed.weight.shape[1] // 2
     out = torch.empty((len(pairs.order), outputs), dtype=x.dtype, device=x.device)
     int4_gate_up_tile_kernel[grid_of(pairs, outputs, config)](
-        x, own.weight, own.scales, own.zeros, pairs.order, pairs.blocks, out, outputs, pairs.blocks.shape[1],
-        x.stride(0), pairs.slots, **_sizes(x, own, pairs, config),
+        x, packed.weight, packed.scales, packed.zeros, pairs.order, pairs.blocks, out, outputs, pairs.blocks.shape[1],
+        x.stride(0), pairs.slots, **_sizes(x, packed, pairs, config),
     )  # fmt: skip
     return out
 
 
-def int4_moe_down(wide: Tensor, own: Int4Weight, pairs: SortedPairs, shares: Tensor, config: TileConfig) -> Tensor:
+def int4_moe_down(wide: Tensor, packed: Int4Weight, pairs: SortedPairs, shares: Tensor, config: TileConfig) -> Tensor:
     """wide [pairs, I] in sorted order, weight [E, H, I / 4], shares float32 [T, slots] -> [pairs, H] in pair order."""
-    own.check(wide)
+    packed.check(wide)
     assert wide.is_contiguous() and shares.is_contiguous() and shares.numel() == len(pairs.order)
-    outputs = own.weight.shape[1]
+    outputs = packed.weight.shape[1]
     out = torch.empty((len(pairs.order), outputs), dtype=wide.dtype, device=wide.device)
     int4_down_tile_kernel[grid_of(pairs, outputs, config)](
-        wide, own.weight, own.scales, own.zeros, pairs.order, pairs.blocks, shares, out, outputs,
-        pairs.blocks.shape[1], **_sizes(wide, own, pairs, config),
+        wide, packed.weight, packed.scales, packed.zeros, pairs.order, pairs.blocks, shares, out, outputs,
+        pairs.blocks.shape[1], **_sizes(wide, packed, pairs, config),
     )  # fmt: skip
     return out
 
 
-def _sizes(x: Tensor, own: Int4Weight, pairs: SortedPairs, config: TileConfig) -> dict[str, Any]:
+def _sizes(x: Tensor, packed: Int4Weight, pairs: SortedPairs, config: TileConfig) -> dict[str, Any]:
     """A step reads whole chunks, and only as many as divide a row."""
     assert config.inputs % _CHUNK == 0, config
     pdl = supports_pdl(x)
     return {
-        "K": own.inputs, "GROUP": own.group, "ROWS": pairs.rows, "OUTPUTS": config.outputs,
-        "INPUTS": config.inputs if own.inputs % config.inputs == 0 else _CHUNK, "BLOCKS": config.group,
+        "K": packed.inputs, "GROUP": packed.group, "ROWS": pairs.rows, "OUTPUTS": config.outputs,
+        "INPUTS": config.inputs if packed.inputs % config.inputs == 0 else _CHUNK, "BLOCKS": config.group,
         "PAIRED": x.device.type != "cpu", "PDL": pdl,
         "num_warps": config.warps, "num_stages": config.stages, **pdl_options(pdl),
     }  # fmt: skip
@@ -75,12 +75,14 @@ def int4_gate_up_tile_kernel(
     rows = tl.arange(0, ROWS)
     tokens = tl.load(order + first + tl.minimum(rows, count - 1)) // slots
     columns = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    own = tl.load(blocks + block).to(tl.int64) * 2 * N + tl.minimum(columns, N - 1)  # weight rows of the gate
+    weight_rows = tl.load(blocks + block).to(tl.int64) * 2 * N + tl.minimum(columns, N - 1)  # weight rows of the gate
     here = x + tokens[:, None].to(tl.int64) * x_row
-    gate, up = _multiply_rows(here, weight, scales, zeros, own, N, K, GROUP, ROWS, OUTPUTS, INPUTS, True, PAIRED)
-    found = tl.trans(gate * tl.sigmoid(gate) * up)  # [ROWS, OUTPUTS]
+    gate, up = _multiply_rows(
+        here, weight, scales, zeros, weight_rows, N, K, GROUP, ROWS, OUTPUTS, INPUTS, True, PAIRED
+    )
+    gated = tl.trans(gate * tl.sigmoid(gate) * up)  # [ROWS, OUTPUTS]
     target = out + (first + rows)[:, None].to(tl.int64) * N + columns[None, :]
-    tl.store(target, found.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N)[None, :])
+    tl.store(target, gated.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -98,22 +100,22 @@ def int4_down_tile_kernel(
     first = tl.load(blocks + capacity + block)
     rows = tl.arange(0, ROWS)
     columns = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    own = tl.load(blocks + block).to(tl.int64) * N + tl.minimum(columns, N - 1)
+    weight_rows = tl.load(blocks + block).to(tl.int64) * N + tl.minimum(columns, N - 1)
     here = wide + (first + tl.minimum(rows, count - 1))[:, None].to(tl.int64) * K
-    acc, _ = _multiply_rows(here, weight, scales, zeros, own, N, K, GROUP, ROWS, OUTPUTS, INPUTS, False, PAIRED)
+    acc, _ = _multiply_rows(here, weight, scales, zeros, weight_rows, N, K, GROUP, ROWS, OUTPUTS, INPUTS, False, PAIRED)
     pair = tl.load(order + first + rows, mask=rows < count, other=0)
-    found = tl.trans(acc) * tl.load(shares + pair)[:, None]  # [ROWS, OUTPUTS]
+    outputs = tl.trans(acc) * tl.load(shares + pair)[:, None]  # [ROWS, OUTPUTS]
     target = out + pair[:, None].to(tl.int64) * N + columns[None, :]
-    tl.store(target, found.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N)[None, :])
+    tl.store(target, outputs.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit
 def _multiply_rows(
-    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, own: tl.tensor, N: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, weight_rows: tl.tensor, N: tl.tensor,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GATED: tl.constexpr, PAIRED: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Weight rows `own`, and those N rows further on if gated, times rows of x [ROWS, 1]: [OUTPUTS, ROWS] each."""
+    """`weight_rows`, and those N rows further on if gated, times rows of x [ROWS, 1]: [OUTPUTS, ROWS] each."""
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
     few = x + tl.arange(0, 32)[None, :]
@@ -125,7 +127,9 @@ def _multiply_rows(
             x2 = tl.load(few + start + 64)
             x3 = tl.load(few + start + 96)
             here = (x0, x1, x2, x3)
-            acc = add_chunk(acc, here, weight, scales, zeros, own, start, K, GROUP, INPUTS, PAIRED)
+            acc = add_chunk(acc, here, weight, scales, zeros, weight_rows, start, K, GROUP, INPUTS, PAIRED)
             if GATED:
-                acc_up = add_chunk(acc_up, here, weight, scales, zeros, own + N, start, K, GROUP, INPUTS, PAIRED)
+                acc_up = add_chunk(
+                    acc_up, here, weight, scales, zeros, weight_rows + N, start, K, GROUP, INPUTS, PAIRED
+                )
     return acc, acc_up

@@ -73,31 +73,31 @@ def fused_moe(
     rules: RoutingRules,
     *,
     launch: MoELaunch | None = None,
-    added: Tensor | None = None,  # [T, H]: the residual, or a shared expert that is not among the experts
+    addend: Tensor | None = None,  # [T, H]: the residual, or a shared expert that is not among the experts
     gate: Tensor | None = None,  # [T]: that expert's gate, before the sigmoid
 ) -> Tensor:
     """[T, H] -> [T, H]"""
     routed = route(router_logits(x, weights.router), rules, weights.bias)
-    return run_experts(x, weights, routed, launch=launch, added=added, gate=gate)
+    return run_experts(x, weights, routed, launch=launch, addend=addend, gate=gate)
 
 
 def run_experts(
     x: Tensor, weights: MoEWeights, routed: Routed, *,
-    launch: MoELaunch | None = None, added: Tensor | None = None, gate: Tensor | None = None,
+    launch: MoELaunch | None = None, addend: Tensor | None = None, gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of each token's experts: [T, H]."""
     count = len(weights.down)
     slots = routed.experts.shape[1]
     launch = launch or _choose_for(x, weights, slots)
     if isinstance(launch.gate_up, VectorConfig):
-        return _run_vector(x, weights, routed, launch, added, gate)
+        return _run_vector(x, weights, routed, launch, addend, gate)
     pairs = sort_by_expert(routed.experts, count, launch.rows)
     wide = _gate_up(x, weights, pairs, launch)
-    return combine(_down(wide, weights, pairs, routed.weights, launch), slots, added, gate)
+    return combine(_down(wide, weights, pairs, routed.weights, launch), slots, addend, gate)
 
 
 def _run_vector(
-    x: Tensor, weights: MoEWeights, routed: Routed, launch: MoELaunch, added: Tensor | None, gate: Tensor | None
+    x: Tensor, weights: MoEWeights, routed: Routed, launch: MoELaunch, addend: Tensor | None, gate: Tensor | None
 ) -> Tensor:
     gate_up, down = weights.int4_gate_up, weights.int4_down
     assert isinstance(launch.gate_up, VectorConfig) and isinstance(launch.down, VectorConfig)
@@ -106,28 +106,28 @@ def _run_vector(
     else:
         wide = vector_gate_up(x, weights.gate_up, routed, launch.gate_up, weights.gate_up_scales)
     if down is not None:
-        return int4_vector_down(wide, down, routed, launch.down, added, gate)
-    return vector_down(wide, weights.down, routed, launch.down, added, gate, weights.down_scales)
+        return int4_vector_down(wide, down, routed, launch.down, addend, gate)
+    return vector_down(wide, weights.down, routed, launch.down, addend, gate, weights.down_scales)
 
 
 def _gate_up(x: Tensor, weights: MoEWeights, pairs: SortedPairs, launch: MoELaunch) -> Tensor:
-    own = weights.int4_gate_up
+    packed = weights.int4_gate_up
     assert isinstance(launch.gate_up, TileConfig)
-    if own is not None:
-        return int4_moe_gate_up(x, own, pairs, launch.gate_up)
+    if packed is not None:
+        return int4_moe_gate_up(x, packed, pairs, launch.gate_up)
     rows = _rows(x, launch)
-    given = (weights.gate_up, pairs, launch.gate_up, weights.gate_up_scales)
-    return moe_gate_up(rows.values, *given, rows.scales, x.dtype)
+    args = (weights.gate_up, pairs, launch.gate_up, weights.gate_up_scales)
+    return moe_gate_up(rows.values, *args, rows.scales, x.dtype)
 
 
 def _down(wide: Tensor, weights: MoEWeights, pairs: SortedPairs, shares: Tensor, launch: MoELaunch) -> Tensor:
-    own = weights.int4_down
+    packed = weights.int4_down
     assert isinstance(launch.down, TileConfig)
-    if own is not None:
-        return int4_moe_down(wide, own, pairs, shares, launch.down)
+    if packed is not None:
+        return int4_moe_down(wide, packed, pairs, shares, launch.down)
     rows = _rows(wide, launch)
-    given = (weights.down, pairs, shares, launch.down, weights.down_scales)
-    return moe_down(rows.values, *given, rows.scales, wide.dtype)
+    args = (weights.down, pairs, shares, launch.down, weights.down_scales)
+    return moe_down(rows.values, *args, rows.scales, wide.dtype)
 
 
 class _Rows(NamedTuple):
@@ -144,9 +144,9 @@ def _choose_for(x: Tensor, weights: MoEWeights, slots: int) -> MoELaunch:
     shared = shared_memory(x.device)
     launch = choose(len(x), slots, len(weights.down), x.dtype, shared, tma=supports_tma(weights))
     if weights.int4_gate_up or weights.int4_down:
-        own = choose_int4(launch.rows, shared, hopper=is_hopper(x.device))
-        gate_up = own.gate_up if weights.int4_gate_up else launch.gate_up
-        return MoELaunch(own.rows, gate_up, own.down if weights.int4_down else launch.down)
+        launch_int4 = choose_int4(launch.rows, shared, hopper=is_hopper(x.device))
+        gate_up = launch_int4.gate_up if weights.int4_gate_up else launch.gate_up
+        return MoELaunch(launch_int4.rows, gate_up, launch_int4.down if weights.int4_down else launch.down)
     return launch if weights.down_scales is None else _scaled(launch, shared)
 
 

@@ -42,10 +42,10 @@ class RouterConfig(NamedTuple):
 def split_router(weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """float32 [E, H] -> its parts [3, E, H], the largest first. Once per model."""
     parts = []
-    rest = weight.float()
+    remainder = weight.float()
     for _ in range(_PARTS):
-        parts.append(rest.to(dtype))
-        rest = rest - parts[-1].float()
+        parts.append(remainder.to(dtype))
+        remainder = remainder - parts[-1].float()
     return torch.stack(parts)
 
 
@@ -63,10 +63,10 @@ def router_logits(x: Tensor, weight: Tensor, config: RouterConfig | None = None)
     out = torch.empty((config.splits, tokens, experts), dtype=torch.float32, device=x.device)
     pdl = supports_pdl(x)
     share = triton.cdiv(triton.cdiv(inputs, config.inputs), config.splits) * config.inputs  # columns of a split
-    rest = power_of_two(experts % config.experts, minimum=16) if experts % config.experts else 0
+    last = power_of_two(experts % config.experts, minimum=16) if experts % config.experts else 0
     _router_kernel[(triton.cdiv(tokens, config.tokens), triton.cdiv(experts, config.experts), config.splits)](
         x, weight, out, tokens, x.stride(0), E=experts, K=inputs, SHARE=share,
-        TOKENS=config.tokens, EXPERTS=config.experts, REST=rest if rest < config.experts else 0, INPUTS=config.inputs,
+        TOKENS=config.tokens, EXPERTS=config.experts, REST=last if last < config.experts else 0, INPUTS=config.inputs,
         PARTS=_PARTS if is_split else 1, EVEN=share * config.splits == inputs,
         PREFETCH=is_split and pdl and tokens <= _FEW and inputs % share == 0 and share % _LINE == 0, PDL=pdl,
         num_warps=config.warps, num_stages=config.stages, **pdl_options(pdl),
@@ -89,8 +89,8 @@ def choose_router(tokens: int, experts: int, inputs: int, programs: int, large: 
     side = min(tile.experts, power_of_two(experts, minimum=16))
     tiles = triton.cdiv(tokens, tile.tokens) * max(1, experts // side)
     steps = triton.cdiv(inputs, tile.inputs)
-    wanted = max(1, min(_MAX_SPLITS, tile.splits // tiles, steps))
-    splits = triton.cdiv(steps, triton.cdiv(steps, wanted))  # none without columns
+    max_splits = max(1, min(_MAX_SPLITS, tile.splits // tiles, steps))
+    splits = triton.cdiv(steps, triton.cdiv(steps, max_splits))  # none without columns
     return tile._replace(experts=side, splits=splits)
 
 
@@ -119,23 +119,23 @@ def _tile(
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     experts = first + tl.arange(0, EXPERTS)
     rows = x + tl.minimum(tokens, T - 1)[:, None].to(tl.int64) * x_row  # [TOKENS, 1]
-    own = weight + tl.minimum(experts, E - 1)[:, None] * K  # [EXPERTS, 1]
+    weight_rows = weight + tl.minimum(experts, E - 1)[:, None] * K  # [EXPERTS, 1]
     if PREFETCH:
         for part in tl.static_range(PARTS):
             for line in tl.static_range(0, SHARE, 64):
-                prefetch_l2(own + part * E * K + split * SHARE + line)
+                prefetch_l2(weight_rows + part * E * K + split * SHARE + line)
     pdl_release_then_wait(PDL)
     acc = tl.zeros([TOKENS, EXPERTS], tl.float32)
     for k in range(0, SHARE, INPUTS):
         inputs = split * SHARE + k + tl.arange(0, INPUTS)[None, :]
         here = _load(rows, inputs, K, EVEN)
         if PARTS == 1:
-            weights = _load(own, inputs, K, EVEN)
+            weights = _load(weight_rows, inputs, K, EVEN)
             acc = tl.dot(here.to(tl.float32), tl.trans(weights), acc, input_precision="tf32x3")
         else:
-            high = _load(own, inputs, K, EVEN)
-            middle = _load(own + E * K, inputs, K, EVEN)
-            low = _load(own + 2 * E * K, inputs, K, EVEN)
+            high = _load(weight_rows, inputs, K, EVEN)
+            middle = _load(weight_rows + E * K, inputs, K, EVEN)
+            low = _load(weight_rows + 2 * E * K, inputs, K, EVEN)
             step = tl.dot(here, tl.trans(low))
             step = tl.dot(here, tl.trans(middle), step)
             acc += tl.dot(here, tl.trans(high), step)

@@ -89,9 +89,9 @@ def _count_kernel(
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.arange(0, BINS)
     pdl_release_then_wait(PDL)
-    own = tl.load(experts + pair, mask=pair < pairs, other=0)
-    found = tl.histogram(own, BINS, mask=pair < pairs)
-    tl.store(counts + expert * (chunks + 1) + chunk, found, mask=expert < num_experts)
+    expert_of_pair = tl.load(experts + pair, mask=pair < pairs, other=0)
+    counted = tl.histogram(expert_of_pair, BINS, mask=pair < pairs)
+    tl.store(counts + expert * (chunks + 1) + chunk, counted, mask=expert < num_experts)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -99,9 +99,9 @@ def _scan_kernel(counts: tl.tensor, chunks: tl.tensor, CHUNKS: tl.constexpr, PDL
     row = counts + tl.program_id(0) * (chunks + 1)
     chunk = tl.arange(0, CHUNKS)
     pdl_release_then_wait(PDL)
-    own = tl.load(row + chunk, mask=chunk < chunks, other=0)
-    tl.store(row + chunk, tl.cumsum(own, 0) - own, mask=chunk < chunks)
-    tl.store(row + chunks, tl.sum(own, 0))
+    chunk_counts = tl.load(row + chunk, mask=chunk < chunks, other=0)
+    tl.store(row + chunk, tl.cumsum(chunk_counts, 0) - chunk_counts, mask=chunk < chunks)
+    tl.store(row + chunks, tl.sum(chunk_counts, 0))
 
 
 @triton.jit(do_not_specialize=["pairs", "capacity", "chunks", "num_experts"])
@@ -136,15 +136,15 @@ def _place(
     """Write this chunk's pairs to their positions; `starts` [BINS] is where its pairs of each expert begin."""
     local = tl.arange(0, CHUNK)
     pair = chunk * CHUNK + local
-    own = tl.load(experts + pair, mask=pair < pairs, other=0)
+    expert = tl.load(experts + pair, mask=pair < pairs, other=0)
     before = tl.zeros([CHUNK], tl.int32)  # equal pairs before each
     for first in range(0, CHUNK, COMPARED):
         other = first + tl.arange(0, COMPARED)
         theirs = tl.load(experts + chunk * CHUNK + other, mask=chunk * CHUNK + other < pairs, other=-1)
         # A thread has all others of its own pairs, so the sum needs no shuffles.
-        is_before = (theirs[:, None] == own[None, :]) & (other[:, None] < local[None, :])
+        is_before = (theirs[:, None] == expert[None, :]) & (other[:, None] < local[None, :])
         before += tl.sum(is_before.to(tl.int32), 0)
-    tl.store(order + tl.gather(starts, own, 0) + before, pair, mask=pair < pairs)
+    tl.store(order + tl.gather(starts, expert, 0) + before, pair, mask=pair < pairs)
 
 
 @triton.jit

@@ -108,32 +108,32 @@ def _route_kernel(
     keys = tl.where(inside, _key(selection, column), _MIN)
     if KEPT < GROUPS:
         keys = _drop_groups(keys, group, KEPT, GROUPS, bias is not None)
-    chosen = _choose(tl.reshape(keys, [GROUPS_PADDED * SIZE_PADDED]), TOP_K, SLOTS)
+    experts_of_slots = _choose(tl.reshape(keys, [GROUPS_PADDED * SIZE_PADDED]), TOP_K, SLOTS)
     slot = tl.arange(0, SLOTS)
     is_routed = slot < TOP_K
-    picked = _load_sum(row + chosen, is_routed, part, SPLITS)
-    found = tl.where(is_routed, _score(picked, peak, total, IS_SIGMOID), 0.0)
+    picked = _load_sum(row + experts_of_slots, is_routed, part, SPLITS)
+    routing = tl.where(is_routed, _score(picked, peak, total, IS_SIGMOID), 0.0)
     if NORMALISE:
-        found = found / (tl.sum(found, 0) + 1e-20)
-    found *= scale
+        routing = routing / (tl.sum(routing, 0) + 1e-20)
+    routing *= scale
     if SHARED > 0:
         by = 1.0
         if HAS_GATE:
             by = tl.sigmoid(_load_sum(row + GROUPS * SIZE + 0 * slot, slot >= TOP_K, part, SPLITS))
-        found = tl.where(is_routed, found, by)
-        chosen = tl.where(is_routed, chosen, GROUPS * SIZE + slot - TOP_K)
+        routing = tl.where(is_routed, routing, by)
+        experts_of_slots = tl.where(is_routed, experts_of_slots, GROUPS * SIZE + slot - TOP_K)
     target = token * (TOP_K + SHARED) + slot
-    tl.store(weights + target, found, mask=slot < TOP_K + SHARED)
-    tl.store(experts + target, chosen, mask=slot < TOP_K + SHARED)
+    tl.store(weights + target, routing, mask=slot < TOP_K + SHARED)
+    tl.store(experts + target, experts_of_slots, mask=slot < TOP_K + SHARED)
 
 
 @triton.jit
 def _load_sum(at: tl.tensor, mask: tl.tensor, part: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
     """Always in the same order, so a logit has the same bits wherever it is added up."""
-    found = tl.load(at, mask=mask, other=0.0)
+    logits = tl.load(at, mask=mask, other=0.0)
     for i in tl.static_range(1, SPLITS):
-        found += tl.load(at + i * part, mask=mask, other=0.0)
-    return found
+        logits += tl.load(at + i * part, mask=mask, other=0.0)
+    return logits
 
 
 @triton.jit
@@ -169,8 +169,8 @@ def _drop_groups(
     score = _value(best)
     if BEST_TWO:
         score += _value(tl.max(tl.where(keys == best, _MIN, keys), 1))[:, None]
-    left = tl.where(group < GROUPS, _key(score, group), _MIN)
-    dropped = left
+    group_keys = tl.where(group < GROUPS, _key(score, group), _MIN)
+    dropped = group_keys
     for _ in tl.static_range(KEPT):
         top = tl.max(dropped, 0)[None, :]
         dropped = tl.where(dropped == top, _MIN, dropped)
@@ -181,9 +181,9 @@ def _drop_groups(
 def _choose(keys: tl.tensor, TOP_K: tl.constexpr, SLOTS: tl.constexpr) -> tl.tensor:
     """Indices of the TOP_K largest keys, largest first: [SLOTS]."""
     slot = tl.arange(0, SLOTS)
-    chosen = tl.zeros([SLOTS], tl.int32)
+    slots = tl.zeros([SLOTS], tl.int32)
     for i in tl.static_range(TOP_K):
         best = tl.max(keys, 0)
         keys = tl.where(keys == best, _MIN, keys)
-        chosen = tl.where(slot == i, _index(best), chosen)
-    return chosen
+        slots = tl.where(slot == i, _index(best), slots)
+    return slots

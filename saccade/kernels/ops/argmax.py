@@ -77,11 +77,11 @@ def _argmax_kernel(
     first = split * share
     count = tl.minimum(size - first, share)
     if IS_SHORT:
-        found = _find_short(logits + row * size + first, first, count, BLOCK, STAGES)
+        largest = _find_short(logits + row * size + first, first, count, BLOCK, STAGES)
     else:
-        found = _find(logits + row * size + first, first, count, BLOCK, STAGES)
+        largest = _find(logits + row * size + first, first, count, BLOCK, STAGES)
     if SPLITS > 1:
-        tl.store(keys + row * SPLITS + split, found)
+        tl.store(keys + row * SPLITS + split, largest)
         tl.debug_barrier()  # stored before this split is counted
         if tl.atomic_add(counters + row, 1, sem="acq_rel") == SPLITS - 1:
             each = tl.arange(0, PADDED)
@@ -89,7 +89,7 @@ def _argmax_kernel(
             _write(out, last_tokens, request_rows, row, tl.max(every, 0))
             tl.store(counters + row, 0)
     else:
-        _write(out, last_tokens, request_rows, row, found)
+        _write(out, last_tokens, request_rows, row, largest)
 
 
 @triton.jit

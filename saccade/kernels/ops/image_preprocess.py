@@ -82,11 +82,11 @@ def _weigh_kernel(
     to = index // inner
     offset = index % inner
     start = tl.load(starts + to, mask=inside, other=0)
-    own = image + plane * source * inner + offset
+    places = image + plane * source * inner + offset
     total = tl.full([BLOCK], 1 << (BITS - 1), tl.int32)  # one half: the shift below then rounds
     for tap in range(taps):
         weight = tl.load(weights + tap * target + to, mask=inside, other=0)
-        pixel = tl.load(own + tl.minimum(start + tap, source - 1) * inner, mask=inside, other=0)
+        pixel = tl.load(places + tl.minimum(start + tap, source - 1) * inner, mask=inside, other=0)
         total += pixel.to(tl.int32) * weight
     value = tl.minimum(tl.maximum(total >> BITS, 0), 255)
     tl.store(out + plane * target * inner + index, value.to(tl.uint8), mask=inside)

@@ -12,7 +12,7 @@ def load_columns(
 ) -> tl.tensor:
     """Columns `inputs` of rows; zero after K. Weights are read once, so they are evicted first."""
     if MASKED:
-        found = tl.load(row + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
+        columns = tl.load(row + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
     else:
-        found = tl.load(row + inputs, eviction_policy=POLICY)
-    return found
+        columns = tl.load(row + inputs, eviction_policy=POLICY)
+    return columns

@@ -131,18 +131,18 @@ def _norm_kernel(
         here += tl.load(x + i * part + offsets, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         before = tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
-        added = (here + before).to(kind)  # the norm sees the residual as the next layer will
-        tl.store(total + (target if scales is None else offsets), added, mask=inside)
-        here = added.to(tl.float32)
+        sums = (here + before).to(kind)  # the norm sees the residual as the next layer will
+        tl.store(total + (target if scales is None else offsets), sums, mask=inside)
+        here = sums.to(tl.float32)
     scale = tl.rsqrt(tl.sum(here * here, 0) / HIDDEN + eps)
-    found = here * scale * by
+    normed_row = here * scale * by
     if scales is None:
-        tl.store(normed + target, found.to(kind), mask=inside)
+        tl.store(normed + target, normed_row.to(kind), mask=inside)
     else:
         groups = tl.arange(0, COLUMNS // GROUP)
-        own = scales + groups * tl.num_programs(0) + row
-        grouped = tl.reshape(found, [COLUMNS // GROUP, GROUP])
-        scaled = quantize_groups(grouped, own, groups * GROUP < HIDDEN, LARGEST, SMALLEST)
+        places = scales + groups * tl.num_programs(0) + row
+        grouped = tl.reshape(normed_row, [COLUMNS // GROUP, GROUP])
+        scaled = quantize_groups(grouped, places, groups * GROUP < HIDDEN, LARGEST, SMALLEST)
         tl.store(normed + target, tl.reshape(scaled, [COLUMNS]).to(normed.dtype.element_ty), mask=inside)
 
 
@@ -174,6 +174,6 @@ def _silu_fp8_kernel(
     pdl_release_then_wait(PDL)
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + wide, mask=inside, other=0.0).to(tl.float32)
-    own = scales + groups * tl.num_programs(0) + row
-    scaled = quantize_groups(gate * tl.sigmoid(gate) * up, own, groups * GROUP < wide, LARGEST, SMALLEST)
+    places = scales + groups * tl.num_programs(0) + row
+    scaled = quantize_groups(gate * tl.sigmoid(gate) * up, places, groups * GROUP < wide, LARGEST, SMALLEST)
     tl.store(values + row * wide + columns, scaled.to(values.dtype.element_ty), mask=inside)

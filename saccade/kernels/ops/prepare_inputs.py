@@ -68,7 +68,7 @@ def decode_inputs(
     if embeds is None:
         embeds = embedding.new_empty(count, hidden)
     assert embedding.is_contiguous() and block_tables.is_contiguous() and embeds.is_contiguous()
-    found = DecodeInputs(
+    inputs = DecodeInputs(
         embeds,
         embedding.new_empty(count, 2 * half),
         embedding.new_empty(count, 2 * half),
@@ -76,11 +76,11 @@ def decode_inputs(
         None if temperature is None else frequencies.new_empty(count),
     )
     _inputs_kernel[(count,)](
-        *metadata, last_tokens, embedding, frequencies, block_tables, *found, blocks,
+        *metadata, last_tokens, embedding, frequencies, block_tables, *inputs, blocks,
         BLOCK_SIZE=block_size, HIDDEN=hidden, WIDE=embeds.shape[1], PADDED=power_of_two(embeds.shape[1]),
         HALF=half, PADDED_HALF=power_of_two(half), **_constants(temperature), num_warps=4,
     )  # fmt: skip
-    return found
+    return inputs
 
 
 class PrefillMetadata(NamedTuple):
@@ -150,13 +150,15 @@ def _prefill_inputs_kernel(
         _write_scale(query_scales + row, tl.load(positions + row), BETA, LENGTH)
     if token >= 0:
         columns = tl.arange(0, PADDED)
-        own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
-        tl.store(embeds + row * WIDE + columns, own, mask=columns < WIDE)
+        vector = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
+        tl.store(embeds + row * WIDE + columns, vector, mask=columns < WIDE)
     if row < windows:
         table = block_tables + tl.load(rows + row).to(tl.int64) * blocks
         for first in range(0, tl.cdiv(tl.load(seq_lens + row), BLOCK_SIZE), 512):
-            some = first + tl.arange(0, 512)
-            tl.store(tables + row * blocks + some, tl.load(table + some, mask=some < blocks), mask=some < blocks)
+            places = first + tl.arange(0, 512)
+            tl.store(
+                tables + row * blocks + places, tl.load(table + places, mask=places < blocks), mask=places < blocks
+            )
 
 
 @triton.jit
@@ -188,13 +190,13 @@ def _inputs_kernel(
     PADDED_HALF: tl.constexpr, BETA: tl.constexpr = 0.0, LENGTH: tl.constexpr = 1,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    given = tl.load(tokens + row)
+    prompt_token = tl.load(tokens + row)
     own_row = tl.load(rows + row).to(tl.int64)
-    fed = tl.load(last_tokens + own_row, mask=given < 0, other=0)
-    token = tl.where(given < 0, fed, given.to(tl.int64))
+    fed = tl.load(last_tokens + own_row, mask=prompt_token < 0, other=0)
+    token = tl.where(prompt_token < 0, fed, prompt_token.to(tl.int64))
     columns = tl.arange(0, PADDED)
-    own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
-    tl.store(embeds + row * WIDE + columns, own, mask=columns < WIDE)
+    vector = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
+    tl.store(embeds + row * WIDE + columns, vector, mask=columns < WIDE)
     half = tl.arange(0, PADDED_HALF)
     angles = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + half, mask=half < HALF, other=0.0)
     _write_cos_sin(angles, cos, sin, row, half, HALF)
@@ -204,8 +206,8 @@ def _inputs_kernel(
     seq_len = tl.load(seq_lens + row)
     entry = tl.where(slot >= 0, (seq_len - 1) // BLOCK_SIZE, -1)  # where the slot's block belongs
     for first in range(0, tl.cdiv(seq_len, BLOCK_SIZE), 512):  # the rest is never read
-        some = first + tl.arange(0, 512)
-        own_blocks = tl.load(table + some, mask=some < blocks)
-        own_blocks = tl.where(some == entry, slot // BLOCK_SIZE, own_blocks)
-        tl.store(tables + row * blocks + some, own_blocks, mask=some < blocks)
+        places = first + tl.arange(0, 512)
+        own_blocks = tl.load(table + places, mask=places < blocks)
+        own_blocks = tl.where(places == entry, slot // BLOCK_SIZE, own_blocks)
+        tl.store(tables + row * blocks + places, own_blocks, mask=places < blocks)
     tl.store(table + entry, slot // BLOCK_SIZE, mask=entry >= 0)

@@ -36,11 +36,11 @@ def _head_norm_kernel(
 ) -> None:  # fmt: skip
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, COLUMNS)
-    known = column < DIM
-    of_q = tl.load(q_weight + column, mask=known, other=0.0).to(tl.float32)
-    of_k = tl.load(k_weight + column, mask=known, other=0.0).to(tl.float32)
+    valid = column < DIM
+    of_q = tl.load(q_weight + column, mask=valid, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + column, mask=valid, other=0.0).to(tl.float32)
     by = tl.where((head < heads)[:, None], of_q[None, :], of_k[None, :])
-    inside = (head < normed)[:, None] & known[None, :]
+    inside = (head < normed)[:, None] & valid[None, :]
     offsets = (tl.program_id(0).to(tl.int64) * row + head[:, None]) * DIM + column[None, :]
     pdl_release_then_wait(PDL)
     x = tl.load(qkv + offsets, mask=inside, other=0.0).to(tl.float32)

@@ -41,14 +41,14 @@ def quantize_rows(x: Tensor, group: int) -> Fp8Rows:
     rows, columns = x.shape
     assert x.stride(1) == 1 and columns % group == 0, (x.shape, group)
     whole = group == columns
-    made = new_fp8_rows(x, group)
-    padded = len(made.values)
+    quantized = new_fp8_rows(x, group)
+    padded = len(quantized.values)
     width = triton.next_power_of_2(columns) if whole else min(_COLUMNS, triton.next_power_of_2(columns))
     _quantize_kernel[(padded, triton.cdiv(columns, width))](
-        x, made.values, made.scales, rows, padded, x.stride(0), K=columns, WIDTH=width, GROUP=width if whole else group,
-        SMALLEST=SMALLEST_SCALE, LARGEST=LARGEST, num_warps=8 if width > 4096 else 4,
+        x, quantized.values, quantized.scales, rows, padded, x.stride(0), K=columns, WIDTH=width,
+        GROUP=width if whole else group, SMALLEST=SMALLEST_SCALE, LARGEST=LARGEST, num_warps=8 if width > 4096 else 4,
     )  # fmt: skip
-    return made
+    return quantized
 
 
 @triton.jit(do_not_specialize=["rows", "padded"])
@@ -61,16 +61,16 @@ def _quantize_kernel(
     groups = part * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [groups, GROUP]
     inside = columns < K
-    found = tl.load(x + tl.minimum(row, rows - 1) * x_row + columns, mask=inside, other=0.0).to(tl.float32)
-    scaled = quantize_groups(found, scales + groups * padded + row, groups * GROUP < K, LARGEST, SMALLEST)
+    numbers = tl.load(x + tl.minimum(row, rows - 1) * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    scaled = quantize_groups(numbers, scales + groups * padded + row, groups * GROUP < K, LARGEST, SMALLEST)
     tl.store(values + row * K + columns, scaled.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def quantize_groups(
-    found: tl.tensor, scales: tl.tensor, inside: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr
+    numbers: tl.tensor, scales: tl.tensor, inside: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr
 ) -> tl.tensor:
     """[groups, columns] over the scales of groups, which are stored."""
-    scale = tl.maximum(tl.max(tl.abs(found), 1) / LARGEST, SMALLEST)
+    scale = tl.maximum(tl.max(tl.abs(numbers), 1) / LARGEST, SMALLEST)
     tl.store(scales, scale, mask=inside)
-    return found / scale[:, None]
+    return numbers / scale[:, None]

@@ -70,36 +70,36 @@ def fp8_split_k_linear(
 
 
 def fp8_linear_into(x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    found = F.linear(dequantized_rows(x), scaled_weight(weight, scales))
-    return out.copy_(found if bias is None else found + bias.float())
+    rows = F.linear(dequantized_rows(x), scaled_weight(weight, scales))
+    return out.copy_(rows if bias is None else rows + bias.float())
 
 
 def fp8_split_k_gated_linear(x: Fp8Rows, gate_up_weight: Tensor, scales: Tensor, config: PipelineConfig) -> Fp8Rows:
     """With a scale for 64 columns."""
-    found = split_k_gated_linear(dequantized_rows(x), gate_up_weight, config, scales)
-    groups = found.view(len(found), -1, 64)
+    gated = split_k_gated_linear(dequantized_rows(x), gate_up_weight, config, scales)
+    groups = gated.view(len(gated), -1, 64)
     of_groups = (groups.abs().amax(-1) / 448).clamp(min=1e-10)
     values = (groups / of_groups[..., None]).to(x.values.dtype).flatten(1)
     return x._replace(values=values, scales=of_groups.T.contiguous())
 
 
-def int4_split_k_linear(x: Tensor, own: Int4Weight, bias: Tensor | None, config: PipelineConfig) -> Tensor:
-    return split_k_linear(x, unpacked_int4(own), bias, config)
+def int4_split_k_linear(x: Tensor, packed: Int4Weight, bias: Tensor | None, config: PipelineConfig) -> Tensor:
+    return split_k_linear(x, unpacked_int4(packed), bias, config)
 
 
-def int4_linear_into(x: Tensor, own: Int4Weight, bias: Tensor | None, out: Tensor) -> Tensor:
-    found = F.linear(x.float(), unpacked_int4(own))
-    return out.copy_(found if bias is None else found + bias.float())
+def int4_linear_into(x: Tensor, packed: Int4Weight, bias: Tensor | None, out: Tensor) -> Tensor:
+    rows = F.linear(x.float(), unpacked_int4(packed))
+    return out.copy_(rows if bias is None else rows + bias.float())
 
 
-def int4_split_k_gated_linear(x: Tensor, own: Int4Weight, config: PipelineConfig) -> Tensor:
-    return split_k_gated_linear(x, unpacked_int4(own), config)
+def int4_split_k_gated_linear(x: Tensor, packed: Int4Weight, config: PipelineConfig) -> Tensor:
+    return split_k_gated_linear(x, unpacked_int4(packed), config)
 
 
-def unpacked_int4(own: Int4Weight) -> Tensor:
+def unpacked_int4(packed: Int4Weight) -> Tensor:
     """In float32: [N, K]."""
-    wide = torch.empty(len(own.weight), own.inputs, device=own.weight.device)
-    return unpack_without_kernel(*own, wide)
+    wide = torch.empty(len(packed.weight), packed.inputs, device=packed.weight.device)
+    return unpack_without_kernel(*packed, wide)
 
 
 def dequantized_rows(x: Fp8Rows) -> Tensor:
@@ -165,10 +165,10 @@ def parted_columns(heads: int, dim: int) -> list[int]:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Dimensions that cos and sin have no columns for stay."""
     rotary = cos.shape[-1]
-    own = x[..., :rotary].float()
-    low, high = own.chunk(2, dim=-1)
+    turning = x[..., :rotary].float()
+    low, high = turning.chunk(2, dim=-1)
     cos, sin = (angle.float().view(len(x), 1, -1) for angle in (cos, sin))
-    rotated = own * cos + torch.cat((high, low), dim=-1) * sin
+    rotated = turning * cos + torch.cat((high, low), dim=-1) * sin
     return torch.cat((rotated.to(x.dtype), x[..., rotary:]), dim=-1)
 
 

@@ -56,12 +56,12 @@ def _sample_kernel(
     row = tl.program_id(0)
     line = tl.load(which + row).to(tl.int64)
     values = logits + line * size
-    own = sampling + row * row_stride
-    temperature = tl.load(own)
-    top_k = tl.load(own + param_stride)
-    top_p = tl.load(own + 2 * param_stride)
-    min_p = tl.load(own + 3 * param_stride)
-    uniform = tl.load(own + 4 * param_stride)
+    settings = sampling + row * row_stride
+    temperature = tl.load(settings)
+    top_k = tl.load(settings + param_stride)
+    top_p = tl.load(settings + 2 * param_stride)
+    min_p = tl.load(settings + 3 * param_stride)
+    uniform = tl.load(settings + 4 * param_stride)
     largest, smallest = _ends(values, size, BLOCK)
     # For exp2. The limit: at a temperature near zero, 0 * scale must not be NaN.
     scale = tl.minimum(1.4426950408889634 / temperature, 1e30).to(tl.float32)
@@ -101,9 +101,9 @@ def _ends(values: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> tl.tuple:
     largest, smallest = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], float("inf"), tl.float32)
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
         index = first + tl.arange(0, BLOCK)
-        found = _load(values, index, size)
-        largest = tl.maximum(largest, found)
-        smallest = tl.where(index < size, tl.minimum(smallest, found), smallest)
+        chunk_values = _load(values, index, size)
+        largest = tl.maximum(largest, chunk_values)
+        smallest = tl.where(index < size, tl.minimum(smallest, chunk_values), smallest)
     return tl.max(largest, 0), tl.min(smallest, 0)
 
 
@@ -162,8 +162,8 @@ def _mass(
     """The sum of the weights of values above this bound."""
     sums = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
-        found = _load(values, first + tl.arange(0, BLOCK), size)
-        sums += tl.where(found > bound, _weigh(found, largest, scale), 0.0)
+        chunk_values = _load(values, first + tl.arange(0, BLOCK), size)
+        sums += tl.where(chunk_values > bound, _weigh(chunk_values, largest, scale), 0.0)
     return tl.sum(sums, 0)
 
 
@@ -173,9 +173,9 @@ def _kept(
     scale: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
     """The weights of a chunk, zero for what is cut off."""
-    found = _load(values, index, size)
-    weights = _weigh(found, largest, scale)
-    return tl.where((found >= bound) & (weights >= min_p), weights, 0.0)
+    chunk_values = _load(values, index, size)
+    weights = _weigh(chunk_values, largest, scale)
+    return tl.where((chunk_values >= bound) & (weights >= min_p), weights, 0.0)
 
 
 @triton.jit
@@ -188,12 +188,12 @@ def _invert(
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
         sums += _kept(values, first + tl.arange(0, BLOCK), size, bound, min_p, largest, scale)
     target = uniform * tl.sum(sums, 0).to(tl.float64)
-    first, begin, chunk, done = 0, tl.full([], 0, tl.float64), 0, tl.full([], 0, tl.float64)
-    while (first < size) & (done <= target):
+    first, begin, chunk, mass_before = 0, tl.full([], 0, tl.float64), 0, tl.full([], 0, tl.float64)
+    while (first < size) & (mass_before <= target):
         inside = tl.sum(_kept(values, first + tl.arange(0, BLOCK), size, bound, min_p, largest, scale), 0)
         if inside > 0:
-            chunk, begin = first, done
-        done += inside.to(tl.float64)
+            chunk, begin = first, mass_before
+        mass_before += inside.to(tl.float64)
         first += BLOCK
     index = chunk + tl.arange(0, BLOCK)
     weights = _kept(values, index, size, bound, min_p, largest, scale).to(tl.float64)

@@ -18,9 +18,9 @@ def block_of(weight: Tensor, scales: Tensor | None) -> int:
 def convert_weights(weights: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Through float32: a GPU has a slow instruction from float8 to bfloat16, and fast ones for both steps."""
     if weights.dtype == dtype:
-        found = weights
+        converted = weights
     elif dtype == tl.bfloat16:
-        found = weights.to(tl.float32).to(dtype)
+        converted = weights.to(tl.float32).to(dtype)
     else:
-        found = weights.to(dtype)
-    return found
+        converted = weights.to(dtype)
+    return converted

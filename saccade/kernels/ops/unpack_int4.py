@@ -28,11 +28,11 @@ def unpack_without_kernel(weight: Tensor, scales: Tensor, zeros: Tensor | None, 
     columns = out.shape[1]
     shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=out.device)[:, None]
     for start in range(0, len(out), _ROWS_AT_A_TIME):
-        some = slice(start, start + _ROWS_AT_A_TIME)
-        units = weight[some].to(torch.int32).view(-1, columns // 128, 1, 32)
+        rows = slice(start, start + _ROWS_AT_A_TIME)
+        units = weight[rows].to(torch.int32).view(-1, columns // 128, 1, 32)
         values = ((units >> shifts) & 15).view(len(units), scales.shape[1], -1)
-        zero = 8 if zeros is None else zeros[some].to(torch.int32)[..., None]
-        out[some] = ((values - zero).float() * scales[some].float()[..., None]).flatten(1)
+        zero = 8 if zeros is None else zeros[rows].to(torch.int32)[..., None]
+        out[rows] = ((values - zero).float() * scales[rows].float()[..., None]).flatten(1)
     return out
 
 
@@ -52,5 +52,5 @@ def _unpack_kernel(
         if zeros is not None:
             zero = tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
         scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
-        found = (((numbers >> (4 * plane)) & 15).to(tl.float32) - zero) * scale
-        tl.store(out + rows * K + chunks * 128 + plane * 32 + units, found.to(out.dtype.element_ty), mask=inside)
+        values = (((numbers >> (4 * plane)) & 15).to(tl.float32) - zero) * scale
+        tl.store(out + rows * K + chunks * 128 + plane * 32 + units, values.to(out.dtype.element_ty), mask=inside)

@@ -24,14 +24,14 @@ from saccade.kernels.launch.varlen_tiles import power_of_two
 _BLOCK = 4096
 
 
-def norm_then_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, added: Tensor) -> Tensor:
-    """The LayerNorm of x [T, hidden]; x itself becomes x + added [hidden]."""
-    return _launch_norm(_norm_kernel, x, (weight, bias, added), eps)
+def norm_then_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, addend: Tensor) -> Tensor:
+    """The LayerNorm of x [T, hidden]; x itself becomes x + addend [hidden]."""
+    return _launch_norm(_norm_kernel, x, (weight, bias, addend), eps)
 
 
-def rms_norm_and_add(x: Tensor, weight: Tensor, eps: float, added: Tensor) -> Tensor:
-    """The RMS norm of x [T, hidden]; x itself becomes x + added [hidden]."""
-    return _launch_norm(_rms_norm_kernel, x, (weight, added), eps)
+def rms_norm_and_add(x: Tensor, weight: Tensor, eps: float, addend: Tensor) -> Tensor:
+    """The RMS norm of x [T, hidden]; x itself becomes x + addend [hidden]."""
+    return _launch_norm(_rms_norm_kernel, x, (weight, addend), eps)
 
 
 def _launch_norm(kernel: Any, x: Tensor, vectors: tuple[Tensor, ...], eps: float) -> Tensor:
@@ -78,7 +78,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 @triton.jit
 def _norm_kernel(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, added: tl.tensor, normed: tl.tensor, eps: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, addend: tl.tensor, normed: tl.tensor, eps: tl.tensor,
     HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.arange(0, COLUMNS)
@@ -92,7 +92,7 @@ def _norm_kernel(
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     to = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + offsets, (centred * scale * by + to).to(kind), mask=inside)
-    more = tl.load(added + columns, mask=inside, other=0.0).to(tl.float32)
+    more = tl.load(addend + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(x + offsets, (here + more).to(kind), mask=inside)
 
 
@@ -107,15 +107,15 @@ def _rotate_kernel(
     half = tl.arange(0, PADDED_HALF)[None, :]
     has_angle = half < DIM // 2
     inside = (heads < 2 * HEADS) & has_angle
-    own = qkv + row * (3 * HEADS * DIM) + heads * DIM + half
+    places = qkv + row * (3 * HEADS * DIM) + heads * DIM + half
     pdl_wait_then_release(PDL)
-    low = tl.load(own, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(own + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    low = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(places + DIM // 2, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(rotary + row * DIM + 2 * half, mask=has_angle)
     sin = tl.load(rotary + row * DIM + 2 * half + 1, mask=has_angle)
     kind = qkv.dtype.element_ty
-    tl.store(own, (low * cos - high * sin).to(kind), mask=inside)
-    tl.store(own + DIM // 2, (high * cos + low * sin).to(kind), mask=inside)
+    tl.store(places, (low * cos - high * sin).to(kind), mask=inside)
+    tl.store(places + DIM // 2, (high * cos + low * sin).to(kind), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["cells"])  # a slice of a larger array
@@ -130,9 +130,9 @@ def _cos_sin_kernel(
     for axis in tl.static_range(2):
         coordinate = (cell >> (16 * axis)) & 0x7FFF
         angle = coordinate.to(tl.float32) * tl.load(per_axis + axis * NEXT_AXIS + pair, mask=inside, other=0.0)
-        own = rotary + patch * (4 * QUARTER) + 2 * (axis * QUARTER + pair)
-        tl.store(own, tl.cos(angle), mask=inside)
-        tl.store(own + 1, tl.sin(angle), mask=inside)
+        places = rotary + patch * (4 * QUARTER) + 2 * (axis * QUARTER + pair)
+        tl.store(places, tl.cos(angle), mask=inside)
+        tl.store(places + 1, tl.sin(angle), mask=inside)
 
 
 @triton.jit
@@ -157,7 +157,7 @@ _GATED_BLOCK = 1024
 
 @triton.jit
 def _rms_norm_kernel(
-    x: tl.tensor, weight: tl.tensor, added: tl.tensor, normed: tl.tensor, eps: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, addend: tl.tensor, normed: tl.tensor, eps: tl.tensor,
     HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.arange(0, COLUMNS)
@@ -169,7 +169,7 @@ def _rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(here * here, 0) / HIDDEN + eps)
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + offsets, (here * scale * by).to(kind), mask=inside)
-    more = tl.load(added + columns, mask=inside, other=0.0).to(tl.float32)
+    more = tl.load(addend + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(x + offsets, (here + more).to(kind), mask=inside)
 
 

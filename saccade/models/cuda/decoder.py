@@ -17,7 +17,7 @@ from saccade.kernels.launch.compile_ahead import is_compiling
 from saccade.kernels.launch.device import Heads
 from saccade.kernels.ops.output_gate import sigmoid_gate
 from saccade.kernels.ops.prepare_inputs import Temperature
-from saccade.models.cuda.gemms import gemms_for, new_workspace
+from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.moe import prepare_moe
 from saccade.models.cuda.residual import Gemms, Residual
 from saccade.models.layers.cross_attention import CrossAttention, CrossLayer
@@ -43,7 +43,9 @@ class Mixing(Protocol):
     The result, [T, inputs of the output projection], is written to `out` if given.
     """
 
-    def __call__(self, projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, projected: Tensor, module: Any, index: int, /, out: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class Crossing(NamedTuple):
@@ -66,29 +68,29 @@ class FusedDecoder:
         self.kv = kv
         self.net = _first(decoder, GatedDeltaNet)  # for its shape, as the next
         self.latent = _first(decoder, LatentAttention)
-        own = next(
+        attention = next(
             layer.attention for layer in decoder.layers if not isinstance(layer.attention, _WITHOUT_KV)
         )
-        self.heads = Heads(own.heads, own.kv_heads, own.head_dim)
-        norms = getattr(own, "qk_norms", None)
+        self.heads = Heads(attention.heads, attention.kv_heads, attention.head_dim)
+        norms = getattr(attention, "qk_norms", None)
         self.norm_eps: float | None = norms.eps if norms else None  # of query and key heads
-        self._workspace = new_workspace(decoder)
+        self._gemms = DecoderGemms(decoder)
         _derive_weights(decoder)
 
     def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
-        return gemms_for(self.decoder, rows, self._workspace, in_parts=in_parts)
+        return self._gemms.for_rows(rows, in_parts=in_parts)
 
     def forward(self, embeds: Tensor, mixers: Mixers, gemms: Gemms) -> Residual:
         """[T, H], or wider rows as `Decoder.parts` reads them -> the residual after the last layer."""
         first, *deep = self.decoder.parts(embeds)
         x = Residual(first.contiguous())
-        seen = Counter[type]()  # layers of each kind; all that have keys and values are one
+        counts = Counter[type]()  # layers of each kind; all that have keys and values are one
         layers = self.decoder.layers
         for number, layer in enumerate(_one_of_each_kind(layers) if is_compiling() else layers):
             kind = type(layer.attention)
             counted = kind if kind in _WITHOUT_KV else object
-            index = seen[counted]
-            seen[counted] += 1
+            index = counts[counted]
+            counts[counted] += 1
             # Methods: their memory is free before the MLP begins.
             if kind is CrossAttention:
                 x = x if mixers.cross is None else self._cross(x, layer, index, mixers.cross, gemms)
@@ -106,36 +108,36 @@ class FusedDecoder:
         return x
 
     def _attention(self, x: Residual, layer: Any, index: int, attend: Mixing, gemms: Gemms) -> Residual:
-        own = layer.attention
-        count = own.heads + 2 * own.kv_heads
-        has_gate = len(own.qkv.weight) > count * own.head_dim
-        qkv, x = gemms.project(x, layer.attention_norm, own.qkv, in_parts=not has_gate)
-        projected = qkv.view(*qkv.shape[:-1], -1, own.head_dim)
-        mixed = attend(projected[..., :count, :], own, index)
+        attention = layer.attention
+        count = attention.heads + 2 * attention.kv_heads
+        has_gate = len(attention.qkv.weight) > count * attention.head_dim
+        qkv, x = gemms.project(x, layer.attention_norm, attention.qkv, in_parts=not has_gate)
+        projected = qkv.view(*qkv.shape[:-1], -1, attention.head_dim)
+        mixed = attend(projected[..., :count, :], attention, index)
         if has_gate:
             mixed = sigmoid_gate(mixed, projected[:, count:].flatten(1))
-        return gemms.add(mixed, own.out, x)
+        return gemms.add(mixed, attention.out, x)
 
     def _latent(self, x: Residual, layer: Any, index: int, attend: Mixing, gemms: Gemms) -> Residual:
-        own = layer.attention
-        projected, x = gemms.project(x, layer.attention_norm, own.inputs)
-        if own.q_norm is not None and own.q_up is not None:
-            first, kv = projected.tensor_split([own.q_up.inputs], dim=-1)
-            projected = torch.cat((own.q_up(own.q_norm(first)), kv), dim=-1)
-        return gemms.add(attend(projected, own, index), own.out, x)
+        attention = layer.attention
+        projected, x = gemms.project(x, layer.attention_norm, attention.inputs)
+        if attention.q_norm is not None and attention.q_up is not None:
+            first, kv = projected.tensor_split([attention.q_up.inputs], dim=-1)
+            projected = torch.cat((attention.q_up(attention.q_norm(first)), kv), dim=-1)
+        return gemms.add(attend(projected, attention, index), attention.out, x)
 
     def _delta(self, x: Residual, layer: Any, index: int, mix: Mixing, gemms: Gemms) -> Residual:
-        own = layer.attention
-        projected, x = gemms.project(x, layer.attention_norm, own.inputs, own.gates)
-        return gemms.add(mix(projected, own, index), own.out, x)
+        net = layer.attention
+        projected, x = gemms.project(x, layer.attention_norm, net.inputs, net.gates)
+        return gemms.add(mix(projected, net, index), net.out, x)
 
     def _cross(self, x: Residual, layer: CrossLayer, index: int, cross: Crossing, gemms: Gemms) -> Residual:
         """With its MLP. Scaling what goes into the last GEMM of each scales what comes out."""
-        own = layer.attention
-        q, x = gemms.project(x, layer.attention_norm, own.q)
-        queries = own.q_norm(q.view(len(q), own.heads, own.head_dim))
-        mixed = cross.attend(queries, own, index).mul_(cross.rows * layer.attention_gate.tanh())
-        x = gemms.add(mixed, own.out, x)
+        attention = layer.attention
+        q, x = gemms.project(x, layer.attention_norm, attention.q)
+        queries = attention.q_norm(q.view(len(q), attention.heads, attention.head_dim))
+        mixed = cross.attend(queries, attention, index).mul_(cross.rows * layer.attention_gate.tanh())
+        x = gemms.add(mixed, attention.out, x)
         return gemms.mlp(x, layer.mlp_norm, layer.mlp, cross.rows * layer.mlp_gate.tanh())
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,8 +148,8 @@ class FusedDecoder:
 
     @property
     def temperature(self) -> Temperature | None:
-        found = self.decoder.temperature
-        return Temperature(found.beta, found.length) if found else None
+        temperature = self.decoder.temperature
+        return Temperature(temperature.beta, temperature.length) if temperature else None
 
     @property
     def scale(self) -> float:
@@ -166,9 +168,9 @@ def _one_of_each_kind(layers: Sequence[Any]) -> list[Any]:
 def _derive_weights(decoder: Decoder) -> None:
     """What layers compute of weights and keep. In a graph that is never replayed it would be garbage."""
     for layer in decoder.layers:
-        own = layer.attention
-        norms = [layer.attention_norm, layer.mlp_norm, getattr(own, "norm", None)]
-        heads = getattr(own, "qk_norms", None)
+        attention = layer.attention
+        norms = [layer.attention_norm, layer.mlp_norm, getattr(attention, "norm", None)]
+        heads = getattr(attention, "qk_norms", None)
         norms += [heads.q, heads.k] if heads else []
         for norm in norms:
             getattr(norm, "weight", None)

@@ -1,141 +1,281 @@
 """The GEMMs of a decoder's layers on a CUDA device, with norms, gates and residuals. Knows no attention.
 
-    rows                                     GEMMs            norm, gate, residual
-    2 to 128 on Hopper GPUs (32 if weights   `SplitKGemms`    gate fused; the norm adds residual and partials
-    have more than 32 Mi elements, 64 if
-    they are quantised); 1 as `_splits_one`
-    1, or 2 to 16 with such small weights    `SkinnyGemms`    all fused: four launches per layer; experts take
-    (2 to 4 with experts)                                     normed rows and add the residual
-    others                                   `LargeGemms`     the norm adds the residual; gate fused where
-                                                              `skinny` or `linear_act` has a kernel
+    GEMMs      norm, gate, residual
+    split-K    gate fused; the norm adds residual and partials
+    skinny     all fused: four launches per layer; experts take normed rows and add the residual
+    large      the norm adds the residual; gate fused where `skinny` or `linear_act` has a kernel
 
-Layers in float8 (`Linear.scales`) take kernels that read it: split-K for up to 64 rows on Hopper GPUs,
-`skinny` for as many on others, cuBLAS beyond. Split-K and cuBLAS take x in float8 as well; norm and gate
-write it where they can. Layers in INT4 (`Linear.groups`) take kernels that read them up to 64 rows, split-K
-or `int4_linear`, and beyond are unpacked into scratch memory for a GEMM like any other.
-
-The choice depends on shapes alone, so it is made once for each CUDA graph.
+`_REGIMES` has the rows of each, and `gemm_table` the kernels for each kind of weight. Both choices depend on
+shapes alone, so they are made once for each CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.kernels.gemm.fp8_linear import fp8_gemm
 from saccade.kernels.gemm.skinny import (
     MAX_ELEMENTS,
     MAX_NORMED_ROWS,
     MAX_ROWS,
     MAX_SCALED_ROWS,
     SplitWorkspace,
+    norm_linear,
+    skinny_linear,
 )
 from saccade.kernels.moe.experts_gemv import MAX_TOKENS as MAX_VECTOR_TOKENS
-from saccade.models.cuda.int4_gemms import all_packed, decide_int4, elements_of, is_packed, unpacked_elements
-from saccade.models.cuda.large_gemms import LargeGemms
-from saccade.models.cuda.linear_kinds import both, gated_config, scales_of, widths
-from saccade.models.cuda.moe import runs_in_one
-from saccade.models.cuda.residual import Gemms
-from saccade.models.cuda.skinny_gemms import SkinnyGemms
-from saccade.models.cuda.split_k import can_split_k, can_split_k_fp8, can_split_k_int4
-from saccade.models.cuda.split_k_gemms import SplitKGemms
+from saccade.kernels.ops.norm import add_rms_norm, norm_fp8, rms_norm
+from saccade.kernels.ops.quantize_rows import Fp8Rows
+from saccade.models.cuda.gemm_self_tests import can_split_k, can_split_k_fp8, can_split_k_int4
+from saccade.models.cuda.gemm_table import ADDED, GATED, LARGE, SKINNY, WHOLE, Inputs, Launches, Table
+from saccade.models.cuda.gemm_weights import Fp8Blocks, Int4, Plain, weight_of
+from saccade.models.cuda.moe import run_moe, runs_in_one
+from saccade.models.cuda.residual import Gemms, Residual
 from saccade.models.layers.cross_attention import CrossAttention
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
+from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
 from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.mlp import GatedMLP
 from saccade.models.layers.moe import MoE
 
+logger = logging.getLogger(__name__)
+
 _MIN_INT4_WIDTH = 4096  # of a layer: one row of narrower ones was not measured, or is slower by split-K
-_MIN_WORKSPACE_ROWS = 512  # from here on memory counts; decode has fewer
+_MIN_SCRATCH_ROWS = 512  # from here on memory counts; decode has fewer
 
 
-def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_parts: bool = False) -> Gemms:
-    """`in_parts`: attention accepts queries, keys and values as split-K partials."""
-    together = list(_wide_linears(decoder))
-    wide = [linear for group in together for linear in group]
-    is_quantized = _decide_kernels(decoder, wide)
-    largest = 0 if is_quantized and rows <= MAX_SCALED_ROWS else max(elements_of(linear) for linear in wide)
-    if _splits_k(rows, largest, decoder.table.device) or (rows == 1 and _splits_one(decoder)):
-        return SplitKGemms(workspace, in_parts)
-    if rows <= MAX_NORMED_ROWS and all(_is_skinny(layer.mlp, rows) for layer in decoder.layers):
-        return SkinnyGemms(workspace)
-    widest = max(sum(widths(group)) for group in together)
-    return LargeGemms(workspace, _new_scratch(decoder.table, rows, widest))
+class DecoderGemms:
+    """The weights of a decoder's layers, and the GEMMs with them for each number of rows."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.weights = {linear: weight_of(linear) for linear in _linears(decoder)}
+        together = [[self.weights[linear] for linear in group] for group in _wide_linears(decoder)]
+        self.first = [group[0] for group in together]
+        self.wide = [weight for group in together for weight in group]
+        self.is_small = max(weight.elements for weight in self.wide) <= MAX_ELEMENTS
+        self._kinds = {type(weight) for weight in self.weights.values()}
+        self._widest = max(sum(weight.outputs for weight in group) for group in together)
+        self.workspace = SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
+        packed = [weight.elements for weight in self.weights.values() if isinstance(weight, Int4)]
+        if packed:
+            self.workspace = self.workspace._replace(unpacked=decoder.table.new_empty(max(packed)))
+
+    def for_rows(self, rows: int, *, in_parts: bool = False) -> Gemms:
+        """`in_parts`: attention accepts queries, keys and values as split-K partials."""
+        regime = self.regime(rows)
+        logger.debug("%d rows by %s GEMMs: %s", rows, regime.name, regime.reason)
+        table = self.decoder.table
+        x = Inputs(rows, table.dtype, table.device)
+        if regime.name == "skinny":
+            return SkinnyGemms(SKINNY, x, self.workspace, self.weights)
+        if regime.name == "split-K":
+            return NormedGemms(_split_k_table(), x, self.workspace, self.weights, in_parts=in_parts)
+        scratch = table.new_empty(rows * self._widest) if rows >= _MIN_SCRATCH_ROWS else None
+        return NormedGemms(LARGE, x, self.workspace, self.weights, scratch=scratch)
+
+    def regime(self, rows: int) -> Regime:
+        self.decide_kernels()
+        return next(one for one in _REGIMES if rows in one.rows and one.suits(self, rows))
+
+    def decide_kernels(self) -> bool:
+        """Before a CUDA graph is captured; whether split-K reads some wide weights as they are quantised."""
+        table = self.decoder.table
+        read = {kind for kind in self._kinds if kind.decide(table.device, table.dtype)}
+        return any(type(weight) in read for weight in self.wide)
 
 
-def _decide_kernels(decoder: Decoder, wide: Sequence[Linear]) -> bool:
-    """Those of quantised weights, before a CUDA graph is captured; whether split-K reads some of these."""
-    device, dtype = decoder.table.device, decoder.table.dtype
-    is_scaled = any(scales_of(linear) is not None for linear in wide)
-    if is_scaled:
-        for in_blocks in (False, True):
-            fp8_gemm(device, in_blocks)
-        can_split_k_fp8(device)
-    reads_int4 = decide_int4(decoder) and can_split_k_int4(device, dtype)
-    return is_scaled or (reads_int4 and any(map(is_packed, wide)))
+class NormedGemms(Launches):
+    """GEMMs between which kernels norm the rows and add the residual."""
+
+    def project(
+        self,
+        x: Residual,
+        norm: RMSNorm,
+        linear: Linear,
+        beside: Linear | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> tuple[Tensor, Residual]:
+        if in_parts and self.in_parts:
+            assert beside is None, "split-K partials of two GEMMs would be two tensors"
+            weight = self.weights[linear]
+            normed, x = self._norm_for(x, norm, (ADDED, weight))
+            return self.run(ADDED, weight, normed), x
+        weights = self.both(linear, beside)
+        normed, x = self._norm_for(x, norm, *((WHOLE, weight) for weight in weights))
+        return self.side_by_side(weights, normed, x.rows), x
+
+    def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
+        return Residual(x.rows, self.run(ADDED, self.weights[linear], rows))
+
+    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
+        if isinstance(mlp, MoE):
+            assert scales is None, "layers with a gate have no experts"
+            rows, x = self._norm(x, norm)
+            return Residual(x.rows, run_moe(rows, mlp))
+        gate_up = self.weights[mlp.gate_up]
+        if scales is None:
+            normed, x = self._norm_for(x, norm, (GATED, gate_up), (ADDED, self.weights[mlp.down]))
+            return self.add(self.run(GATED, gate_up, normed), mlp.down, x)
+        rows, x = self._norm(x, norm)
+        return self.add(self.run(GATED, gate_up, rows).mul_(scales), mlp.down, x)
+
+    def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
+        return self._norm(x, decoder.norm, only)[0]
+
+    def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
+        return skinny_linear(self.normed(x, decoder), decoder.head, workspace=self.workspace, out=out)
+
+    def _norm(self, x: Residual, norm: RMSNorm, only: Tensor | None = None) -> tuple[Tensor, Residual]:
+        if x.added is None:
+            return norm(x.rows if only is None else x.rows.index_select(0, only)), x
+        normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps, only)
+        return normed, Residual(rows)
+
+    def _norm_for(
+        self, x: Residual, norm: RMSNorm, *gemms: tuple[str, Plain]
+    ) -> tuple[Tensor | Fp8Rows, Residual]:
+        """In float8, if all of these operations with these weights read it."""
+        if any(self.way(operation, weight, in_fp8=True) is None for operation, weight in gemms):
+            return self._norm(x, norm)
+        normed, rows = norm_fp8(x.added, x.rows, norm.weight, norm.eps)
+        return normed, Residual(rows)
 
 
-def _is_skinny(mlp: GatedMLP | MoE, rows: int) -> bool:
-    """Whether `SkinnyGemms` runs it well."""
-    if isinstance(mlp, MoE):
-        return rows <= MAX_VECTOR_TOKENS and runs_in_one(mlp)
-    return gated_config(mlp, rows) is not None
+class SkinnyGemms(Launches):
+    """GEMMs that norm the rows and add the residual themselves."""
+
+    def project(
+        self,
+        x: Residual,
+        norm: RMSNorm,
+        linear: Linear,
+        beside: Linear | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> tuple[Tensor, Residual]:
+        weights = self.both(linear, beside)
+        return self.side_by_side(weights, x.rows, x.rows, norm=norm), x
+
+    def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
+        return Residual(self.run(ADDED, self.weights[linear], rows, residual=x.rows))
+
+    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
+        if isinstance(mlp, MoE):
+            return Residual(run_moe(rms_norm(x.rows, norm.weight, norm.eps), mlp, x.rows))
+        gated = self.run(GATED, self.weights[mlp.gate_up], x.rows, norm=norm)
+        return self.add(gated if scales is None else gated.mul_(scales), mlp.down, x)
+
+    def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
+        return decoder.norm(x.rows if only is None else x.rows.index_select(0, only))
+
+    def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
+        norm = decoder.norm
+        return norm_linear(x.rows, norm.weight, norm.eps, decoder.head, workspace=self.workspace, out=out)
 
 
-def gated(rows: Tensor, mlp: GatedMLP, workspace: SplitWorkspace) -> Tensor:
-    """silu(gate) * up: [T, wide], for layers that are not a decoder's of ours."""
-    if _splits_k(len(rows), elements_of(mlp.gate_up), rows.device):
-        return SplitKGemms(workspace, in_parts=False)._gated(rows, mlp)
-    return LargeGemms(workspace, None)._gated(rows, mlp)
+def gated_rows(x: Tensor, gate_up: Plain, workspace: SplitWorkspace) -> Tensor:
+    """silu(gate) * up: [T, outputs / 2], for layers that are not a decoder's of ours."""
+    is_small = gate_up.elements <= MAX_ELEMENTS
+    splits = 1 < len(x) <= _max_split_rows(is_small) and can_split_k(x.device)
+    table = _split_k_table() if splits else LARGE
+    rows = Inputs(len(x), x.dtype, x.device)
+    return Launches(table, rows, workspace, {}).run(GATED, gate_up, x)  # type: ignore[no-any-return]
 
 
-def _splits_k(rows: int, largest: int, device: torch.device) -> bool:
-    """cuBLAS reuses what it reads better over many rows; that counts where weights are large."""
-    return 1 < rows <= (128 if largest <= MAX_ELEMENTS else 32) and can_split_k(device)
-
-
-def _splits_one(decoder: Decoder) -> bool:
-    """One row, too, gains by split-K if MMAs read all weights in float8, with x in it as well.
-
-    INT4 gains in wide layers; with experts it does not, and delta nets were not measured.
-    """
-    table = decoder.table
-    dense = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, GatedMLP)]
-    linears = [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
-    linears += [group[0] for group in _wide_linears(decoder)]
-    if all(scales_of(linear) is not None for linear in linears):
-        return table.dtype == torch.bfloat16 and can_split_k(table.device) and can_split_k_fp8(table.device)
-    has_nets = any(isinstance(layer.attention, GatedDeltaNet) for layer in decoder.layers)
-    if has_nets or len(dense) < len(decoder.layers) or decoder.hidden_size < _MIN_INT4_WIDTH:
-        return False
-    return all_packed(decoder) and can_split_k(table.device) and can_split_k_int4(table.device, table.dtype)
+def _linears(decoder: Decoder) -> Iterator[Linear]:
+    """Of attention and MLPs."""
+    for layer in decoder.layers:
+        for module in (layer.attention, layer.mlp):
+            yield from (part for part in vars(module).values() if isinstance(part, Linear))
 
 
 def _wide_linears(decoder: Decoder) -> Iterator[list[Linear]]:
     """The first GEMM of every attention, with one beside it, and of every MLP without experts."""
     for layer in decoder.layers:
-        own = layer.attention
-        if isinstance(own, GatedDeltaNet):
-            yield both(own.inputs, own.gates)
-        elif isinstance(own, LatentAttention):
-            yield [own.inputs]
+        attention = layer.attention
+        if isinstance(attention, GatedDeltaNet):
+            gates = attention.gates
+            yield [attention.inputs] if gates is None else [attention.inputs, gates]
+        elif isinstance(attention, LatentAttention):
+            yield [attention.inputs]
         else:
-            yield [own.q if isinstance(own, CrossAttention) else own.qkv]
+            yield [attention.q if isinstance(attention, CrossAttention) else attention.qkv]
         if isinstance(layer.mlp, GatedMLP):
             yield [layer.mlp.gate_up]
 
 
-def new_workspace(decoder: Decoder) -> SplitWorkspace:
-    """Enough for all GEMMs of one CUDA stream."""
-    workspace = SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
-    elements = unpacked_elements(decoder)
-    return workspace._replace(unpacked=decoder.table.new_empty(elements)) if elements else workspace
+def _split_k_table() -> Table:
+    from saccade.models.cuda.split_k_table import SPLIT_K  # Gluon is experimental: only where used
+
+    return SPLIT_K
 
 
-def _new_scratch(table: Tensor, rows: int, widest: int) -> Tensor | None:
-    """One allocation for the widest results of all layers: freed, it would be split for narrower ones."""
-    return None if rows < _MIN_WORKSPACE_ROWS else table.new_empty(rows * widest)
+# --- which GEMMs run how many rows ---
+
+
+class Regime(NamedTuple):
+    name: str
+    rows: range
+    suits: Callable[[DecoderGemms, int], bool]
+    reason: str  # for the log
+
+
+def _max_split_rows(is_small: bool, is_quantized: bool = False) -> int:
+    """cuBLAS reuses what it reads better over many rows; that counts where weights are large."""
+    if is_small:
+        return 128
+    return MAX_SCALED_ROWS if is_quantized else MAX_ROWS
+
+
+def _splits(gemms: DecoderGemms, rows: int) -> bool:
+    max_rows = _max_split_rows(gemms.is_small, gemms.decide_kernels())
+    return rows <= max_rows and can_split_k(gemms.decoder.table.device)
+
+
+def _splits_one(gemms: DecoderGemms, rows: int) -> bool:
+    """INT4 gains in wide layers; with experts it does not, and delta nets were not measured."""
+    table = gemms.decoder.table
+    layers = gemms.decoder.layers
+    dense = [layer.mlp for layer in layers if isinstance(layer.mlp, GatedMLP)]
+    weights = [gemms.weights[linear] for mlp in dense for linear in (mlp.gate_up, mlp.down)]
+    if all(isinstance(weight, Fp8Blocks) for weight in (*weights, *gemms.first)):
+        return table.dtype == torch.bfloat16 and can_split_k(table.device) and can_split_k_fp8(table.device)
+    has_nets = any(isinstance(layer.attention, GatedDeltaNet) for layer in layers)
+    if has_nets or len(dense) < len(layers) or gemms.decoder.hidden_size < _MIN_INT4_WIDTH:
+        return False
+    if not all(_is_whole_int4(weight) for weight in gemms.weights.values()):
+        return False
+    return can_split_k(table.device) and can_split_k_int4(table.device, table.dtype)
+
+
+def _is_whole_int4(weight: Plain) -> bool:
+    """Whole tiles of 64 rows for split-K, also those of a gate."""
+    return isinstance(weight, Int4) and weight.outputs % 128 == 0
+
+
+def _is_skinny(gemms: DecoderGemms, rows: int) -> bool:
+    for layer in gemms.decoder.layers:
+        if isinstance(layer.mlp, MoE):
+            if rows > MAX_VECTOR_TOKENS or not runs_in_one(layer.mlp):
+                return False
+        elif gemms.weights[layer.mlp.gate_up].gate_config(rows) is None:
+            return False
+    return True
+
+
+_REGIMES = (
+    Regime("split-K", range(1, 2), _splits_one, "MMAs read all weights as they are, and they are quantised"),
+    Regime("split-K", range(2, 129), _splits, "few rows by weights that cuBLAS would not reuse better"),
+    Regime(
+        "skinny", range(1, MAX_NORMED_ROWS + 1), _is_skinny, "gates are small, or few tokens have experts"
+    ),
+    Regime("large", range(1, 1 << 31), lambda *_: True, "nothing else suits"),
+)

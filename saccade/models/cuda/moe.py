@@ -27,11 +27,11 @@ def run_moe(x: Tensor, experts: MoE, residual: Tensor | None = None) -> Tensor:
     """[T, H] -> [T, H], plus `residual`. A shared expert that is not stacked with them runs by itself."""
     weights = prepare_moe(experts)
     if runs_in_one(experts):
-        return fused_moe(x, weights, routing_rules(experts), added=residual)
+        return fused_moe(x, weights, routing_rules(experts), addend=residual)
     assert residual is None, "the shared expert takes its place"
     assert experts.shared is not None
     gate = x.float() @ experts.routers[-1] if experts.rules.shared_gate else None
-    return fused_moe(x, weights, routing_rules(experts), added=experts.shared(x), gate=gate)
+    return fused_moe(x, weights, routing_rules(experts), addend=experts.shared(x), gate=gate)
 
 
 def prepare_moe(experts: MoE) -> MoEWeights:
@@ -92,11 +92,11 @@ def _test_int4(device: torch.device, dtype: torch.dtype) -> None:
         x = torch.randn(tokens, 256, device=device, dtype=dtype)
         experts = torch.rand(tokens, 4, device=device).argsort(1)[:, :2].int().contiguous()
         shares = torch.rand(tokens, 2, device=device)
-        found = run_experts(x, weights, Routed(shares, experts))
+        rows = run_experts(x, weights, Routed(shares, experts))
         gates, ups = torch.einsum("th,enh->ten", x.float(), gate_up[3]).chunk(2, dim=-1)
-        made = torch.einsum("tei,ehi->teh", F.silu(gates) * ups, down[3])
+        outputs = torch.einsum("tei,ehi->teh", F.silu(gates) * ups, down[3])
         of_all = torch.zeros(tokens, 4, device=device).scatter_(1, experts.long(), shares)
-        assert_agree(found.float(), torch.einsum("te,teh->th", of_all, made), 0.05)
+        assert_agree(rows.float(), torch.einsum("te,teh->th", of_all, outputs), 0.05)
 
 
 can_read_int4 = KernelChoice(

@@ -33,7 +33,7 @@ class Gemms(Protocol):
         """The projection [T, outputs] of the normed residual, and the residual.
 
         The outputs of `beside` follow those of `linear` in each row. With `in_parts`, here and in
-        `gemms_for`, it may be split-K partials [splits, T, outputs].
+        `DecoderGemms.for_rows`, it may be split-K partials [splits, T, outputs].
         """
         ...
 

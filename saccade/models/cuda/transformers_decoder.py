@@ -48,11 +48,11 @@ class TransformersDecoder(FusedDecoder):
             expected = self._try()
             with fusion:
                 self._try()  # RoPE shows whether it is ours
-                found = self._try()
+                rows = self._try()
         except Exception as error:  # anything: layers may be of any kind
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         else:
-            difference = float((found - expected).abs().max() / expected.abs().max())
+            difference = float((rows - expected).abs().max() / expected.abs().max())
             if difference <= _TOLERANCE[self.text.table.dtype]:
                 logger.info("our kernels inside Transformers' layers: %s", fusion)
                 return fusion
@@ -67,8 +67,8 @@ class TransformersDecoder(FusedDecoder):
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-            found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return found[0].transpose(0, 1)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return mixed[0].transpose(0, 1)
 
         return self.text.forward(embeds.to(self.text.table), positions, attend).float()
 

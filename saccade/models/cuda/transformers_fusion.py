@@ -27,7 +27,8 @@ from saccade.kernels.attention.rope_store_kv import rotary
 from saccade.kernels.gemm.skinny import SplitWorkspace, skinny_linear
 from saccade.kernels.ops.norm import rms_norm
 from saccade.kernels.ops.qk_norm import qk_rms_norm
-from saccade.models.cuda.gemms import gated
+from saccade.models.cuda.gemm_weights import Plain
+from saccade.models.cuda.gemms import gated_rows
 
 _ROTARY = "apply_rotary_pos_emb"  # the function of Transformers' modeling files
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -66,9 +67,9 @@ class Fusion:
 
     def __str__(self) -> str:
         """What is fused, and what is not and why. RoPE shows itself in the first pass."""
-        fused = self._fused + Counter({"RoPE": sum(found.is_same is True for found in self._rotaries)})
+        fused = self._fused + Counter({"RoPE": sum(one.is_same is True for one in self._rotaries)})
         reasons = dict(self._reasons)
-        if any(found.is_same is False for found in self._rotaries):
+        if any(one.is_same is False for one in self._rotaries):
             reasons["RoPE"] = _OTHER
         kinds = []
         for kind, count in sorted(self._found.items()):
@@ -108,15 +109,15 @@ class Fusion:
             both = _merged(mlp, ("gate_proj", "up_proj"))
         if both is None:
             return ()
-        parts: Any = SimpleNamespace(gate_up=both, down=mlp.down_proj)
+        gate_up = Plain(both.weight, both.bias)
 
         def silu(x: Tensor) -> Tensor:
-            rows = x.reshape(-1, x.shape[-1])
-            return self._linear(parts.down, gated(rows, parts, self.workspace)).view(x.shape)
+            gated = gated_rows(x.reshape(-1, x.shape[-1]), gate_up, self.workspace)
+            return self._linear(mlp.down_proj, gated).view(x.shape)
 
         def other(act: _Forward, x: Tensor) -> Tensor:
             gate, up = self._linear(both, x).chunk(2, dim=-1)
-            return self._linear(parts.down, act(gate) * up)
+            return self._linear(mlp.down_proj, act(gate) * up)
 
         acts = [child for child in mlp.children() if not isinstance(child, nn.Linear)]
         return [silu, *(partial(other, act) for act in acts)]
@@ -137,21 +138,23 @@ class Fusion:
     def _fuse_rotary(self, attention: nn.Module) -> None:
         """A copy of its `forward` that finds our function under the name of Transformers'."""
         self._found["RoPE"] += 1
-        own = type(attention).forward
-        if not isinstance(own, FunctionType) or _ROTARY not in own.__code__.co_names:
+        forward = type(attention).forward
+        if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
             self._reasons["RoPE"] = f"no {_ROTARY}"
             return
-        stand_in = _Rotary(own.__globals__[_ROTARY])
-        scope = {**own.__globals__, _ROTARY: stand_in}
-        copy = FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
-        copy.__kwdefaults__ = own.__kwdefaults__
+        stand_in = _Rotary(forward.__globals__[_ROTARY])
+        scope = {**forward.__globals__, _ROTARY: stand_in}
+        copy = FunctionType(
+            forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
+        )
+        copy.__kwdefaults__ = forward.__kwdefaults__
         self._forwards[attention] = MethodType(copy, attention)
         self._rotaries.append(stand_in)
 
     def _linear(self, linear: Any, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        found = skinny_linear(rows, linear.weight, linear.bias, workspace=self.workspace)
-        return found.view(*x.shape[:-1], -1)
+        outputs = skinny_linear(rows, linear.weight, linear.bias, workspace=self.workspace)
+        return outputs.view(*x.shape[:-1], -1)
 
 
 class _Shared:
@@ -176,22 +179,22 @@ class _Shared:
 class _Rotary:
     """`apply_rotary_pos_emb` of one module. Its first call shows whether ours is the same."""
 
-    def __init__(self, own: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self.own = own
+    def __init__(self, original: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self.original = original
         self.is_same: bool | None = None
 
     def __call__(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """q [1, heads, T, d], k [1, kv_heads, T, d], cos and sin [1, T, rotary_dim]."""
         fits = len(q) == 1 and cos.shape[:2] == (1, q.shape[2]) and cos.shape[-1] <= q.shape[-1]
-        if self.is_same is False or more or named or not fits:
-            return self.own(q, k, cos, sin, *more, **named)
+        if self.is_same is False or more or options or not fits:
+            return self.original(q, k, cos, sin, *more, **options)
         if self.is_same is None:
-            expected = self.own(q, k, cos, sin)
-            found = (q.clone(), k.clone())
-            _rotate(*found, cos, sin)
-            self.is_same = all(map(_are_close, found, expected))
+            expected = self.original(q, k, cos, sin)
+            ours = (q.clone(), k.clone())
+            _rotate(*ours, cos, sin)
+            self.is_same = all(map(_are_close, ours, expected))
             return expected
         _rotate(q, k, cos, sin)
         return q, k
@@ -229,16 +232,16 @@ def _merged(module: nn.Module, names: Sequence[str]) -> Any:
         return None
     if len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) > 1:
         return None
-    made = SimpleNamespace(weight=None, bias=None)
+    merged = SimpleNamespace(weight=None, bias=None)
     for name in ("weight", "bias"):
         values = [getattr(linear, name) for linear in linears]
         if values[0] is None:
             continue
         whole = torch.cat([value.detach() for value in values])
-        setattr(made, name, whole)
-        for linear, own in zip(linears, torch.split(whole, [len(value) for value in values]), strict=True):
-            setattr(linear, name, nn.Parameter(own, requires_grad=False))
-    return made
+        setattr(merged, name, whole)
+        for linear, part in zip(linears, torch.split(whole, [len(value) for value in values]), strict=True):
+            setattr(linear, name, nn.Parameter(part, requires_grad=False))
+    return merged
 
 
 def _difference(module: nn.Module, forward: _Forward) -> str | None:
@@ -252,8 +255,8 @@ def _difference(module: nn.Module, forward: _Forward) -> str | None:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _are_close(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape:
+def _are_close(rows: Tensor, expected: Tensor) -> bool:
+    if rows.shape != expected.shape:
         return False
-    difference = (found.float() - expected.float()).abs().max()
+    difference = (rows.float() - expected.float()).abs().max()
     return bool(difference <= _TOLERANCE[expected.dtype] * expected.float().abs().max())

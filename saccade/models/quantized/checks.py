@@ -57,21 +57,21 @@ def _check_fp4(parts: Mapping[str, Tensor]) -> None:
     if packed is None or scale is None or packed.dtype != torch.uint8:
         return
     if scale.dtype == torch.float8_e4m3fn and not any(part in parts for part in _FACTORS):
-        wanted = "weight_global_scale" if ".weight_packed" in parts else "weight_scale_2"
-        raise ValueError(f"its {wanted} is not in the checkpoint")
+        factor = "weight_global_scale" if ".weight_packed" in parts else "weight_scale_2"
+        raise ValueError(f"its {factor} is not in the checkpoint")
 
 
 def _check_groups(parts: Mapping[str, Tensor]) -> None:
     """One for each input. A word of GPTQ holds 4 or 8 of them."""
     if ".weight_g_idx" in parts and ".weight_shape" in parts:
-        given, inputs = parts[".weight_g_idx"].numel(), int(parts[".weight_shape"].flatten()[1])
-        if given != inputs:
-            raise ValueError(f"its weight_g_idx has {given} numbers for {inputs} inputs")
+        columns, inputs = parts[".weight_g_idx"].numel(), int(parts[".weight_shape"].flatten()[1])
+        if columns != inputs:
+            raise ValueError(f"its weight_g_idx has {columns} numbers for {inputs} inputs")
     if ".g_idx" not in parts or ".qweight" not in parts:
         return
-    given, words = parts[".g_idx"].numel(), len(parts[".qweight"])
-    if given not in (4 * words, 8 * words):
-        raise ValueError(f"its g_idx has {given} numbers, and its qweight {words} rows of 4 or 8 inputs")
+    columns, words = parts[".g_idx"].numel(), len(parts[".qweight"])
+    if columns not in (4 * words, 8 * words):
+        raise ValueError(f"its g_idx has {columns} numbers, and its qweight {words} rows of 4 or 8 inputs")
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -23,30 +23,30 @@ logger = logging.getLogger(__name__)
 
 def kv_scales(path: Path | None, text: TextConfig) -> tuple[tuple[float, float], ...]:
     """Those of keys and values, of each layer that has some; nothing: all are 1."""
-    found = _stored(TensorFiles(path)) if path else {}
-    if not found:
+    scales = _stored(TensorFiles(path)) if path else {}
+    if not scales:
         logger.info("KV cache in FP8 (e4m3): the checkpoint has no scales of keys and values, so they are 1")
         return ()
-    lacking = [layer for layer, pair in found.items() if len(pair) < 2]
-    if lacking or len(found) != text.num_kv_layers:
+    lacking = [layer for layer, pair in scales.items() if len(pair) < 2]
+    if lacking or len(scales) != text.num_kv_layers:
         raise ConfigError(
-            f"the checkpoint has k_scale and v_scale of {len(found) - len(lacking)} layers, and "
+            f"the checkpoint has k_scale and v_scale of {len(scales) - len(lacking)} layers, and "
             f"{text.num_kv_layers} have a KV cache; leave out --kv-cache-dtype, or take another checkpoint"
         )
-    logger.info("KV cache in FP8 (e4m3): scales of %d layers from the checkpoint", len(found))
-    return tuple((found[layer]["k"], found[layer]["v"]) for layer in sorted(found))
+    logger.info("KV cache in FP8 (e4m3): scales of %d layers from the checkpoint", len(scales))
+    return tuple((scales[layer]["k"], scales[layer]["v"]) for layer in sorted(scales))
 
 
 def _stored(files: TensorFiles) -> dict[int, dict[str, float]]:
     """By layer, then by "k" or "v"."""
-    found: dict[int, dict[str, float]] = defaultdict(dict)
+    scales: dict[int, dict[str, float]] = defaultdict(dict)
     for name in files.file_of:
         match = _PATTERN.fullmatch(name)
         if match:
             layer, kinds = (group for group in match.groups() if group is not None)
             scale = _checked(name, files.read(name).flatten().tolist())
-            found[int(layer)] |= dict.fromkeys(kinds, scale)
-    return found
+            scales[int(layer)] |= dict.fromkeys(kinds, scale)
+    return scales
 
 
 def _checked(name: str, values: list[float]) -> float:

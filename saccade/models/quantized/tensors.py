@@ -74,14 +74,14 @@ class DequantizedTensors:
     def summary(self) -> str:
         """What became of the weights that have been read."""
         count = sum(len(parts) > 1 for parts in self._parts.values())
-        rest = count - self._kept.total() - self._made
+        rest_count = count - self._kept.total() - self._made
         fates = {f"{number} stay in {kind}": number for kind, number in self._kept.items()}
         fates |= {
             f"{self._made} become FP8, since no kernel here multiplies FP4": self._made,
-            f"{rest} are dequantised as they load": rest,
+            f"{rest_count} are dequantised as they load": rest_count,
         }
-        known = ", ".join(fate for fate, number in fates.items() if number) or "all are as they were"
-        return f"{count} weights are stored as {self._quantization.summary}: {known}"
+        summary = ", ".join(fate for fate, number in fates.items() if number) or "all are as they were"
+        return f"{count} weights are stored as {self._quantization.summary}: {summary}"
 
     def _weight_of(self, name: str) -> tuple[str, str]:
         """The usual name of a weight, and which part of it this is."""
@@ -106,7 +106,7 @@ class DequantizedTensors:
 
     def fp8_weights(self) -> dict[str, bool]:
         """Weights that are stored in float8, and whether their scales are for blocks of 128 x 128."""
-        found = {}
+        in_blocks_of = {}
         for name, parts in self._parts.items():
             numbers = next((parts[part] for part in ("", ".weight") if part in parts), None)
             scales = next((parts[part] for part in _FP8_SCALES if part in parts), None)
@@ -116,8 +116,8 @@ class DequantizedTensors:
             of_scales = self._files.kind(scales)[1]
             in_blocks = is_in_blocks(of_scales, shape)
             if dtype == "F8_E4M3" and (in_blocks or is_by_row(of_scales, shape)):
-                found[name] = in_blocks
-        return found
+                in_blocks_of[name] = in_blocks
+        return in_blocks_of
 
     def fp4_weights(self) -> list[str]:
         """Weights that are stored as two numbers a byte."""
@@ -135,26 +135,26 @@ class DequantizedTensors:
             self._made += 1
             return quantized(self.read(name), in_blocks, _factor(self._stored(name)))
         self._kept["FP8"] += 1
-        stored = self._stored(name)
-        return _first(stored, ".weight", ""), _first(stored, *_FP8_SCALES)
+        parts = self._stored(name)
+        return _first(parts, ".weight", ""), _first(parts, *_FP8_SCALES)
 
     def _stored(self, name: str) -> Parts:
-        stored = {part: self._files.read(full).to(self._device) for part, full in self._parts[name].items()}
+        parts = {part: self._files.read(full).to(self._device) for part, full in self._parts[name].items()}
         try:
-            check_parts(stored)
+            check_parts(parts)
         except ValueError as error:
             raise ConfigError(f"{name} cannot be dequantised: {error}") from None
-        return stored
+        return parts
 
     def int4_weights(self) -> dict[str, Int4Format]:
         """Weights that are stored in INT4 and can stay so."""
-        found = {}
+        formats = {}
         for name, parts in self._parts.items():
             try:
-                found[name] = self._int4_format(parts)
+                formats[name] = self._int4_format(parts)
             except ValueError as error:
                 raise ConfigError(f"{name} cannot be read: {error}") from None
-        return {name: own for name, own in found.items() if own is not None}
+        return {name: int4 for name, int4 in formats.items() if int4 is not None}
 
     def _int4_format(self, parts: Mapping[str, str]) -> Int4Format | None:
         kinds = {part: self._files.kind(full) for part, full in parts.items()}
@@ -178,9 +178,9 @@ class DequantizedTensors:
     def _int4_shape(self, parts: Mapping[str, str], kinds: Mapping[str, Kind]) -> tuple[int, int] | None:
         """Outputs and inputs of a weight in INT4."""
         if ".weight_packed" in kinds and ".weight_shape" in parts:
-            stored = self._files.read(parts[".weight_shape"])
-            check_parts({".weight_shape": stored})
-            rows, columns = (int(size) for size in stored.flatten().tolist())
+            shape_tensor = self._files.read(parts[".weight_shape"])
+            check_parts({".weight_shape": shape_tensor})
+            rows, columns = (int(size) for size in shape_tensor.flatten().tolist())
             dtype, shape = kinds[".weight_packed"]
             return (rows, columns) if dtype == "I32" and shape == [rows, columns // 8] else None
         if ".qweight" not in kinds or self._quantization.bits != 4:
@@ -191,20 +191,20 @@ class DequantizedTensors:
     def read_int4(self, name: str) -> tuple[Tensor, GroupScales]:
         """Packed, with what is beside it."""
         self._kept["INT4"] += 1
-        found = self._reading(name, _grouped)
-        assert found is not None, name
-        order = order_of(found.group_of, found.values.shape[1] // found.scales.shape[1])
-        values = found.values if order is None else found.values[:, order]
-        zeros = None if isinstance(found.zeros, int) else found.zeros.to(torch.uint8)
-        return pack(values), GroupScales(found.scales, zeros, order)
+        grouped = self._reading(name, _grouped)
+        assert grouped is not None, name
+        order = order_of(grouped.group_of, grouped.values.shape[1] // grouped.scales.shape[1])
+        values = grouped.values if order is None else grouped.values[:, order]
+        zeros = None if isinstance(grouped.zeros, int) else grouped.zeros.to(torch.uint8)
+        return pack(values), GroupScales(grouped.scales, zeros, order)
 
     def read(self, name: str) -> Tensor:
         return self._reading(name, _weight)
 
     def _reading(self, name: str, read: Callable[[Parts, Quantization], T]) -> T:
-        stored = self._stored(name)
+        parts = self._stored(name)
         try:
-            return read(stored, self._quantization)
+            return read(parts, self._quantization)
         except (
             ValueError,
             IndexError,
@@ -220,9 +220,9 @@ def _weight(parts: Parts, quantization: Quantization) -> Tensor:
         if tensor.dtype in _INTEGERS:
             raise ValueError(f"it is stored as {str(tensor.dtype).removeprefix('torch.')} without a scale")
         return tensor
-    found = _grouped(parts, quantization)
-    if found is not None:
-        return found.dequantized()
+    grouped = _grouped(parts, quantization)
+    if grouped is not None:
+        return grouped.dequantized()
     if ".weight_packed" in parts:
         return dequantize.fp4(parts[".weight_packed"], _first(parts, ".weight_scale"), _factor(parts))
     numbers = _first(parts, ".weight", "")
@@ -236,9 +236,9 @@ def _grouped(parts: Parts, quantization: Quantization) -> Grouped | None:
     """Whole numbers in groups, if they are such."""
     packed = parts.get(".weight_packed")
     if packed is not None and packed.dtype != torch.uint8:
-        others = parts.get(".weight_zero_point"), parts.get(".weight_g_idx")
+        options = parts.get(".weight_zero_point"), parts.get(".weight_g_idx")
         scale, shape = _first(parts, ".weight_scale"), _first(parts, ".weight_shape")
-        return dequantize.packed_ints(packed, scale, shape, *others)
+        return dequantize.packed_ints(packed, scale, shape, *options)
     if ".qweight" not in parts:
         return None
     words, zeros, scales = (_first(parts, part) for part in (".qweight", ".qzeros", ".scales"))

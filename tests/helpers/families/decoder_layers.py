@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
-from saccade.models.cuda.gemms import gemms_for, new_workspace
+from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.residual import Residual
 from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
 from saccade.models.state_dict import Parameters
@@ -47,7 +47,7 @@ def plain_mlp(x: Tensor, layer: DecoderLayer) -> Tensor:
 
 def assert_layer_agrees(made: Decoder, rows: int, width: int) -> None:
     """The GEMMs chosen for `rows` rows give what the first layer gives in plain PyTorch."""
-    layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
+    layer, gemms = made.layers[0], DecoderGemms(made).for_rows(rows)
     x, mixed = rows_of(rows, width, 1), rows_of(rows, width, 2)
     qkv, stream = gemms.project(Residual(x), layer.attention_norm, layer.attention.qkv)
     assert_close(qkv, layer.attention.qkv(layer.attention_norm(x)))

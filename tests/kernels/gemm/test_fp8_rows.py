@@ -5,9 +5,7 @@ The split-K kernels need the device, where `split_k` tries them at start; here r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -17,11 +15,14 @@ from saccade.checkpoint.config import LinearConfig
 from saccade.kernels.gemm import hopper_fp8_split_k, skinny
 from saccade.kernels.gemm.hopper_fp8_split_k import MAX_ROWS, choose_gated, choose_split_k, suits
 from saccade.kernels.gemm.hopper_split_k import PipelineConfig
+from saccade.kernels.gemm.skinny import SplitWorkspace
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.norm import norm_fp8, silu_and_mul_fp8
 from saccade.kernels.ops.quantize_rows import Fp8Rows
-from saccade.models.cuda import gemms, large_gemms, linear_kinds, split_k_gemms
-from saccade.models.cuda.gemms import gemms_for, new_workspace
+from saccade.models.cuda import gemm_table, gemms, split_k_table
+from saccade.models.cuda.gemm_table import ADDED, Inputs, Launches
+from saccade.models.cuda.gemm_weights import weight_of
+from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.residual import Residual
 from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.fp8_weights import FP8, Fp8Weights
@@ -106,12 +107,16 @@ def fp8_decoder(*, in_blocks: bool = True, biases: Biases | None = None) -> Deco
     return made
 
 
-def _plain_if_not_fp8(ours: Callable[..., Tensor], rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+def _plain(x: Tensor, weight: Tensor, *_: object, out: Tensor, **options: object) -> Tensor:
     """The interpreter has no products of bfloat16."""
-    if linear.scales is not None:
-        return ours(rows, linear, out)
-    assert out is not None
-    return out.copy_(linear(rows))
+    assert options["scales"] is None
+    return out.copy_(torch.nn.functional.linear(x, weight))
+
+
+def takes_fp8(linear: Linear, dtype: torch.dtype) -> bool:
+    """Whether split-K takes 20 rows in float8."""
+    launches = Launches(split_k_table.SPLIT_K, Inputs(20, dtype, DEVICE), SplitWorkspace.allocate(32, DEVICE), {})
+    return launches.way(ADDED, weight_of(linear), in_fp8=True) is not None
 
 
 @pytest.fixture
@@ -137,11 +142,10 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(skinny, "fp8_linear", whole)
     monkeypatch.setattr(gemms, "can_split_k", lambda device: True)
-    for module in (gemms, split_k_gemms):
+    for module in (gemms, split_k_table):
         monkeypatch.setattr(module, "can_split_k_fp8", lambda device: True)
-    for module in (large_gemms, linear_kinds):
-        monkeypatch.setattr(module, "has_fp8_gemm", lambda *given, **kind: True)
-    monkeypatch.setattr(large_gemms, "fp8_linear", prompt)
+    monkeypatch.setattr(gemm_table, "has_fp8_gemm", lambda *given, **kind: True)
+    monkeypatch.setattr(gemm_table, "fp8_linear", prompt)
 
     def into(*given: object) -> Tensor:
         return noted("into rows", reference.fp8_linear_into(*given))  # type: ignore[arg-type]
@@ -163,7 +167,7 @@ def test_a_layer_that_multiplies_in_float8_is_near_the_plain_one(
     rows: int, in_blocks: bool, multiplied: list[str]
 ) -> None:
     made = fp8_decoder(in_blocks=in_blocks)
-    layer, ours = made.layers[0], gemms_for(made, rows, new_workspace(made), in_parts=True)
+    layer, ours = made.layers[0], DecoderGemms(made).for_rows(rows, in_parts=True)
     assert layer.mlp.gate_up.weight.dtype == FP8
     x = rows_of(rows, 128, 1, BF16)
     qkv, stream = ours.project(Residual(x), layer.attention_norm, layer.attention.qkv, in_parts=True)
@@ -178,22 +182,24 @@ def test_a_layer_that_multiplies_in_float8_is_near_the_plain_one(
 def test_a_prompt_stays_in_bfloat16_where_norm_or_gate_cannot_write_float8(kind: str, multiplied: list[str]) -> None:
     biases = Biases(mlp=kind == "a gate with a bias")
     made = fp8_decoder(in_blocks=bool(biases.mlp), biases=biases)
-    layer, ours = made.layers[0], gemms_for(made, 600, new_workspace(made))
+    layer, ours = made.layers[0], DecoderGemms(made).for_rows(600)
     x = rows_of(600, 128, 1, BF16)
     found = ours.mlp(Residual(x), layer.mlp_norm, layer.mlp)
     assert multiplied == ["quantised by the GEMM"] * 2 and found.added is not None
     assert_near(found.rows + found.added, plain_mlp(x, layer))
 
 
-def test_who_cannot_add_up_gets_whole_rows_that_were_multiplied_in_float8(multiplied: list[str]) -> None:
+def test_who_cannot_add_up_gets_whole_rows_that_were_multiplied_in_float8(
+    multiplied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A delta net's inputs, beside which its gates are in bfloat16."""
     linear = LinearConfig((0, 1), 1, 4, 64, 128, 4)
     params = Parameters(BF16, DEVICE, quantized=Fp8Weights(in_blocks=True))
     made = HybridDecoder(params.within("decoder"), replace(TEXT, hidden_size=512), linear)
     fill_random(params.targets, 3, DEVICE, params.scales)
-    layer, ours = made.layers[0], gemms_for(made, 20, new_workspace(made), in_parts=True)
+    layer, ours = made.layers[0], DecoderGemms(made).for_rows(20, in_parts=True)
     net, x = layer.attention, rows_of(20, 512, 1, BF16)
-    ours._linear = partial(_plain_if_not_fp8, ours._linear)  # type: ignore[attr-defined]
+    monkeypatch.setattr(gemm_table, "skinny_linear", _plain)
     found, _ = ours.project(Residual(x), layer.attention_norm, net.inputs, net.gates)
     normed = layer.attention_norm(x)
     assert_near(found, torch.cat((net.inputs(normed), net.gates(normed)), dim=-1))
@@ -202,29 +208,26 @@ def test_who_cannot_add_up_gets_whole_rows_that_were_multiplied_in_float8(multip
 
 def test_one_row_goes_to_split_k_only_where_all_layers_are_in_float8(multiplied: list[str]) -> None:
     made = fp8_decoder()
-    assert type(gemms_for(made, 1, new_workspace(made))).__name__ == "SplitKGemms"
+    assert DecoderGemms(made).regime(1).name == "split-K"
     made.layers[1].mlp.down.scales = None
-    assert type(gemms_for(made, 1, new_workspace(made))).__name__ != "SplitKGemms"
+    assert DecoderGemms(made).regime(1).name != "split-K"
     made = fp8_decoder()
     made.layers[1].attention.qkv.scales = None
-    assert type(gemms_for(made, 1, new_workspace(made))).__name__ != "SplitKGemms"
+    assert DecoderGemms(made).regime(1).name != "split-K"
 
 
 @pytest.mark.parametrize("kernel", ["can_split_k", "can_split_k_fp8"])
 def test_a_kernel_that_failed_its_self_test_is_not_used(
     kernel: str, multiplied: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (gemms, split_k_gemms):
+    for module in (gemms, split_k_table):
         monkeypatch.setattr(module, kernel, lambda device: False, raising=False)
     made = fp8_decoder()
-    assert type(gemms_for(made, 1, new_workspace(made))).__name__ == "SkinnyGemms"
-    few = gemms_for(made, 20, new_workspace(made))
-    x, qkv = rows_of(20, 128, 1, BF16), made.layers[0].attention.qkv
-    assert not few._takes_fp8(x, qkv)  # type: ignore[attr-defined]
+    assert DecoderGemms(made).regime(1).name == "skinny"
+    if kernel == "can_split_k_fp8":
+        assert not takes_fp8(made.layers[0].attention.qkv, BF16)
 
 
 def test_rows_in_float16_are_not_rounded(multiplied: list[str]) -> None:
-    made = fp8_decoder()
-    few, qkv = gemms_for(made, 20, new_workspace(made)), made.layers[0].attention.qkv
-    assert few._takes_fp8(rows_of(20, 128, 1, BF16), qkv)  # type: ignore[attr-defined]
-    assert not few._takes_fp8(rows_of(20, 128, 1), qkv)  # type: ignore[attr-defined]
+    qkv = fp8_decoder().layers[0].attention.qkv
+    assert takes_fp8(qkv, BF16) and not takes_fp8(qkv, torch.float16)

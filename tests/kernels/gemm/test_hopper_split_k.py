@@ -18,8 +18,8 @@ from saccade.kernels.gemm import hopper_split_k
 from saccade.kernels.gemm.hopper_split_k import PipelineConfig, choose_gated, choose_split_k, suits
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.norm import add_rms_norm
-from saccade.models.cuda import gemms, linear_kinds
-from saccade.models.cuda.gemms import can_split_k, gemms_for, new_workspace
+from saccade.models.cuda import gemms, split_k_table
+from saccade.models.cuda.gemms import DecoderGemms, can_split_k
 from saccade.models.cuda.residual import Residual
 from saccade.models.layers.decoder import Biases
 from tests.helpers.engine.async_engine import FEW, OPTIONS, TWO_LAYERS, answers, overlapped
@@ -98,12 +98,12 @@ def test_one_row_and_many_rows_of_large_weights_go_the_other_ways(monkeypatch: p
     made = decoder()
 
     def kinds() -> list[str]:
-        return [type(gemms_for(made, rows, new_workspace(made))).__name__ for rows in (1, 2, 32, 33, 128, 129)]
+        return [DecoderGemms(made).regime(rows).name for rows in (1, 2, 32, 33, 128, 129)]
 
-    assert kinds() == ["SkinnyGemms", *["SplitKGemms"] * 4, "LargeGemms"]
-    for module in (gemms, linear_kinds):
+    assert kinds() == ["skinny", *["split-K"] * 4, "large"]
+    for module in (gemms, split_k_table):
         monkeypatch.setattr(module, "MAX_ELEMENTS", 100)
-    assert kinds() == ["SkinnyGemms", *["SplitKGemms"] * 2, *["LargeGemms"] * 3]
+    assert kinds() == ["skinny", *["split-K"] * 2, *["large"] * 3]
 
 
 # --- adding up ----------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_attention_adds_up_a_projection_that_came_in_parts(splits: int) -> None:
 @pytest.mark.parametrize("rows", [2, 20, 40])
 def test_a_layer_in_parts_adds_up_to_the_plain_one(rows: int, biases: Biases) -> None:
     made = decoder(biases)
-    layer, ours = made.layers[0], gemms_for(made, rows, new_workspace(made), in_parts=True)
+    layer, ours = made.layers[0], DecoderGemms(made).for_rows(rows, in_parts=True)
     x, mixed = rows_of(rows, 64, 1), rows_of(rows, 64, 2)
     qkv, stream = ours.project(Residual(x), layer.attention_norm, layer.attention.qkv, in_parts=True)
     assert qkv.shape == (3, rows, 128)
@@ -163,7 +163,7 @@ def test_a_layer_in_parts_adds_up_to_the_plain_one(rows: int, biases: Biases) ->
 @pytest.mark.usefixtures("streamed")
 def test_who_cannot_add_up_gets_queries_and_keys_whole() -> None:
     made = decoder()
-    layer, ours = made.layers[0], gemms_for(made, 5, new_workspace(made))
+    layer, ours = made.layers[0], DecoderGemms(made).for_rows(5)
     qkv, _ = ours.project(Residual(rows_of(5, 64, 1)), layer.attention_norm, layer.attention.qkv, in_parts=True)
     assert qkv.shape == (5, 128)
 

@@ -15,9 +15,9 @@ from saccade.kernels.gemm import hopper_fp8_split_k, hopper_int4_split_k
 from saccade.kernels.gemm.hopper_int4_split_k import choose_gated, choose_split_k, suits
 from saccade.kernels.gemm.hopper_split_k import PipelineConfig
 from saccade.kernels.ops import reference
-from saccade.models.cuda import gemms, split_k_gemms
-from saccade.models.cuda.gemms import gemms_for, new_workspace
-from saccade.models.cuda.int4_gemms import random_weight
+from saccade.models.cuda import gemm_weights, gemms, split_k_table
+from saccade.models.cuda.gemm_self_tests import random_int4
+from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.residual import Residual
 from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.int4_weights import GroupScales, Int4Format, Int4Weights, dequantized
@@ -48,7 +48,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(hopper_int4_split_k, name, noted(name))
     monkeypatch.setattr(gemms, "can_split_k", lambda device: True)
     monkeypatch.setattr(gemms, "_MIN_INT4_WIDTH", WIDTH)
-    for module in (gemms, split_k_gemms):
+    for module in (gemms, gemm_weights, split_k_table):
         monkeypatch.setattr(module, "can_split_k_int4", lambda device, dtype: True)
     monkeypatch.setattr(hopper_fp8_split_k, "fills_device", lambda outputs: True)
     return names
@@ -67,33 +67,33 @@ def test_a_layer_by_split_k_computes_as_the_dequantised_one(
 def test_attention_gets_partial_sums_if_it_adds_them_up(multiplied: list[str]) -> None:
     made = packed_decoder(is_ordered=False, biases=Biases(qkv=True))
     layer, x = made.layers[0], rows_of(3, WIDTH, 1)
-    ours = gemms_for(made, 3, new_workspace(made), in_parts=True)
+    ours = DecoderGemms(made).for_rows(3, in_parts=True)
     parts, _ = ours.project(Residual(x), layer.attention_norm, layer.attention.qkv, in_parts=True)
     assert parts.dim() == 3 and multiplied == ["split_k_linear"]
     assert_close(parts.sum(0).half(), layer.attention.qkv(layer.attention_norm(x)))
 
 
 def kind(made: Decoder, rows: int) -> str:
-    return type(gemms_for(made, rows, new_workspace(made))).__name__
+    return DecoderGemms(made).regime(rows).name
 
 
 def test_up_to_64_rows_go_to_split_k(multiplied: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemms, "MAX_ELEMENTS", 100)
     made = packed_decoder(is_ordered=False, biases=Biases())
-    assert [kind(made, rows) for rows in (1, 2, 64, 65)] == [*["SplitKGemms"] * 3, "LargeGemms"]
+    assert [kind(made, rows) for rows in (1, 2, 64, 65)] == [*["split-K"] * 3, "large"]
 
 
 @pytest.mark.parametrize("part", ["mlp.down", "attention.out"])
 def test_one_row_goes_another_way_where_a_layer_is_not_packed(part: str, multiplied: list[str]) -> None:
     made = packed_decoder(is_ordered=False, biases=Biases())
     attrgetter(part)(made.layers[0]).groups = None
-    assert [kind(made, rows) for rows in (1, 2)] == ["SkinnyGemms", "SplitKGemms"]
+    assert [kind(made, rows) for rows in (1, 2)] == ["skinny", "split-K"]
 
 
 def test_one_row_of_narrow_layers_goes_another_way(multiplied: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemms, "_MIN_INT4_WIDTH", WIDTH + 1)
     made = packed_decoder(is_ordered=False, biases=Biases())
-    assert [kind(made, rows) for rows in (1, 2)] == ["SkinnyGemms", "SplitKGemms"]
+    assert [kind(made, rows) for rows in (1, 2)] == ["skinny", "split-K"]
 
 
 def test_one_row_of_delta_nets_goes_another_way(multiplied: list[str]) -> None:
@@ -103,14 +103,14 @@ def test_one_row_of_delta_nets_goes_another_way(multiplied: list[str]) -> None:
     text = replace(TEXT, hidden_size=WIDTH, head_dim=32, intermediate_size=256)
     made = HybridDecoder(params.within("decoder"), text, LinearConfig((0, 1), 1, 4, 64, 128, 4))
     assert made.layers[0].attention.inputs.groups is not None
-    assert [kind(made, rows) for rows in (1, 2)] == ["SkinnyGemms", "SplitKGemms"]
+    assert [kind(made, rows) for rows in (1, 2)] == ["skinny", "split-K"]
 
 
 def test_a_kernel_that_failed_its_self_test_is_not_used(multiplied: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gemms, split_k_gemms):
+    for module in (gemms, gemm_weights, split_k_table):
         monkeypatch.setattr(module, "can_split_k_int4", lambda device, dtype: False)
     made = packed_decoder(is_ordered=False, biases=Biases())
-    assert kind(made, 1) == "SkinnyGemms"
+    assert kind(made, 1) == "skinny"
     assert_layer_agrees(made, 20, WIDTH)
     assert multiplied == []
 
@@ -159,7 +159,7 @@ def test_sizes_it_is_not_made_for_go_another_way(rows: int, outputs: int, inputs
 
 @pytest.mark.parametrize(("group", "has_zeros"), [(128, True), (64, False), (32, True)], ids=str)
 def test_references_multiply_by_what_a_weight_stands_for(group: int, has_zeros: bool) -> None:
-    own, x = random_weight(DEVICE, 64, 256, group, has_zeros=has_zeros), rows_of(5, 256, 1)
+    own, x = random_int4(DEVICE, 64, 256, group, has_zeros=has_zeros), rows_of(5, 256, 1)
     bias = rows_of(1, 64, 2)[0]
     meant = dequantized(own.weight, GroupScales(own.scales, own.zeros), torch.float32)
     expected = x.float() @ meant.T

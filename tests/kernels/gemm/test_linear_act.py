@@ -17,7 +17,7 @@ from saccade.kernels.gemm.hopper_act import suits
 from saccade.kernels.gemm.hopper_mainloop import num_tiles, num_whole
 from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.ops import reference
-from saccade.models.cuda import gemms, large_gemms, vision
+from saccade.models.cuda import gemm_table, gemms, vision
 from saccade.models.cuda.residual import Residual
 from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
@@ -107,9 +107,9 @@ def test_a_tower_gets_the_same_from_one_launch(act: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("rows", [40, 600])
 def test_a_layer_of_the_decoder_gets_the_same_from_one_launch(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, counted = decoder(), Counted(large_gemms, monkeypatch=monkeypatch)
+    made, counted = decoder(), Counted(gemm_table, monkeypatch=monkeypatch)
     layer, x = made.layers[0], rows_of(rows, 64, 1)
-    ways = gemms.gemms_for(made, rows, gemms.new_workspace(made))
+    ways = gemms.DecoderGemms(made).for_rows(rows)
     found = total(ways.mlp(Residual(x), layer.mlp_norm, layer.mlp))
     assert counted.calls == 1
     torch.testing.assert_close(found, plain_mlp(x, layer), atol=8e-3, rtol=8e-3)

@@ -89,7 +89,7 @@ def test_a_shared_expert_is_added(launch: MoELaunch, has_gate: bool) -> None:
     assert layer.shared is not None
     gate = x.float() @ layer.routers[-1] if has_gate else None
     found = fused_moe(
-        x, weights_of(layer), rules_of(layer.rules), launch=launch, added=layer.shared(x).contiguous(), gate=gate
+        x, weights_of(layer), rules_of(layer.rules), launch=launch, addend=layer.shared(x).contiguous(), gate=gate
     )
     assert_close(found, layer(x))
 

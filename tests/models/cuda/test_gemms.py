@@ -10,7 +10,7 @@ import torch
 from saccade import costs
 from saccade.checkpoint.config import LinearConfig
 from saccade.models.cuda.decoder import FusedDecoder, Mixers
-from saccade.models.cuda.gemms import gemms_for, new_workspace
+from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.residual import Residual
 from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.fp8_weights import FP8, Fp8Weights
@@ -51,7 +51,7 @@ def test_what_a_delta_net_has_in_float8_is_projected_into_the_rows_of_its_gates(
     params = Parameters(dtype, DEVICE, kept=Fp8Weights(in_blocks=True))
     made = HybridDecoder(params.within("decoder"), replace(TEXT, hidden_size=512), linear)
     fill_random(params.targets, 3, DEVICE, params.scales)
-    layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
+    layer, gemms = made.layers[0], DecoderGemms(made).for_rows(rows)
     net = layer.attention
     assert net.inputs.weight.dtype == FP8 and net.gates.weight.dtype == dtype and len(net.gates.weight) == 8
     x = rows_of(rows, 512, 1, dtype)
@@ -65,21 +65,22 @@ def test_what_a_delta_net_has_in_float8_is_projected_into_the_rows_of_its_gates(
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize(
     ("shared", "expected"),
-    [(0, "SkinnyGemms"), (24, "SkinnyGemms"), (48, "SkinnyGemms"), (40, "LargeGemms")],
+    [(0, "skinny"), (24, "skinny"), (48, "skinny"), (40, "large")],
 )
 def test_a_layer_of_experts_adds_its_residual(shared: int, expected: str, rows: int) -> None:
     """A shared expert that is not as wide as some others runs by itself: the next norm adds the residual."""
     made = decoder(text=replace(TEXT, experts=config(layers=(0, 1), shared=shared)))
-    layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
-    assert type(gemms).__name__ == (expected if rows <= 4 else "LargeGemms")
+    layer, gemms = made.layers[0], DecoderGemms(made)
+    assert gemms.regime(rows).name == (expected if rows <= 4 else "large")
     x = rows_of(rows, 64, 1)
-    assert_close(total(gemms.mlp(Residual(x), layer.mlp_norm, layer.mlp)), plain_mlp(x, layer))
+    residual = gemms.for_rows(rows).mlp(Residual(x), layer.mlp_norm, layer.mlp)
+    assert_close(total(residual), plain_mlp(x, layer))
 
 
 @EVERY_SIZE
 def test_logits_are_written_where_asked(rows: int) -> None:
     made = decoder()
-    gemms = gemms_for(made, rows, new_workspace(made))
+    gemms = DecoderGemms(made).for_rows(rows)
     x, out = Residual(rows_of(rows, 64, 1)), torch.empty(rows, 200, dtype=torch.float16, device=DEVICE)
     assert gemms.logits(x, made, out) is out
     assert_close(out, made.logits(made.norm(x.rows)).half())
@@ -88,17 +89,17 @@ def test_logits_are_written_where_asked(rows: int) -> None:
 @EVERY_SIZE
 def test_what_is_still_to_be_added_is_added_before_the_last_norm(rows: int) -> None:
     made = decoder()
-    gemms = gemms_for(made, rows, new_workspace(made))
+    gemms = DecoderGemms(made).for_rows(rows)
     stream = gemms.add(rows_of(rows, 64, 2), made.layers[0].attention.out, Residual(rows_of(rows, 64, 1)))
     assert_close(gemms.normed(stream, made), made.norm(total(stream)))
 
 
 def test_few_rows_take_fewer_launches_only_where_the_widest_product_is_ours() -> None:
     made = decoder()
-    kinds = [type(gemms_for(made, rows, new_workspace(made))).__name__ for rows in (1, 16, 17, 64)]
-    assert kinds == ["SkinnyGemms", "SkinnyGemms", "LargeGemms", "LargeGemms"]
+    kinds = [DecoderGemms(made).regime(rows).name for rows in (1, 16, 17, 64)]
+    assert kinds == ["skinny", "skinny", "large", "large"]
     exact = decoder(dtype=torch.float32)
-    assert type(gemms_for(exact, 1, new_workspace(exact))).__name__ == "LargeGemms"
+    assert DecoderGemms(exact).regime(1).name == "large"
 
 
 def test_a_prompt_takes_the_memory_that_is_planned_for_it() -> None:

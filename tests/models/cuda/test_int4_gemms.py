@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.models.cuda import int4_gemms
-from saccade.models.cuda.gemms import gemms_for, new_workspace
+from saccade.models.cuda.gemm_self_tests import can_multiply_int4, can_unpack_int4
+from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.layers.decoder import Biases
 from tests.helpers.families.decoder_layers import assert_layer_agrees
 from tests.helpers.families.int4_layers import WIDTH, packed_decoder
@@ -16,7 +16,7 @@ from tests.helpers.families.int4_layers import WIDTH, packed_decoder
 def test_a_packed_layer_computes_as_the_dequantised_one(
     rows: int, is_ordered: bool, biases: Biases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("saccade.models.cuda.gemms._MIN_WORKSPACE_ROWS", 64)
+    monkeypatch.setattr("saccade.models.cuda.gemms._MIN_SCRATCH_ROWS", 64)
     assert_layer_agrees(packed_decoder(is_ordered=is_ordered, biases=biases), rows, WIDTH)
 
 
@@ -27,7 +27,7 @@ def test_kernels_that_fail_their_self_tests_are_replaced_with_one_line_each(
     def fail(*_: object) -> None:
         raise RuntimeError("no such instruction")
 
-    for choice in (int4_gemms._can_multiply, int4_gemms.can_unpack):
+    for choice in (can_multiply_int4, can_unpack_int4):
         monkeypatch.setattr(choice, "decided", {})
         monkeypatch.setattr(choice, "self_test", fail)
     monkeypatch.setattr("saccade.kernels.ops.unpack_int4._ROWS_AT_A_TIME", 100)
@@ -40,14 +40,14 @@ def test_kernels_that_fail_their_self_tests_are_replaced_with_one_line_each(
 
 def test_kernels_are_decided_before_they_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     made = packed_decoder(is_ordered=False, biases=Biases())
-    for choice in (int4_gemms._can_multiply, int4_gemms.can_unpack):
+    for choice in (can_multiply_int4, can_unpack_int4):
         monkeypatch.setattr(choice, "decided", {})
-    gemms_for(made, 1, new_workspace(made))
+    DecoderGemms(made).for_rows(1)
     case = (made.table.device, made.table.dtype)
-    assert int4_gemms._can_multiply.decided == int4_gemms.can_unpack.decided == {case: True}
+    assert can_multiply_int4.decided == can_unpack_int4.decided == {case: True}
 
 
 def test_scratch_memory_is_for_the_largest_packed_weight() -> None:
     made = packed_decoder(is_ordered=False, biases=Biases())
-    scratch = new_workspace(made).unpacked
+    scratch = DecoderGemms(made).workspace.unpacked
     assert scratch is not None and scratch.numel() == made.layers[0].mlp.gate_up.inputs * 512
