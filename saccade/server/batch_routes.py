@@ -22,9 +22,7 @@ class UploadEndpoint(EndpointBase):
 
     async def _run(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         api.jobs_of(self._service)
-        caller = scope["caller"]
-        self._service.check_open(caller)
-        with self._service.gate.lease(caller.client, caller.account) as lease:
+        with self._admission(scope["caller"]) as lease:
             lease.enter()
             await writer.json(await api.create_file(self._service, Request(scope, receive)))
 

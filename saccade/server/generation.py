@@ -19,7 +19,7 @@ from saccade.processor.output import RequestOutputBuilder, best_outputs
 from saccade.server.accounts import Account, Charge
 from saccade.server.http.limits import ByteLease
 from saccade.server.metrics import Finished, Metrics
-from saccade.server.request_record import RequestRecord
+from saccade.server.request_record import RequestRecord, TokenCounts
 from saccade.types.bill import Bill
 from saccade.types.events import TokenEvent
 from saccade.types.media import PIXELS_PER_SECOND
@@ -75,14 +75,6 @@ class BilledPrompt:
     bill: Bill
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    arrived: float  # time.perf_counter()
-    prepare_ms: float  # reading the body, fetching media, building the prompt
-    fetch_ms: float
-    record: RequestRecord = field(default_factory=RequestRecord)
-
-
 class Generation:
     """A context manager: leaving it cancels the requests that still run."""
 
@@ -90,7 +82,7 @@ class Generation:
         self,
         prompts: Sequence[BilledPrompt],
         outputs: Outputs,
-        timing: Timing,
+        record: RequestRecord,
         metrics: Metrics,
         output_format: OutputFormat = PLAIN,
     ) -> None:
@@ -107,7 +99,8 @@ class Generation:
         self._lease: ByteLease | None = None  # that holds its pixels
         self._reserved_tokens = 0
         self._is_refused = False  # the engine had no place for it
-        self._timing = timing
+        self._record = record
+        self._arrived = record.time_of("arrived")
         self._metrics = metrics
         self._streams: list[RequestStream] = []
         self._has_media = any(bill.items for bill in self.bills)
@@ -126,13 +119,13 @@ class Generation:
         self._fill_record()
 
     def _fill_record(self) -> None:
-        record = self._timing.record
-        record.has_outputs = True
-        record.prompt_tokens = self._prompt_tokens
-        record.image_tokens = sum(bill.image_tokens + bill.video_tokens for bill in self.bills)
-        record.cached_tokens = self.cached_tokens
-        record.completion_tokens = sum(stream.num_tokens for stream in self._streams)
-        record.usage = self.outputs[0].usage
+        counts = TokenCounts(
+            prompt_tokens=self._prompt_tokens,
+            image_tokens=sum(bill.image_tokens + bill.video_tokens for bill in self.bills),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self._generated_tokens,
+        )
+        self._record.count(counts, self.outputs[0].usage)
 
     def hold_pixels(self, lease: ByteLease) -> None:
         """Until its first token. ApiError if too many of the client's wait."""
@@ -163,7 +156,7 @@ class Generation:
         if self._is_refused:
             charge.give_back(tokens=self._prompt_tokens + self._reserved_tokens, pixels=self._pixels)
             return
-        generated = sum(stream.num_tokens for stream in self._streams)
+        generated = self._generated_tokens
         charge.give_back(tokens=self._reserved_tokens - generated)  # negative: more than was reserved
         self._metrics.tenants.used(charge.label, self._prompt_tokens, generated, self._pixels)
         self._charge_decoding()
@@ -188,6 +181,10 @@ class Generation:
         return sum(bill.prompt_tokens for bill in self.bills)
 
     @property
+    def _generated_tokens(self) -> int:
+        return sum(stream.num_tokens for stream in self._streams)
+
+    @property
     def _pixels(self) -> int:
         return sum(bill.pixels for bill in self.bills)
 
@@ -198,7 +195,7 @@ class Generation:
     async def submit(self, engine: SubmitsRequests, requests: Sequence[Request]) -> None:
         """All of them or none."""
         self._max_tokens = max(request.max_tokens for request in requests)
-        self._timing.record.submitted = time.perf_counter()
+        self._record.mark("submitted")
         try:
             self._streams = await engine.submit(requests)
         except EngineUnavailable:
@@ -260,7 +257,7 @@ class Generation:
         if self._first is None:
             self._first = now
             self._release_pixels()
-            self._metrics.first_token(now - self._timing.arrived, has_media=self._has_media)
+            self._metrics.first_token(now - self._arrived, has_media=self._has_media)
         if last is not None:
             self._metrics.next_tokens(now - last, count, has_media=self._has_media)
         self._last[index] = now
@@ -276,7 +273,7 @@ class Generation:
                 finish_reasons=[str(output.finish_reason) for output in self.outputs],
                 generated=[len(output.token_ids) for output in self.outputs],
                 max_tokens=self._max_tokens,
-                seconds=now - self._timing.arrived,
+                seconds=now - self._arrived,
                 decode_seconds=now - (self._first or now),
             )
         )
@@ -323,7 +320,11 @@ class Generation:
     def bill(self, index: int) -> Bill:
         """The bill of a prompt with the cache hits and times of its first output, as far as known."""
         usage = self.outputs[index * self.per_prompt].usage
-        times = {"prepare": self._timing.prepare_ms, "fetch": self._timing.fetch_ms}
+        record = self._record
+        times = {
+            "prepare": record.ms_between("arrived", "prepared"),
+            "fetch": record.ms_between("fetch_began", "fetched"),
+        }
         return self.bills[index].settled(usage, times)
 
 

@@ -50,7 +50,7 @@ from saccade.server.http.origins import is_loopback
 from saccade.server.http.parser import BoundedHttp
 from saccade.server.http.tls import tls_context
 from saccade.server.reload import Reloader
-from saccade.server.service import Engine, Service
+from saccade.server.service import ServedEngine, Service
 from saccade.structured.schema import is_available
 from saccade.structured.schema_validation import ANY_OBJECT
 from saccade.types.request import Request
@@ -221,7 +221,7 @@ class _Running:
     def __init__(
         self,
         service: Service,
-        engine: Engine,
+        engine: ServedEngine,
         encoders: EncoderSet,
         sock: socket.socket,
         tls: ssl.SSLContext | None,

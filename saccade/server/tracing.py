@@ -20,15 +20,13 @@ _PARENTS = (b"traceparent", b"tracestate")
 
 
 class Ended(NamedTuple):
-    """A request that has ended. Moments are values of time.perf_counter()."""
+    """A request that has ended."""
 
     method: str
     path: str
     route: str  # with names in place of what a client chose; UNMATCHED
     status: int  # 0: the client left before the response
     request_id: str
-    began: float
-    ended: float
     record: RequestRecord
 
 
@@ -69,7 +67,7 @@ class Traces:
             context=self._extract(parent),
             kind=self._server_kind,
             attributes=_attributes(ended, self._model),
-            start_time=_ns(ended.began + offset),
+            start_time=_ns(ended.record.time_of("arrived") + offset),
         )
         if ended.status >= 500 or not ended.status:
             span.set_status(self._error)
@@ -77,7 +75,7 @@ class Traces:
         for stage in stages(ended.record):
             child = self._tracer.start_span(stage.name, inside, start_time=_ns(stage.began + offset))
             child.end(_ns(stage.ended + offset))
-        span.end(_ns(ended.ended + offset))
+        span.end(_ns(ended.record.time_of("ended") + offset))
 
     def close(self) -> None:
         """Sends what is left."""
@@ -100,15 +98,16 @@ def stages(record: RequestRecord) -> Iterator[Stage]:
     Of decoding and encoding images only the duration is known. Both are shown as they mostly are: one after
     the other, as much of them before the first step as was done ahead.
     """
-    if record.fetch_ended:
-        yield Stage("fetch", record.fetch_began, record.fetch_ended)
+    if record.has("fetched"):
+        yield Stage("fetch", record.time_of("fetch_began"), record.time_of("fetched"))
     usage = record.usage
-    if usage is None or not record.submitted:
+    if usage is None or not record.has("submitted"):
         return
-    offset = record.submitted - usage.arrived
+    submitted = record.time_of("submitted")
+    offset = submitted - usage.arrived
     scheduled = usage.finished if usage.first_scheduled is None else usage.first_scheduled
-    yield Stage("queue", record.submitted, scheduled + offset)
-    began = max(record.submitted, scheduled + offset - usage.ahead_ms / 1e3)
+    yield Stage("queue", submitted, scheduled + offset)
+    began = max(submitted, scheduled + offset - usage.ahead_ms / 1e3)
     if usage.decode_ms:
         yield Stage("image_decode", began, began + usage.decode_ms / 1e3)
     if usage.encode_ms:
@@ -121,22 +120,24 @@ def stages(record: RequestRecord) -> Iterator[Stage]:
 
 def _attributes(ended: Ended, model: str) -> dict[str, str | int]:
     record = ended.record
-    tokens = {
-        "gen_ai.usage.input_tokens": record.prompt_tokens,
-        "gen_ai.usage.output_tokens": record.completion_tokens,
-        "saccade.image_tokens": record.image_tokens,
-        "saccade.cached_tokens": record.cached_tokens,
-    }
-    return {
+    attributes: dict[str, str | int] = {
         "http.request.method": ended.method,
         "url.path": ended.path,
-        **({"http.route": ended.route} if ended.route != UNMATCHED else {}),
         "gen_ai.request.model": model,
         "saccade.request_id": ended.request_id,
-        **({"http.response.status_code": ended.status} if ended.status else {}),
-        **({"error.type": record.error} if record.error else {}),
-        **(tokens if record.has_outputs else {}),
     }
+    if ended.route != UNMATCHED:
+        attributes["http.route"] = ended.route
+    if ended.status:
+        attributes["http.response.status_code"] = ended.status
+    if record.error:
+        attributes["error.type"] = record.error
+    if record.counts is not None:
+        attributes["gen_ai.usage.input_tokens"] = record.counts.prompt_tokens
+        attributes["gen_ai.usage.output_tokens"] = record.counts.completion_tokens
+        attributes["saccade.image_tokens"] = record.counts.image_tokens
+        attributes["saccade.cached_tokens"] = record.counts.cached_tokens
+    return attributes
 
 
 def _ns(seconds: float) -> int:

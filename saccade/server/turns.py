@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from saccade.helpers.process import thread_seconds
 from saccade.options.server import ServerOptions
@@ -105,6 +106,10 @@ class Turns:
             waiting = f"{full.count} of your requests wait {limits.purpose}"
             message = f"{waiting} and {limits.waiting} may{limits.option}; try again soon"
             raise overloaded(429, message) from None
+
+    async def in_thread(self, caller: Caller, work: Callable[..., Result], *args: Any) -> Result:
+        """For work of a millisecond or more: on the event loop it would delay the tokens of all streams."""
+        return await self.take(Work.PROMPT, caller, partial(work, *args))
 
     async def take_own(self, job: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self._pools[Work.OWN].submit("", job))

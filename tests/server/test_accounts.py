@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from saccade.errors import EngineUnavailable, RequestError
 from saccade.server.accounts import Account, Bucket, LimitExceeded
 from saccade.server.errors import ApiError
-from saccade.server.generation import BilledPrompt, Generation, Timing
+from saccade.server.generation import BilledPrompt, Generation
 from saccade.server.http.limits import AdmissionGate
 from saccade.server.metrics import Metrics
+from saccade.server.request_record import RequestRecord
 from saccade.server.tenant_file import Limits, TenantSettings
 from saccade.types.bill import Bill, BillItem
 from saccade.types.events import Usage
@@ -275,7 +276,7 @@ IMAGE = BillItem("image", 10, 20, 28, 28, 1, 1, "abc", Grid(1, 2, 2))
 def generation(metrics: Metrics) -> Generation:
     prompt: Any = type("P", (), {"token_ids": [1], "where": {}, "items": [PICTURE, PICTURE]})()
     billed = BilledPrompt(prompt, Bill(9, 1, 0, 1, (IMAGE,)))
-    return Generation([billed], [FakeAnswer()], Timing(0.0, 0.0, 0.0), metrics)  # type: ignore[list-item]
+    return Generation([billed], [FakeAnswer()], RequestRecord(), metrics)  # type: ignore[list-item]
 
 
 def left(account: Account) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from tests.helpers.fakes.fake_stream import running
 
 def caller(client: str, request_id: str = "r", seconds: int | None = None) -> Caller:
     settings = TenantSettings(limits=Limits(processor_seconds_per_minute=seconds), label=client)
-    return Caller(request_id, client, 0.0, RequestRecord(), client, Account(client, settings))
+    return Caller(request_id, client, RequestRecord(), client, Account(client, settings))
 
 
 class Gate:

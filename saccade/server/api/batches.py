@@ -18,6 +18,7 @@ from saccade.server.errors import ApiError, json_response, overloaded
 from saccade.server.http.limits import receive_body
 from saccade.server.http.multipart import MultipartReader
 from saccade.server.http.request_context import Caller, Exchange
+from saccade.server.pipeline import read_request
 from saccade.server.request.batches import read_batch
 from saccade.server.request.media_files import PURPOSES
 from saccade.server.service import Service
@@ -112,7 +113,7 @@ async def delete_file(service: Service, request: Request) -> Response:
 
 async def create_batch(service: Service, exchange: Exchange) -> dict[str, Any]:
     jobs = jobs_of(service)
-    order = await service.read(read_batch, exchange)
+    order = await read_request(service, read_batch, exchange)
     owner = exchange.caller.tenant
     create = partial(jobs.store.create_batch, owner, order.endpoint, order.input_file_id, order.metadata)
     record = await jobs.in_thread(owner, exchange.caller.client, create)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from saccade.processor.dialects.events import CallStart, Content, Reasoning
 from saccade.server.api.chunks import DONE, Envelope, TextEvent
-from saccade.server.api.events import Event, EventShape, send_events
+from saccade.server.api.events import Event, EventShape
 from saccade.server.api.logprobs import chat_logprobs, prompt_body
 from saccade.server.api.parsed_output import OutputPart, ParsedOutput
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
+from saccade.server.pipeline import read_request, running_chat, send_answer
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.service import Service
 
 
 async def create_chat_completion(service: Service, exchange: Exchange) -> None:
-    request = await service.read(read_chat, exchange)
-    async with service.generating(request, exchange) as generation:
+    request = await read_request(service, read_chat, exchange)
+    async with running_chat(service, request, exchange) as generation:
         shape = ChatEvents(service, request, exchange.caller.request_id, generation)
-        run = partial(service.in_thread, exchange.caller)
-        await send_events(exchange.writer, generation, shape, run, stream=request.response_options.stream)
+        await send_answer(service, exchange, generation, shape, stream=request.response_options.stream)
 
 
 class ChatEvents(EventShape):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,10 +10,11 @@ import msgspec
 from saccade.processor.dialects.arguments import parsed_object
 from saccade.server.api.chunks import usage_of
 from saccade.server.api.content_blocks import Block, BlockEvent, BlockOutput
-from saccade.server.api.events import Event, EventShape, send_events
+from saccade.server.api.events import Event, EventShape
 from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
+from saccade.server.pipeline import read_request, running_chat, send_answer
 from saccade.server.request.chat import ChatRequest
 from saccade.server.request.messages import read_message
 from saccade.server.service import Service
@@ -23,13 +23,12 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def create_message(service: Service, exchange: Exchange) -> None:
-    request = await service.read(read_message, exchange)
+    request = await read_request(service, read_message, exchange)
     chat = request.chat
     with request.source_paths.renaming():
-        async with service.generating(chat, exchange) as generation:
+        async with running_chat(service, chat, exchange) as generation:
             shape = MessageEvents(service.names[0], chat, exchange.caller.request_id, generation)
-            run = partial(service.in_thread, exchange.caller)
-            await send_events(exchange.writer, generation, shape, run, stream=chat.response_options.stream)
+            await send_answer(service, exchange, generation, shape, stream=chat.response_options.stream)
 
 
 class MessageEvents(EventShape):

@@ -13,6 +13,7 @@ from saccade.apps.plan.planner import Deployment, make_plan
 from saccade.apps.plan.report import as_json
 from saccade.errors import ConfigError
 from saccade.server.http.request_context import Exchange
+from saccade.server.pipeline import read_request
 from saccade.server.request.plan import MAX_SIZES, PlanRequest, plan_error, read_plan
 from saccade.server.service import Service
 from saccade.server.turns import Work
@@ -20,7 +21,7 @@ from saccade.server.turns import Work
 
 async def plan(service: Service, exchange: Exchange) -> dict[str, Any]:
     """As `saccade plan --json`, for the served model with this server's options."""
-    request = await service.read(read_plan, exchange, min(1, _max_images(service)))
+    request = await read_request(service, read_plan, exchange, min(1, _max_images(service)))
     service.check_model(request.model)
     return await service.turns.take(Work.PLAN, exchange.caller, partial(_planned, service, request))
 

@@ -12,9 +12,10 @@ import msgspec
 from saccade.processor.late_interaction import check_size
 from saccade.processor.pooling import Side, embedding, relevance, similarity
 from saccade.server.api.chunks import bill_body, prompt_usage
-from saccade.server.generation import BilledPrompt, Generation, Timing
+from saccade.server.generation import BilledPrompt, Generation
 from saccade.server.http.body_check import check_text
 from saccade.server.http.request_context import Exchange
+from saccade.server.pipeline import prepare_chat, prepare_prompts, read_request, running
 from saccade.server.request.chat import ChatRequest, CompletionRequest, renaming
 from saccade.server.request.pooling import (
     EmbeddingRequest,
@@ -66,10 +67,9 @@ async def create_pooling(service: Service, exchange: Exchange) -> dict[str, Any]
 async def _embed(
     service: Service, exchange: Exchange, prefix: str, row: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    body = await service.decode(exchange)
-    request = await service.check(read_embedding, body, exchange.caller, service.processor)
+    request = await read_request(service, read_embedding, exchange, service.processor)
     pooled = await _pool(service, exchange, request.pooling, as_numbers=not request.is_base64)
-    shown = await service.in_thread(exchange.caller, _embeddings, pooled, request)
+    shown = await service.turns.in_thread(exchange.caller, _embeddings, pooled, request)
     data = [{**row, "index": index, name: values} for index, values in enumerate(shown)]
     return {"object": "list", "data": data, **pooled.envelope(request.pooling, prefix, service, exchange)}
 
@@ -83,20 +83,18 @@ def _embeddings(pooled: PooledInputs, request: EmbeddingRequest) -> list[Any]:
 
 
 async def create_score(service: Service, exchange: Exchange) -> dict[str, Any]:
-    body = await service.decode(exchange)
-    request = await service.check(read_score, body, exchange.caller, service.processor)
+    request = await read_request(service, read_score, exchange, service.processor)
     pooled = await _pool(service, exchange, request.pooling)
-    found = enumerate(await service.in_thread(exchange.caller, _scores, request, pooled))
+    found = enumerate(await service.turns.in_thread(exchange.caller, _scores, request, pooled))
     data = [{"object": "score", "index": index, "score": score} for index, score in found]
     return {"object": "list", "data": data, **pooled.envelope(request.pooling, "score", service, exchange)}
 
 
 async def rerank(service: Service, exchange: Exchange) -> dict[str, Any]:
     """In the form of Jina and Cohere: the best first."""
-    body = await service.decode(exchange)
-    request = await service.check(read_rerank, body, exchange.caller, service.processor)
+    request = await read_request(service, read_rerank, exchange, service.processor)
     pooled = await _pool(service, exchange, request.score.pooling)
-    scores = await service.in_thread(exchange.caller, _scores, request.score, pooled)
+    scores = await service.turns.in_thread(exchange.caller, _scores, request.score, pooled)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
     results = []
     for index in best:
@@ -130,15 +128,12 @@ async def _pool(
     pooled = PooledInputs()
     num_tokens = 0
     for start in range(0, len(sources), size):
-        prepared = [
-            await _prepared(service, exchange, request, source) for source in sources[start : start + size]
-        ]
-        prompts = [billed for billed, _ in prepared]
+        chunk = sources[start : start + size]
+        prompts = [await _prepare(service, exchange, request, source) for source in chunk]
         num_tokens += sum(len(billed.prompt) for billed in prompts)
         if request.token_dim is not None:
             check_size(num_tokens, request.token_dim, as_numbers=as_numbers)
-        with service.generation(prompts, request.options, prepared[-1][1]) as generation:
-            await service.start(generation, prompts, request.options, exchange)
+        async with running(service, prompts, request.options, exchange) as generation:
             if start + size >= len(sources):
                 exchange.lease.release()
             async for _ in generation.deltas():
@@ -148,14 +143,14 @@ async def _pool(
     return pooled
 
 
-async def _prepared(
+async def _prepare(
     service: Service, exchange: Exchange, request: PoolingRequest, source: Source
-) -> tuple[BilledPrompt, Timing]:
+) -> BilledPrompt:
     if isinstance(source, ChatRequest):
         texts = {"messages": source.messages}
-        await service.in_thread(exchange.caller, check_text, texts, service.max_chars)
-        return await service.prepare_chat(source, exchange)
+        await service.turns.in_thread(exchange.caller, check_text, texts, service.max_chars)
+        return await prepare_chat(service, source, exchange)
     one = CompletionRequest(request.options, [source], add_special_tokens=request.add_special_tokens)
     with renaming({"prompt": "input"}.get):
-        prompts, timing = await service.prepare_prompts(one, exchange.caller)
-    return prompts[0], timing
+        prompts = await prepare_prompts(service, one, exchange.caller)
+    return prompts[0]

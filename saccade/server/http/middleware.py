@@ -5,7 +5,6 @@ from __future__ import annotations
 import encodings.unicode_escape  # noqa: F401  of the access log: later there may be no descriptor to load it
 import logging
 import re
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,10 +52,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start = time.perf_counter()
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id"))
-        record = RequestRecord(client=_address(scope))
+        record = RequestRecord(_address(scope))
         scope[SEND_BODY] = send
         status = 0
 
@@ -81,18 +79,18 @@ class RequestMiddleware:
             _check_codings(scope["headers"])
             client = account.name or peer_of(scope.get("client"))
             record.client = _name_of(account) or record.client
-            scope["caller"] = Caller(request_id, account.name, start, record, client, account)
+            scope["caller"] = Caller(request_id, account.name, record, client, account)
             await self.app(scope, receive, send_with_headers)
         except ApiError as error:
-            record.error = str(error.code)
+            record.fail(str(error.code))
             self.on_refusal("unauthorized" if error.status == HTTPStatus.UNAUTHORIZED else str(error.code))
             await error.response(scope["path"], request_id)(scope, receive, send_with_headers)
         finally:
+            record.mark("ended")
             if path not in _POLLED and not is_open(path):
                 shown = path[:100].encode("unicode_escape").decode()
-                now = time.perf_counter()
                 route = self._route_of(scope) if self.traces else UNMATCHED
-                ended = Ended(scope["method"], shown, route, status, request_id, start, now, record)
+                ended = Ended(scope["method"], shown, route, status, request_id, record)
                 self._report(ended, headers)
 
     def _route_of(self, scope: Scope) -> str:
@@ -120,7 +118,7 @@ def _check_codings(headers: Headers) -> None:
 
 
 def _log(ended: Ended) -> None:
-    ms = (ended.ended - ended.began) * 1e3
+    ms = ended.record.ms_between("arrived", "ended")
     line = f"{ended.request_id} {ended.method} {ended.path} {ended.status or 'left'} {ms:.0f} ms"
     fields = {
         "request_id": ended.request_id,

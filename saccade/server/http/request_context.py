@@ -13,7 +13,6 @@ from saccade.server.request_record import RequestRecord
 class Caller(NamedTuple):
     request_id: str
     tenant: str
-    arrived: float  # time.perf_counter()
     record: RequestRecord  # for the log and the trace
     client: str = ""  # shares are per client: the tenant, or without one the address
     account: Account = Account()  # the tenant's weight and limits
