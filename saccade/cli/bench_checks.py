@@ -6,7 +6,7 @@ import argparse
 
 from saccade.apps.bench.trace import TraceRequest, read_trace
 from saccade.apps.bench.video import check_av
-from saccade.cli.bench_arguments import MAX_IMAGES, NAMES, engine_options
+from saccade.cli.bench import MAX_IMAGES, NAMES, engine_options
 from saccade.cli.writable import check_writable
 from saccade.errors import ConfigError
 

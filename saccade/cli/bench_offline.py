@@ -23,8 +23,8 @@ from saccade.apps.bench.load import LoadResult, Part, Result
 from saccade.apps.bench.max_images import Attempt
 from saccade.apps.bench.stream_client import Sample
 from saccade.apps.bench.workloads import WORKLOADS, Job, Shape
-from saccade.cli.bench import Subject
-from saccade.cli.bench_arguments import engine_options
+from saccade.cli.bench import engine_options
+from saccade.cli.bench_load import Subject
 from saccade.errors import RequestError
 from saccade.llm import Engine
 from saccade.outputs import RequestOutput

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from saccade import costs
+from saccade.cli.option_flags import chosen_options
 from saccade.errors import RequestError
 from saccade.media.documents import Document, is_pdf, load_document
 from saccade.media.load import load_image
@@ -35,6 +40,35 @@ class Count:
     kv_blocks: int
     encoder_cache_bytes: int  # with cross-attention, in the checkpoint's dtype; otherwise 0
     pruned: int = 0  # tokens of a video
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Print the bill of each picture, video and page. Loads no weights and decodes nothing."
+    )
+    command.epilog = "Example: saccade count --model Qwen/Qwen2-VL-2B-Instruct --max-pixels 1003520 *.jpg"
+    add = command.add_argument
+    add("files", nargs="+", metavar="FILE", help="pictures, videos and PDFs")
+    add("--model", help="folder, hub id or saccade-builtin, whose rules apply; nothing: those of Qwen2-VL")
+    add("--min-pixels", type=int, help="smaller pictures are enlarged to this")
+    add("--max-pixels", type=int, help="larger pictures are reduced to this, frames of videos too")
+    add("--video-pruning", type=float, default=0.0, help="share of static video tokens to drop")
+    add("--together", action="store_true", help="as one prompt: some models shrink many images")
+    add("--json", action="store_true", help="print a JSON list instead of a table")
+    add("--debug", action="store_true", help="show tracebacks")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Unreadable files are reported on stderr and make the exit status 1."""
+    options = Options(**chosen_options(args, Options))  # checks the values
+    rows, errors = count_files(args.files, options, together=args.together)
+    if args.model is None and not args.json:
+        rules = "counted by the rules of Qwen2-VL; --model names another, saccade-builtin the built-in one"
+        print(f"saccade: {rules}", file=sys.stderr)
+    print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if args.json else table(rows))
+    for error in errors:
+        print(f"saccade: {error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def count_files(
