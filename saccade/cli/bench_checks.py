@@ -25,8 +25,8 @@ def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
         raise ConfigError(f"--trace says what requests hold: leave out the workload {args.workload!r}")
     if args.offline is not None:
         _refuse_server_flags(args)
-    elif given := engine_options(args):
-        flag = "--" + next(iter(given)).replace("_", "-")
+    elif engine := engine_options(args):
+        flag = "--" + next(iter(engine)).replace("_", "-")
         raise ConfigError(f"{flag} is of an engine in this process: give a MODEL, or leave it out")
     if args.workload == MAX_IMAGES:
         _refuse_load_flags(args)

@@ -115,18 +115,18 @@ def _measure(args: argparse.Namespace, subject: Subject, trace: tuple[TraceReque
 
 def _max_images(args: argparse.Namespace, attempt: Callable[[int], Attempt]) -> int:
     """1 where the server failed rather than refused, and where it takes no image at all."""
-    found = max_images(attempt, args.max_images)
-    limit = found.limit._asdict() if found.limit else None
-    _write(args, {"max_images": found.images, "limit": limit})
-    return 0 if found.images and (found.limit is None or found.limit.is_refusal) else 1
+    search = max_images(attempt, args.max_images)
+    limit = search.limit._asdict() if search.limit else None
+    _write(args, {"max_images": search.images, "limit": limit})
+    return 0 if search.images and (search.limit is None or search.limit.is_refusal) else 1
 
 
 def _warm_up_part(args: argparse.Namespace, shape: Shape, trace: tuple[TraceRequest, ...]) -> Part:
     """Of a trace: requests of both kinds."""
     kinds = ([r for r in trace if r.sizes], [r for r in trace if not r.sizes])
-    some = tuple(request for kind in kinds for request in kind[: _WARM_UP // 2])
-    count = len(some) or _WARM_UP
-    return Part(args.workload, shape, count, clients=count, seed=-1 - args.seed, trace=some)
+    requests = tuple(request for kind in kinds for request in kind[: _WARM_UP // 2])
+    count = len(requests) or _WARM_UP
+    return Part(args.workload, shape, count, clients=count, seed=-1 - args.seed, trace=requests)
 
 
 def _warm_up(subject: Subject, part: Part) -> None:
@@ -159,21 +159,21 @@ def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
         loads.append(run(_parts(args, shape, rate, count, seed=args.seed + _SEEDS * len(loads))))
         row = figures([result for result in loads[-1].results if result.part == 0], slo)
         row = row._replace(errors=sum(result.sample.error is not None for result in loads[-1].results))
-        kept = "kept" if row.keeps(slo) else "missed"
+        verdict = "kept" if row.keeps(slo) else "missed"
         ttft, itl = (ms[-1] if ms else 0.0 for ms in (row.ttft_ms, row.itl_ms))
         met = f"p99 {ttft:.0f} ms to the first token, {itl:.1f} between tokens, {row.errors} errors"
-        print(f"{rate:8.2f} requests/s: {met}: {kept}", flush=True)
+        print(f"{rate:8.2f} requests/s: {met}: {verdict}", flush=True)
         return row
 
     trials = find_goodput(measure, slo, _first_rate(args, run, shape))
-    found = best(trials)
-    rate = found.rate if found else 0.0
+    trial = best(trials)
+    rate = trial.rate if trial else 0.0
     print(summary(trials, slo))
     if args.plot:
         write_whole(args.plot, rates(trials, slo))
     _write(args, {"goodput_per_s": rate, "trials": [{"rate": t.rate, **as_json(t.figures)} for t in trials]})
     _complain(*loads)  # the highest rates are meant to be too high
-    return 0 if found else 1
+    return 0 if trial else 1
 
 
 def _trial_requests(rate: float, min_requests: int) -> int:
@@ -188,10 +188,10 @@ def _first_rate(args: argparse.Namespace, run: Run, shape: Shape) -> float:
     def measure(clients: int) -> Figures:
         part = Part(args.workload, shape, _ROUNDS * clients, clients, seed=args.seed - _SEEDS * clients)
         results = run([part]).results
-        found = figures(results, Slo())
-        jobs = found.requests_per_s * part.jobs / len(results)  # a conversation has several requests
+        row = figures(results, Slo())
+        jobs = row.requests_per_s * part.jobs / len(results)  # a conversation has several requests
         print(f"{clients:8} clients: {jobs:.2f} requests/s", flush=True)
-        return found._replace(requests_per_s=jobs)
+        return row._replace(requests_per_s=jobs)
 
     return FIRST_SHARE * max(saturated(measure, args.clients), 1e-3)
 
@@ -238,10 +238,10 @@ def _served_model(url: str, key: str | None) -> str:
         raise ConfigError(f"{url} lists no models; {remedy}") from None
 
 
-def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
+def _write(args: argparse.Namespace, findings: dict[str, Any]) -> None:
     if args.json:
-        given = {name: value for name, value in vars(args).items() if name not in ("run", "api_key")}
-        write_whole(args.json, json.dumps({"arguments": given, **found}, indent=1, default=str) + "\n")
+        arguments = {name: value for name, value in vars(args).items() if name not in ("run", "api_key")}
+        write_whole(args.json, json.dumps({"arguments": arguments, **findings}, indent=1, default=str) + "\n")
 
 
 def _complain(*loads: LoadResult) -> int:

@@ -82,18 +82,18 @@ class _Work(NamedTuple):
 
 def _chat(body: bytes) -> _Chat:
     """Data URLs become bytes here: a caller in Python has no need of them."""
-    given = json.loads(body)
-    for message in given["messages"]:
+    fields = json.loads(body)
+    for message in fields["messages"]:
         for part in message["content"] if isinstance(message["content"], list) else ():
             if part["type"] != "text":
                 link = part[part["type"]]
                 link["url"] = base64.b64decode(link["url"].partition(",")[2])
     params = SamplingParams(
-        temperature=given["temperature"],
-        max_tokens=given["max_tokens"],
-        ignore_eos=given.get("ignore_eos", False),
+        temperature=fields["temperature"],
+        max_tokens=fields["max_tokens"],
+        ignore_eos=fields.get("ignore_eos", False),
     )
-    return _Chat(given["messages"], params)
+    return _Chat(fields["messages"], params)
 
 
 @dataclass

@@ -60,11 +60,11 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cells(worker: Mapping[str, Any]) -> tuple[str, ...]:
-    used = worker["kv_use"]
+    kv_use = worker["kv_use"]
     values = [
         f"{worker['role']} {worker['index']}",
         *[worker[name] for name in ("node", "pid", "device", "state")],
-        None if used is None else f"{used:.0%}",
+        None if kv_use is None else f"{kv_use:.0%}",
         *[worker[name] for name in ("queued_work", "running", "waiting", "restarts")],
     ]
     return tuple("-" if value is None else str(value) for value in values)

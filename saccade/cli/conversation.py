@@ -34,16 +34,16 @@ def converse(
 ) -> int:
     """Answer one question, or read questions until the user leaves."""
     logging.getLogger("saccade.engine").setLevel(logging.WARNING)
-    given: dict[str, Any] = {"max_tokens": max_tokens}
+    sampling: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
-        given["temperature"] = temperature
-    SamplingParams(**given)  # reports a mistake before the model is loaded, as the next line does
+        sampling["temperature"] = temperature
+    SamplingParams(**sampling)  # reports a mistake before the model is loaded, as the next line does
     policy = MediaPolicy.of(opts)
     for image in images:
         load_image(Path(image), policy)
     engine = Engine(opts, progress=sys.stderr.isatty())
     try:
-        params = SamplingParams(**{"temperature": 0.0, **engine.defaults, **given})
+        params = SamplingParams(**{"temperature": 0.0, **engine.defaults, **sampling})
         conversation = Conversation(engine, params, list(images), policy)
         if question is not None:
             conversation.ask(question)
@@ -144,15 +144,15 @@ class _Answer:
 
     def show(self, output: CompletionOutput) -> None:
         thought = (output.reasoning or "")[self._num_thought :]
-        said = output.content[self._num_said :]
+        content = output.content[self._num_said :]
         self._num_thought += len(thought)
         if thought:
             is_terminal = sys.stderr.isatty()
             print(f"{_DIM}{thought}{_PLAIN}" if is_terminal else thought, end="", flush=True, file=sys.stderr)
-        if said and not self._num_said and self._num_thought:
+        if content and not self._num_said and self._num_thought:
             print("\n", file=sys.stderr)
-        self._num_said += len(said)
-        print(said, end="", flush=True)
+        self._num_said += len(content)
+        print(content, end="", flush=True)
 
 
 def bill_line(bill: Bill, answer_tokens: int) -> str:

@@ -92,8 +92,8 @@ def count_files(
                 counts.append(_count_video(file, options) if _is_video(file) else _count_image(file, prices))
         except RequestError as error:
             errors[file] = error
-    named = [RequestError(f"{file}: {error.message}", code=error.code) for file, error in errors.items()]
-    return counts, named
+    problems = [RequestError(f"{file}: {error.message}", code=error.code) for file, error in errors.items()]
+    return counts, problems
 
 
 def _documents(

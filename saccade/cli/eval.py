@@ -49,16 +49,16 @@ def check_results(args: argparse.Namespace, *flags: str) -> None:
 
 
 def target(args: argparse.Namespace) -> Target:
-    given = chosen_options(args, Options)
+    engine = chosen_options(args, Options)
     if args.url is None:
         log_unused(os.environ)
-        options = load_settings(given, os.environ, os.environ.get("SACCADE_CONFIG")).engine
+        options = load_settings(engine, os.environ, os.environ.get("SACCADE_CONFIG")).engine
     else:
-        unused = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in given if name != "model"))
+        unused = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in engine if name != "model"))
         if unused:
             message = f"{unused} cannot change the server at {args.url}; leave it out, or leave --url"
             raise ConfigError(message)
-        options = Options(**given)
+        options = Options(**engine)
     return Target(
         options,
         url=args.url,

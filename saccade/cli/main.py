@@ -52,11 +52,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """As argparse, but a question may also follow the flags: `chat MODEL --image FILE "question"`."""
     words = spelled(sys.argv[1:] if argv is None else argv)
     parser, commands = _parser(words)
-    args, rest = parser.parse_known_args(words)
-    if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "question", "") is None:
-        args.question = rest[0]
-    elif rest:
-        _refuse(commands[args.command], rest)
+    args, unknown = parser.parse_known_args(words)
+    if len(unknown) == 1 and not unknown[0].startswith("-") and getattr(args, "question", "") is None:
+        args.question = unknown[0]
+    elif unknown:
+        _refuse(commands[args.command], unknown)
     return args
 
 

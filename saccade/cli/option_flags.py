@@ -35,18 +35,18 @@ def _add_switch(group: Any, name: str, kind: Any, default: bool, help_text: str)
     flag = name.replace("_", "-")
     on = {f"--{flag}"}
     off = {f"--no-{flag}", f"--no-{flag.removeprefix('enable-')}"}
-    shown = f"--no-{flag.removeprefix('enable-')}" if default else f"--{flag}"
+    visible = f"--no-{flag.removeprefix('enable-')}" if default else f"--{flag}"
     help_text = f"do not {help_text}" if default else help_text
     for word in sorted(on | off):
         action = "store_true" if word in on else "store_false"
-        help_shown = help_text if word == shown else argparse.SUPPRESS
+        help_shown = help_text if word == visible else argparse.SUPPRESS
         group.add_argument(word, dest=name, default=argparse.SUPPRESS, action=action, help=help_shown)
 
 
 def _add_flag(group: Any, name: str, kind: Any, default: Any, help_text: str) -> None:
     flag = f"--{name.replace('_', '-')}"
-    shown = "" if default in (None, ()) or isinstance(default, dict) else f" (default: {default})"
-    help_text = (help_text + shown).replace("%", "%%")
+    default_text = "" if default in (None, ()) or isinstance(default, dict) else f" (default: {default})"
+    help_text = (help_text + default_text).replace("%", "%%")
     how = {"type": flag_reader(text_reader(kind)), "default": argparse.SUPPRESS, "help": help_text}
     if typing.get_origin(kind) is tuple:
         metavar = name.upper()
@@ -59,8 +59,8 @@ class _Several(argparse.Action):
     """Values after one flag or several. The latest flag is kept: its last value may be MODEL."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        given = tuple(value for several in values for value in several)
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *given))
+        items = tuple(value for several in values for value in several)
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *items))
         setattr(namespace, SEVERAL, (self.dest, len(values)))
 
 
@@ -77,8 +77,8 @@ def flag_reader(reader: Callable[[str], Any]) -> Callable[[str], Any]:
 def chosen_options(args: argparse.Namespace, *classes: type) -> dict[str, Any]:
     """The options that the command line names, as the config classes take them."""
     names = {option.name for cls in classes for option in dataclasses.fields(cls)}
-    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    options = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 def names_model(word: str) -> bool:

@@ -74,8 +74,8 @@ def add(command: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of a table")
     add("--plot", type=Path, metavar="FILE.svg", help="draw times against requests/s")
     add("--debug", action="store_true", help="show tracebacks")
-    others = {option.name for option in dataclasses.fields(Options)}.difference(_OPTIONS)
-    add_options(command, "engine, as for saccade serve", Options, skip=others)
+    skip = {option.name for option in dataclasses.fields(Options)}.difference(_OPTIONS)
+    add_options(command, "engine, as for saccade serve", Options, skip=skip)
 
 
 def _add_gpu(command: argparse.ArgumentParser) -> None:
@@ -148,11 +148,11 @@ def _plan(args: argparse.Namespace, options: Options) -> int:
     images = args.images if args.images is not None else int(checkpoint.config.vision is not None)
     calibration = calibration or calibration_for(hardware)
     deployment = Deployment(checkpoint, hardware, calibration, _workload(args, images), options, args.kv_gb)
-    made = make_plan(deployment)
-    others = alternatives(made)
-    print(json.dumps(as_json(made, others), indent=2) if args.json else table(made, others))
+    estimate = make_plan(deployment)
+    choices = alternatives(estimate)
+    print(json.dumps(as_json(estimate, choices), indent=2) if args.json else table(estimate, choices))
     if args.plot:
-        write_whole(args.plot, svg(made))
+        write_whole(args.plot, svg(estimate))
     return 0
 
 

@@ -61,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _files_of(args: argparse.Namespace) -> tuple[Path, Path]:
     """IN and OUT, however they were given."""
-    rest = list(args.files)
-    source = args.input_file or (rest.pop(0) if rest else None)
-    results = args.output_file or (rest.pop(0) if rest else None)
-    if source is None or results is None or rest:
+    files = list(args.files)
+    source = args.input_file or (files.pop(0) if files else None)
+    results = args.output_file or (files.pop(0) if files else None)
+    if source is None or results is None or files:
         raise UsageError("give IN and OUT once: saccade run-batch IN OUT, or -i IN -o OUT")
     if args.url and args.model:
         raise UsageError("--url names a server that has its model; leave --model out")
@@ -111,5 +111,5 @@ def _server(args: argparse.Namespace) -> Iterator[_Server]:
         return
     key = secrets.token_hex(16)
     env = {"SACCADE_LOG_LEVEL": "warning", **os.environ, "SACCADE_API_KEY": key}
-    with serving_with([args.model] if args.model else [], env, show_log=True) as served:
-        yield _Server(served.url, key)
+    with serving_with([args.model] if args.model else [], env, show_log=True) as server:
+        yield _Server(server.url, key)

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
     _find_model(args)
     file = args.config or os.environ.get("SACCADE_CONFIG")
-    given = {**given_vllm_flags(args), **chosen_options(args, Options, ServerOptions)}
-    settings = load_settings(given, os.environ, file)
+    flags = {**given_vllm_flags(args), **chosen_options(args, Options, ServerOptions)}
+    settings = load_settings(flags, os.environ, file)
     level = "debug" if args.debug else settings.server.log_level
     set_up_logs(level, settings.server.log_format)
     os.environ |= {LEVEL_VARIABLE: level, FORMAT_VARIABLE: settings.server.log_format}

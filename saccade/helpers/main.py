@@ -65,11 +65,11 @@ def serve(answer: Answer, *, is_python: bool = False) -> None:
     with socket.socket(fileno=0) as connection, suppress(ConnectionError):
         while (request := _receive(connection)) is not None:
             seconds, body, fds = request
-            outcome, taken, reply = _answered(answer, seconds, body, fds)
+            outcome, cpu_seconds, reply = _answered(answer, seconds, body, fds)
             del request, body
             for fd in fds:
                 os.close(fd)
-            connection.sendall(REPLY.pack(outcome, taken, len(reply)))
+            connection.sendall(REPLY.pack(outcome, cpu_seconds, len(reply)))
             connection.sendall(reply)
 
 

@@ -211,11 +211,11 @@ class _Running:
             self._socket.sendall(header)
         for part in parts:
             self._socket.sendall(part)
-        outcome, taken, length = REPLY.unpack(self._read(REPLY.size))
+        outcome, cpu_seconds, length = REPLY.unpack(self._read(REPLY.size))
         if length > max_reply:
             raise ConnectionError(f"a helper process sends {length} bytes")
-        reply = Reply(Outcome(outcome), taken, self._read(length))
-        self._told += taken
+        reply = Reply(Outcome(outcome), cpu_seconds, self._read(length))
+        self._told += cpu_seconds
         return reply
 
     def kill(self) -> None:

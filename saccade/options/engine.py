@@ -208,8 +208,8 @@ class Options:
             value = getattr(self, name)
             _require(value is None or value > 0, name, value, "above 0")
         seconds = self.chat_template_timeout
-        allowed = f"above 0 and at most {_MAX_TEMPLATE_SECONDS} seconds"
-        _require(0 < seconds <= _MAX_TEMPLATE_SECONDS, "chat_template_timeout", seconds, allowed)
+        limits = f"above 0 and at most {_MAX_TEMPLATE_SECONDS} seconds"
+        _require(0 < seconds <= _MAX_TEMPLATE_SECONDS, "chat_template_timeout", seconds, limits)
         _require(0 <= self.video_pruning < 1, "video_pruning", self.video_pruning, "at least 0 and below 1")
         if self.kv_offload_gb and not self.enable_prefix_caching:
             raise UsageError(
@@ -240,8 +240,8 @@ def _check_embedding_store(options: Options) -> None:
         return
     scheme = url.partition("://")[0]
     if scheme not in _STORE_SCHEMES or scheme == url:  # the URL may hold a password, so it is not repeated
-        shown = scheme if scheme != url and scheme.isalnum() else "something else"
-        raise UsageError(f"embedding_store must be a URL with {', '.join(_STORE_SCHEMES)}, not {shown}")
+        origin = scheme if scheme != url and scheme.isalnum() else "something else"
+        raise UsageError(f"embedding_store must be a URL with {', '.join(_STORE_SCHEMES)}, not {origin}")
     if options.embedding_dir is not None:
         both = f"embedding_dir={options.embedding_dir} and embedding_store={scheme}://..."
         raise UsageError(f"{both} are both given; embeddings are kept in one of them, so leave one out")
@@ -270,9 +270,9 @@ _OPTIONAL_COUNTS = (
 )
 
 
-def options(**given: Any) -> Options:
+def options(**values: Any) -> Options:
     """Options from keyword arguments, ours and vLLM's, as `LLM(...)` takes them."""
-    return Options(**translated(given, defaults_of(Options)))
+    return Options(**translated(values, defaults_of(Options)))
 
 
 # --- what the parts get -------------------------------------------------------------------------------------

@@ -32,9 +32,9 @@ def check_proxies(proxies: Sequence[str], tenant_header: str | None) -> None:
     joined: list[Network] = [*ipv4, *ipv6]
     for network in joined:
         if network.prefixlen < _MIN_PREFIX:
-            given = f"trusted_proxies={','.join(proxies)}"
+            setting = f"trusted_proxies={','.join(proxies)}"
             advice = f"name the proxies' own addresses, or networks of /{_MIN_PREFIX} or smaller"
-            raise ConfigError(f"{given} would let every client in {network} act as a proxy; {advice}")
+            raise ConfigError(f"{setting} would let every client in {network} act as a proxy; {advice}")
     if tenant_header is not None and not _HEADER.fullmatch(tenant_header):
         raise ConfigError(f"tenant_header takes a header's name such as X-Tenant, not {tenant_header}")
     if tenant_header is not None and not proxies:

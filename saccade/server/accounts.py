@@ -151,8 +151,8 @@ class Account:
         bucket = self._buckets.get(_PROCESSOR)
         if bucket is not None and bucket.used >= bucket.limit:
             wait = math.ceil(bucket.seconds_until(1))
-            used = f"your requests took {bucket.used:.1f} processor seconds beside the model's own"
-            message = f"{used} and your limit is {bucket.limit} a minute; try again in {wait} s"
+            usage = f"your requests took {bucket.used:.1f} processor seconds beside the model's own"
+            message = f"{usage} and your limit is {bucket.limit} a minute; try again in {wait} s"
             raise LimitExceeded("processor_seconds", message, wait)
 
     def use_processor(self, seconds: float) -> None:
@@ -164,8 +164,8 @@ class Account:
         """Holds `more` of the `outputs` of a request. LimitExceeded if they may not be open."""
         limit = self.limits.open_requests
         if limit is not None and outputs > limit:
-            asked = f"the request asks for {outputs} answers, n for each of its prompts"
-            message = f"{asked}, and {limit} of your requests may be open, so it can never pass"
+            request = f"the request asks for {outputs} answers, n for each of its prompts"
+            message = f"{request}, and {limit} of your requests may be open, so it can never pass"
             raise LimitExceeded("open_requests", f"{message}; lower n or send fewer prompts", None)
         self.check_open(more)
         self.num_open += more

@@ -201,7 +201,7 @@ class BatchJobs:
     async def _answer(self, owner: str, url: str, body: bytes) -> Answer:
         """Where the server is busy, the request waits: live requests come first."""
         assert self._app is not None
-        for tried in itertools.count():
+        for attempt in itertools.count():
             account = self._tenants.account(owner)
             if account is None:
                 raise ConfigError("the API key or tenant of the batch is not one of this server's any more")
@@ -209,7 +209,7 @@ class BatchJobs:
                 answer = await post(self._app, account, owner or _UNNAMED_CLIENT, url, body)
             if answer.status not in BUSY:
                 break
-            await asyncio.sleep(retry_seconds(answer.retry_after, tried))
+            await asyncio.sleep(retry_seconds(answer.retry_after, attempt))
         return answer
 
     # --- in the batch's thread ------------------------------------------------------------------------------

@@ -39,12 +39,12 @@ class Settings(NamedTuple):
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None) -> Settings:
     """`flags` holds only the options that the command line names."""
     kinds = option_kinds(Options) | option_kinds(ServerOptions)
-    own = {**defaults_of(Options), **defaults_of(ServerOptions)}
+    defaults = {**defaults_of(Options), **defaults_of(ServerOptions)}
     layers = (_from_file(file, kinds), _from_environment(environ, kinds), flags)
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for layer in layers:
-        given |= translated(layer, own, is_server=True)
-    return Settings(_make(Options, given), _make(ServerOptions, given))
+        settings |= translated(layer, defaults, is_server=True)
+    return Settings(_make(Options, settings), _make(ServerOptions, settings))
 
 
 def log_unused(environ: Mapping[str, str]) -> None:
@@ -55,8 +55,8 @@ def log_unused(environ: Mapping[str, str]) -> None:
         if name.startswith(_PREFIX) and option not in {*kinds, "config"}:
             logger.warning("the environment variable %s is no option of saccade and is not used", name)
         elif _is_service_link(name, environ[name]):
-            made = "is made by Kubernetes for a service named saccade and is not used"
-            logger.warning("the environment variable %s=%s %s", name, environ[name], made)
+            reason = "is made by Kubernetes for a service named saccade and is not used"
+            logger.warning("the environment variable %s=%s %s", name, environ[name], reason)
 
 
 def _is_service_link(name: str, text: str) -> bool:
@@ -68,9 +68,9 @@ def option_kinds(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _make(cls: type, given: Mapping[str, Any]) -> Any:
+def _make(cls: type, settings: Mapping[str, Any]) -> Any:
     names = {option.name for option in dataclasses.fields(cls)}
-    return cls(**{name: value for name, value in given.items() if name in names})
+    return cls(**{name: value for name, value in settings.items() if name in names})
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -146,16 +146,16 @@ def _number_reader(kind: Callable[[str], Any], *, is_optional: bool) -> Callable
 
 def _from_environment(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Variables such as SACCADE_MAX_MODEL_LEN=4096. Unknown ones are ignored, see `log_unused`."""
-    found = {}
+    settings = {}
     for name, text in sorted(environ.items()):
         option = name.removeprefix(_PREFIX).lower()
         if not name.startswith(_PREFIX) or option not in kinds or _is_service_link(name, text):
             continue
         try:
-            found[option] = text_reader(kinds[option])(text)
+            settings[option] = text_reader(kinds[option])(text)
         except ValueError as error:
             raise UsageError(f"the environment variable {name}: {error}") from None
-    return found
+    return settings
 
 
 def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,14 +174,14 @@ def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise UsageError(f"the config file {file} must hold option: value lines")
-    named = {str(name).replace("-", "_"): value for name, value in content.items()}
-    for name in named:
+    settings = {str(name).replace("-", "_"): value for name, value in content.items()}
+    for name in settings:
         if name not in kinds and name not in TABLE:
             near = with_nearest(name, [*kinds, *TABLE])
             raise UsageError(f"the config file {file} names {near}; docs/options.md lists all options")
     return {
         name: _converted(file, name, kinds[name], value) if name in kinds else value
-        for name, value in named.items()
+        for name, value in settings.items()
     }
 
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from saccade.engine.ipc.client import EngineUnavailable, RequestStream
 from saccade.errors import RequestError
@@ -67,8 +67,7 @@ class Delta:
         self.stop_reason = later.stop_reason
 
 
-@dataclass(frozen=True, slots=True)
-class BilledPrompt:
+class BilledPrompt(NamedTuple):
     """A prompt and its cost."""
 
     prompt: Prompt
@@ -88,10 +87,10 @@ class Generation:
     ) -> None:
         self.output_format = output_format
         # Not the prompts themselves: they hold images, which the engine has by now.
-        self.bills = [billed.bill for billed in prompts]
-        self.prompt_ids = [billed.prompt.token_ids for billed in prompts]
-        self._decode_seconds = [_decode_seconds(billed.prompt) for billed in prompts]
-        self._where = [billed.prompt.where for billed in prompts]
+        self.bills = [bill for _, bill in prompts]
+        self.prompt_ids = [prompt.token_ids for prompt, _ in prompts]
+        self._decode_seconds = [_decode_seconds(prompt) for prompt, _ in prompts]
+        self._where = [prompt.where for prompt, _ in prompts]
         self.outputs = outputs
         self._max_tokens = 0
         self._account: Account | None = None

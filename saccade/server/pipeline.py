@@ -222,7 +222,7 @@ async def running(
     """
     params = options.params
     service.processor.check_params(params)
-    check_prompt_logprobs(options, sum(len(billed.prompt) for billed in prompts))
+    check_prompt_logprobs(options, sum(len(prompt) for prompt, _ in prompts))
     tokenizer = service.processor.tokenizer
     marker_ids = (tokenizer.token_id(marker) for marker in shown_markers)
     shown_ids = frozenset(token_id for token_id in marker_ids if token_id is not None)
@@ -252,13 +252,13 @@ async def _submit(
     unique = f"{caller.request_id}-{next(service.request_numbers)}"  # clients may send the same id twice
     requests: list[Request] = []
     tenant = Tenant(caller.client, account.settings.weight, account.settings.label)
-    lengths = [_max_tokens(service, billed, options) for billed in prompts]
+    lengths = [_max_tokens(service, prompt, bill, options) for prompt, bill in prompts]
     generation.hold_pixels(exchange.lease)
     generation.charge(account, _reserved_tokens(lengths, options.params, account))
-    for billed, max_tokens in zip(prompts, lengths, strict=True):
+    for (prompt, _), max_tokens in zip(prompts, lengths, strict=True):
         requests += service.requests.build(
             unique,
-            billed.prompt,
+            prompt,
             options.params,
             max_tokens,
             first=len(requests),
@@ -269,20 +269,20 @@ async def _submit(
     await generation.submit(service.engine, requests)
 
 
-def _max_tokens(service: Service, billed: BilledPrompt, options: ResponseOptions) -> int:
+def _max_tokens(service: Service, prompt: Prompt, bill: Bill, options: ResponseOptions) -> int:
     """As asked; otherwise the checkpoint's default or all, within what is left of the context."""
     context = service.limits.max_model_len
     pools = options.params.pooling is not None
-    room = context - len(billed.prompt) + pools  # nothing is generated
+    room = context - len(prompt) + pools  # nothing is generated
     max_tokens = options.params.max_tokens
     if room < (max_tokens or 1):
         field = options.length_field
-        param = "messages" if billed.bill.items else None
-        prompt = f"the prompt has {len(billed.prompt)} tokens{_itemised(billed.bill)}"
+        param = "messages" if bill.items else None
+        size = f"the prompt has {len(prompt)} tokens{_itemised(bill)}"
         output = f" and {field} is {max_tokens}" if max_tokens and not pools else ""
         limited = "it" if pools else "prompt and answer together"
         advice = "send less, smaller pictures, or raise --max-model-len"
-        message = f"{prompt}{output}, but {limited} may have {context}; {advice}"
+        message = f"{size}{output}, but {limited} may have {context}; {advice}"
         raise RequestError(message, code="context_length_exceeded", param=field if room > 0 else param)
     return max_tokens or min(room, options.usual_max_tokens or room)
 

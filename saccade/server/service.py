@@ -203,5 +203,5 @@ def _admission_gate(
 
 def _max_open(options: Options) -> int:
     """Requests that one engine runs or lets wait."""
-    waiting = DEFAULT_MAX_WAITING if options.max_waiting is None else options.max_waiting
-    return options.max_num_seqs + waiting
+    max_waiting = DEFAULT_MAX_WAITING if options.max_waiting is None else options.max_waiting
+    return options.max_num_seqs + max_waiting

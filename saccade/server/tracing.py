@@ -45,8 +45,8 @@ class Traces:
 
                 exporter = OTLPSpanExporter(endpoint=endpoint)
         except ImportError as error:
-            needed = f"--otlp-traces-endpoint needs OpenTelemetry, and {error.name} is not installed"
-            raise ConfigError(f"{needed}: pip install 'saccade[otel]'") from None
+            problem = f"--otlp-traces-endpoint needs OpenTelemetry, and {error.name} is not installed"
+            raise ConfigError(f"{problem}: pip install 'saccade[otel]'") from None
         self._model = model
         self._extract = extract
         self._inside = set_span_in_context
@@ -58,24 +58,24 @@ class Traces:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("saccade", __version__)
 
-    def report(self, ended: Ended, headers: Mapping[bytes, bytes]) -> None:
+    def report(self, request: Ended, headers: Mapping[bytes, bytes]) -> None:
         """Below the span that `traceparent` names, if there is one. Sent later, by a thread."""
         offset = time.time() - time.perf_counter()
         parent = {name.decode(): headers[name].decode("latin-1") for name in _PARENTS if name in headers}
         span = self._tracer.start_span(
-            f"{ended.method} {ended.route}",
+            f"{request.method} {request.route}",
             context=self._extract(parent),
             kind=self._server_kind,
-            attributes=_attributes(ended, self._model),
-            start_time=_ns(ended.record.time_of("arrived") + offset),
+            attributes=_attributes(request, self._model),
+            start_time=_ns(request.record.time_of("arrived") + offset),
         )
-        if ended.status >= 500 or not ended.status:
+        if request.status >= 500 or not request.status:
             span.set_status(self._error)
         inside = self._inside(span)
-        for stage in stages(ended.record):
+        for stage in stages(request.record):
             child = self._tracer.start_span(stage.name, inside, start_time=_ns(stage.began + offset))
             child.end(_ns(stage.ended + offset))
-        span.end(_ns(ended.record.time_of("ended") + offset))
+        span.end(_ns(request.record.time_of("ended") + offset))
 
     def close(self) -> None:
         """Sends what is left."""
@@ -118,18 +118,18 @@ def stages(record: RequestRecord) -> Iterator[Stage]:
         yield Stage("decode", usage.first_token + offset, usage.finished + offset)
 
 
-def _attributes(ended: Ended, model: str) -> dict[str, str | int]:
-    record = ended.record
+def _attributes(request: Ended, model: str) -> dict[str, str | int]:
+    record = request.record
     attributes: dict[str, str | int] = {
-        "http.request.method": ended.method,
-        "url.path": ended.path,
+        "http.request.method": request.method,
+        "url.path": request.path,
         "gen_ai.request.model": model,
-        "saccade.request_id": ended.request_id,
+        "saccade.request_id": request.request_id,
     }
-    if ended.route != UNMATCHED:
-        attributes["http.route"] = ended.route
-    if ended.status:
-        attributes["http.response.status_code"] = ended.status
+    if request.route != UNMATCHED:
+        attributes["http.route"] = request.route
+    if request.status:
+        attributes["http.response.status_code"] = request.status
     if record.error:
         attributes["error.type"] = record.error
     if record.counts is not None:

@@ -102,15 +102,15 @@ class FairPool:
         future: Future[Result] = Future()
         with self._changed:
             client = self._clients.get(owner.client)
-            waiting = client.num_waiting if client else 0
-            if self._max_waiting is not None and waiting >= self._max_waiting:
-                raise QueueFull(waiting)
+            count = client.num_waiting if client else 0
+            if self._max_waiting is not None and count >= self._max_waiting:
+                raise QueueFull(count)
             if self._is_closed:
                 future.cancel()
                 return future
             if client is None:  # time in which it asked for nothing is not saved up
-                used = max(self._virtual_time, self._remembered.pop(owner.client, 0.0))
-                client = self._clients[owner.client] = _Client(owner.client, used)
+                seconds = max(self._virtual_time, self._remembered.pop(owner.client, 0.0))
+                client = self._clients[owner.client] = _Client(owner.client, seconds)
             client.put(owner.request, _Item(future, work, owner.weight))
             self._start_thread()
             self._changed.notify()
@@ -121,10 +121,10 @@ class FairPool:
         with self._changed:
             self._is_closed = True
             queues = [items for client in self._clients.values() for items in client.requests.values()]
-            waiting = [item.future for items in queues for item in items]
+            futures = [item.future for items in queues for item in items]
             self._clients.clear()
             self._changed.notify_all()
-        for future in waiting:
+        for future in futures:
             future.cancel()
         if wait:
             for thread in self._threads:
@@ -142,8 +142,8 @@ class FairPool:
             self._threads[-1].start()
 
     def _run(self) -> None:
-        while (taken := self._take()) is not None:
-            client, item = taken
+        while (turn := self._take()) is not None:
+            client, item = turn
             start = self._clock()
             error: BaseException | None = None
             result: list[Any] = []  # it must not stay alive here once its future has it
@@ -158,7 +158,7 @@ class FairPool:
                 item.future.set_exception(error)
             elif is_wanted:
                 item.future.set_result(result.pop())
-            del taken, client, item, result, error  # or they would stay alive until the next item
+            del turn, client, item, result, error  # or they would stay alive until the next item
 
     def _take(self) -> tuple[_Client, _Item] | None:
         """The next item. None when the pool is closed."""
@@ -184,9 +184,9 @@ class FairPool:
         )
         return min(ready, key=lambda client: (client.num_running, client.used), default=None)
 
-    def _give_back(self, client: _Client, used: float) -> None:
+    def _give_back(self, client: _Client, seconds: float) -> None:
         with self._changed:
-            client.used += used
+            client.used += seconds
             client.num_running -= 1
             if not client.num_running and not client.num_waiting and not self._is_closed:
                 self._forget(client)

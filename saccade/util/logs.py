@@ -75,7 +75,7 @@ class _Json(logging.Formatter):
 
 
 def _escaped(text: str) -> str:
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def _time(record: logging.LogRecord) -> str:

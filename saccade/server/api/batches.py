@@ -139,15 +139,15 @@ async def cancel_batch(service: Service, request: Request) -> Response:
 
 def _page(kind: str, records: Sequence[FileRecord | BatchRecord], query: Mapping[str, str]) -> Response:
     """The newest first, those after the one that `after` names."""
-    given = query.get("limit", str(_DEFAULT_PAGE[kind]))
-    if not given.isdecimal() or len(given) > 9 or not 1 <= int(given) <= _MAX_PAGE[kind]:
-        message = f"limit must be from 1 to {_MAX_PAGE[kind]}, not {quoted(given)}"
+    limit = query.get("limit", str(_DEFAULT_PAGE[kind]))
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= _MAX_PAGE[kind]:
+        message = f"limit must be from 1 to {_MAX_PAGE[kind]}, not {quoted(limit)}"
         raise RequestError(message, param="limit")
     ids = [record.id for record in records]
     after = query.get("after")
     if after is not None and after not in ids:
         raise RequestError(f"after names {quoted(after)}, which is not in the list", param="after")
-    rest = records[ids.index(after) + 1 :] if after is not None else records
-    shown = [record.view() for record in rest[: int(given)]]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
-    return json_response({"object": "list", "data": shown, "has_more": len(rest) > len(shown), **ends})
+    following = records[ids.index(after) + 1 :] if after is not None else records
+    views = [record.view() for record in following[: int(limit)]]
+    ends = {"first_id": views[0]["id"], "last_id": views[-1]["id"]} if views else {}
+    return json_response({"object": "list", "data": views, "has_more": len(following) > len(views), **ends})

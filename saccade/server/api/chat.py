@@ -110,10 +110,10 @@ class _ChatOutput:
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """The `delta` objects of the chunks that this delta becomes."""
         self._total.add(delta)
-        found = self._parsed.take(delta)
-        for part in found:
+        parts = self._parsed.take(delta)
+        for part in parts:
             self._keep(part)
-        return [part.delta() for part in found]
+        return [part.delta() for part in parts]
 
     def _keep(self, part: OutputPart) -> None:
         if isinstance(part, Reasoning):

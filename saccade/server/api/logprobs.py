@@ -39,8 +39,10 @@ def completion_logprobs(
     tops: list[dict[str, float] | None] = []
     for entry in logprobs:
         top = entry.top if entry else ()
-        named = {_name(token_id, text_of(token_id), shows_ids): _finite(value) for token_id, value in top}
-        tops.append(named if entry else None)
+        alternatives = {
+            _name(token_id, text_of(token_id), shows_ids): _finite(value) for token_id, value in top
+        }
+        tops.append(alternatives if entry else None)
     return {
         "tokens": [_name(token_id, text, shows_ids) for token_id, text in zip(token_ids, texts, strict=True)],
         "token_logprobs": [_finite(entry.logprob) if entry else None for entry in logprobs],
@@ -51,8 +53,8 @@ def completion_logprobs(
 
 def prompt_body(token_ids: Sequence[int], entries: Sequence[Logprobs], tokenizer: Tokenizer) -> list[Any]:
     """As vLLM has it: for each token of the prompt but the first an object by token id."""
-    found = prompt_logprobs(token_ids, entries, partial(_text, tokenizer=tokenizer))
-    return [position and {str(name): _shown(one) for name, one in position.items()} for position in found]
+    positions = prompt_logprobs(token_ids, entries, partial(_text, tokenizer=tokenizer))
+    return [position and {str(name): _shown(one) for name, one in position.items()} for position in positions]
 
 
 def _shown(entry: Logprob) -> dict[str, Any]:

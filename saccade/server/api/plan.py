@@ -32,8 +32,8 @@ def _planned(service: Service, request: PlanRequest) -> dict[str, Any]:
     calibration = calibration_for(request.hardware)
     checkpoint = service.processor.checkpoint
     try:
-        made = make_plan(Deployment(checkpoint, request.hardware, calibration, request.workload, options))
-        figures = as_json(made, alternatives(made))
+        estimate = make_plan(Deployment(checkpoint, request.hardware, calibration, request.workload, options))
+        figures = as_json(estimate, alternatives(estimate))
     except ConfigError as error:
         raise plan_error(error) from None
     return {**figures, "model": service.names[0]}  # the path of its folder is never shown

@@ -69,24 +69,24 @@ async def _embed(
 ) -> dict[str, Any]:
     request = await read_request(service, read_embedding, exchange, service.processor)
     pooled = await _pool(service, exchange, request.pooling, as_numbers=not request.is_base64)
-    shown = await service.turns.in_thread(exchange.caller, _embeddings, pooled, request)
-    data = [{**row, "index": index, name: values} for index, values in enumerate(shown)]
+    vectors = await service.turns.in_thread(exchange.caller, _embeddings, pooled, request)
+    data = [{**row, "index": index, name: values} for index, values in enumerate(vectors)]
     return {"object": "list", "data": data, **pooled.envelope(request.pooling, prefix, service, exchange)}
 
 
 def _embeddings(pooled: PooledInputs, request: EmbeddingRequest) -> list[Any]:
     """Numbers as JSON: those of many tokens take seconds to write, and this runs in a thread."""
-    found = (embedding(vector, request.dimensions, request.pooling.token_dim) for vector in pooled.vectors)
+    arrays = (embedding(vector, request.dimensions, request.pooling.token_dim) for vector in pooled.vectors)
     if request.is_base64:
-        return [base64.b64encode(values.astype("<f4").tobytes()).decode() for values in found]
-    return [msgspec.Raw(msgspec.json.encode(values.tolist())) for values in found]
+        return [base64.b64encode(values.astype("<f4").tobytes()).decode() for values in arrays]
+    return [msgspec.Raw(msgspec.json.encode(values.tolist())) for values in arrays]
 
 
 async def create_score(service: Service, exchange: Exchange) -> dict[str, Any]:
     request = await read_request(service, read_score, exchange, service.processor)
     pooled = await _pool(service, exchange, request.pooling)
-    found = enumerate(await service.turns.in_thread(exchange.caller, _scores, request, pooled))
-    data = [{"object": "score", "index": index, "score": score} for index, score in found]
+    scores = enumerate(await service.turns.in_thread(exchange.caller, _scores, request, pooled))
+    data = [{"object": "score", "index": index, "score": score} for index, score in scores]
     return {"object": "list", "data": data, **pooled.envelope(request.pooling, "score", service, exchange)}
 
 
@@ -98,8 +98,8 @@ async def rerank(service: Service, exchange: Exchange) -> dict[str, Any]:
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
     results = []
     for index in best:
-        shown = {"document": _shown(request.documents[index])} if request.returns_documents else {}
-        results.append({"index": index, **shown, "relevance_score": scores[index]})
+        document = {"document": _shown(request.documents[index])} if request.returns_documents else {}
+        results.append({"index": index, **document, "relevance_score": scores[index]})
     return {"results": results, **pooled.envelope(request.score.pooling, "rerank", service, exchange)}
 
 
@@ -130,7 +130,7 @@ async def _pool(
     for start in range(0, len(sources), size):
         chunk = sources[start : start + size]
         prompts = [await _prepare(service, exchange, request, source) for source in chunk]
-        num_tokens += sum(len(billed.prompt) for billed in prompts)
+        num_tokens += sum(len(prompt) for prompt, _ in prompts)
         if request.token_dim is not None:
             check_size(num_tokens, request.token_dim, as_numbers=as_numbers)
         async with running(service, prompts, request.options, exchange) as generation:

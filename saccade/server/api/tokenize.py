@@ -22,12 +22,12 @@ async def bill(service: Service, exchange: Exchange) -> dict[str, Any]:
     """What the engine would charge for a chat. Reads the headers of its images, decodes none."""
     request = await read_request(service, read_chat, exchange)
     service.check_model(request.response_options.model)
-    billed = await prepare_chat(service, request, exchange)
-    tokens_left = max(0, service.limits.max_model_len - len(billed.prompt))
+    prompt, prices = await prepare_chat(service, request, exchange)
+    tokens_left = max(0, service.limits.max_model_len - len(prompt))
     return {
         "object": "bill",
         "model": service.names[0],
-        **bill_body(billed.bill),
+        **bill_body(prices),
         "times_ms": {"prepare": round(exchange.caller.record.ms_between("arrived", "prepared"), 3)},
         "max_model_len": service.limits.max_model_len,
         "max_tokens_left": tokens_left,

@@ -96,9 +96,8 @@ class Tenants:
         names = [value.strip(b" \t").decode("latin-1") for name, value in headers if name == self._header]
         header = self._server.tenant_header
         if not self._trusts(peer) and (names or not self._by_key):
-            what = f"the header {header} may" if names else "without API keys, requests may"
-            rule = "come only from the proxies that --trusted-proxies names"
-            message = f"{what} {rule}"
+            what = f"the header {header}" if names else "without API keys, requests"
+            message = f"{what} may come only from the proxies that --trusted-proxies names"
             raise ApiError(403, message, code="proxy_not_trusted")
         if not names:
             if self._by_key:
@@ -106,9 +105,9 @@ class Tenants:
             message = f"the proxy sent no header {header}; it must name the tenant of every request"
             raise ApiError(400, message, code="invalid_tenant")
         if len(names) > 1 or not NAME.fullmatch(names[0]):
-            given = f"{len(names)} times" if len(names) > 1 else f"as {quoted(names[0])}"
+            problem = f"{len(names)} times" if len(names) > 1 else f"as {quoted(names[0])}"
             rule = "up to 64 letters, digits and . _ @ + -; the proxy must replace the header, not add to it"
-            message = f"the header {header} came {given} and must name one tenant: {rule}"
+            message = f"the header {header} came {problem} and must name one tenant: {rule}"
             raise ApiError(400, message, code="invalid_tenant")
         return self._named(names[0])
 
@@ -168,10 +167,10 @@ def peer_of(address: tuple[str, int] | None) -> str:
     An IPv6 /64 counts as one: a single host may own all of its addresses.
     """
     host = address[0] if address is not None else ""
-    found = address_of(host)
-    if isinstance(found, ipaddress.IPv6Address):
-        return f"address:{ipaddress.IPv6Network((found, 64), strict=False)}"
-    return f"address:{found or host}"
+    parsed = address_of(host)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return f"address:{ipaddress.IPv6Network((parsed, 64), strict=False)}"
+    return f"address:{parsed or host}"
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -131,12 +131,12 @@ def _media_of_parts(parts: Any) -> Iterator[str]:
 def _media_of_part(part: Any) -> Iterator[str]:
     yield from _file_data(part)
     for name in _MEDIA_FIELDS if isinstance(part, dict) else ():
-        given = part.get(name)
-        url = given.get("url") if isinstance(given, dict) else given
+        media = part.get(name)
+        url = media.get("url") if isinstance(media, dict) else media
         if isinstance(url, str) and url[:5].lower() == "data:":
             yield url
-        if name == "source" and isinstance(given, dict) and isinstance(given.get("data"), str):
-            yield from [given["data"]] if given.get("type") != "text" else []
+        if name == "source" and isinstance(media, dict) and isinstance(media.get("data"), str):
+            yield from [media["data"]] if media.get("type") != "text" else []
 
 
 def _file_data(part: Any) -> Iterator[str]:

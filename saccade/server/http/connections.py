@@ -25,17 +25,17 @@ _MIN_IDLE_SECONDS = 1.0  # a newer connection may be about to send its request
 _LOG_SECONDS = 10.0
 
 
-def connection_limit(asked: int | None) -> int:
+def connection_limit(maximum: int | None) -> int:
     """The maximum number of open connections. ConfigError if the process cannot open that many."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if asked is None:
+    if maximum is None:
         return min(max(descriptors - _OTHER_DESCRIPTORS, descriptors // 2), _MAX_AUTOMATIC)
-    if asked > max(descriptors - _MIN_OTHER_DESCRIPTORS, descriptors // 2):
+    if maximum > max(descriptors - _MIN_OTHER_DESCRIPTORS, descriptors // 2):
         raise ConfigError(
-            f"max_connections={asked} needs more than the {descriptors} descriptors this process may open, "
+            f"max_connections={maximum} needs more than the {descriptors} descriptors this process may open, "
             f"of which {_MIN_OTHER_DESCRIPTORS} are for other uses; lower it, or raise the limit (ulimit -n)"
         )
-    return asked
+    return maximum
 
 
 class Connection(Protocol):
@@ -148,9 +148,9 @@ class _Pool:
 
     def mark_busy(self, connection: Connection) -> None:
         peer = self._peers.get(connection, "")
-        others = self._idle.get(peer, {})
-        others.pop(connection, None)
-        if not others:
+        idle = self._idle.get(peer, {})
+        idle.pop(connection, None)
+        if not idle:
             self._idle.pop(peer, None)
 
     def remove(self, connection: Connection) -> None:

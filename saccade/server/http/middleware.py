@@ -88,21 +88,21 @@ class RequestMiddleware:
         finally:
             record.mark("ended")
             if path not in _POLLED and not is_open(path):
-                shown = path[:100].encode("unicode_escape").decode()
+                short_path = path[:100].encode("unicode_escape").decode()
                 route = self._route_of(scope) if self.traces else UNMATCHED
-                ended = Ended(scope["method"], shown, route, status, request_id, record)
-                self._report(ended, headers)
+                request = Ended(scope["method"], short_path, route, status, request_id, record)
+                self._report(request, headers)
 
     def _route_of(self, scope: Scope) -> str:
         """Also of a request that was refused before it came to a route."""
-        found = (route for route in self.routes if isinstance(route, Route))
-        return next((route.path for route in found if route.matches(scope)[0] != Match.NONE), UNMATCHED)
+        routes = (route for route in self.routes if isinstance(route, Route))
+        return next((route.path for route in routes if route.matches(scope)[0] != Match.NONE), UNMATCHED)
 
-    def _report(self, ended: Ended, headers: Mapping[bytes, bytes]) -> None:
+    def _report(self, request: Ended, headers: Mapping[bytes, bytes]) -> None:
         if self.logs:
-            _log(ended)
+            _log(request)
         if self.traces is not None:
-            self.traces.report(ended, headers)
+            self.traces.report(request, headers)
 
 
 def _check_codings(headers: Headers) -> None:
@@ -117,18 +117,18 @@ def _check_codings(headers: Headers) -> None:
             raise ApiError(501, message, code="unsupported")
 
 
-def _log(ended: Ended) -> None:
-    ms = ended.record.ms_between("arrived", "ended")
-    line = f"{ended.request_id} {ended.method} {ended.path} {ended.status or 'left'} {ms:.0f} ms"
+def _log(request: Ended) -> None:
+    ms = request.record.ms_between("arrived", "ended")
+    line = f"{request.request_id} {request.method} {request.path} {request.status or 'left'} {ms:.0f} ms"
     fields = {
-        "request_id": ended.request_id,
-        "method": ended.method,
-        "path": ended.path,
-        "status": ended.status,  # 0: the client disconnected before the response
+        "request_id": request.request_id,
+        "method": request.method,
+        "path": request.path,
+        "status": request.status,  # 0: the client disconnected before the response
         "ms": round(ms, 1),
-        **ended.record.fields(),
+        **request.record.fields(),
     }
-    logger.info("%s%s", line, ended.record.text(), extra={"fields": fields})
+    logger.info("%s%s", line, request.record.text(), extra={"fields": fields})
 
 
 def _address(scope: Scope) -> str:
@@ -147,8 +147,8 @@ def _connected(scope: Scope) -> str:
     return str(peer[0]) if peer else ""
 
 
-def _request_id(given: bytes | None) -> str:
+def _request_id(header: bytes | None) -> str:
     """The id the client sent, if it is safe to write into a log and a header; otherwise a new one."""
-    if given is not None and _SAFE_ID.fullmatch(given):
-        return given.decode()
+    if header is not None and _SAFE_ID.fullmatch(header):
+        return header.decode()
     return uuid.uuid4().hex

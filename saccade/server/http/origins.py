@@ -63,16 +63,16 @@ def _known_hosts(server: ServerOptions) -> frozenset[str] | None:
     """Allowed Host names. None allows any: without --allowed-hosts only loopback names are known."""
     if "*" in server.allowed_hosts or not (server.allowed_hosts or is_loopback(server.host)):
         return None
-    own = f"[{server.host}]" if ":" in server.host else server.host
-    return frozenset(name.lower() for name in (*_LOCAL_NAMES, own, *server.allowed_hosts))
+    bound_host = f"[{server.host}]" if ":" in server.host else server.host
+    return frozenset(name.lower() for name in (*_LOCAL_NAMES, bound_host, *server.allowed_hosts))
 
 
 def is_loopback(host: str) -> bool:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:  # listening on the host reports the error
         return False
-    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in addresses)
 
 
 def _text(header: bytes | None) -> str | None:

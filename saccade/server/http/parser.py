@@ -93,8 +93,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.client is not None and isinstance(found := address_of(self.client[0]), IPv4Address):
-            self.client = (str(found), self.client[1])  # not as IPv6: proxies are compared with it
+        if self.client is not None and isinstance(address := address_of(self.client[0]), IPv4Address):
+            self.client = (str(address), self.client[1])  # not as IPv6: proxies are compared with it
         self._response_transport = _ResponseTransport(transport.write, self._ends, self._close)
         if self._handshake is not None:
             self._connections.remove(self._handshake)
@@ -348,11 +348,11 @@ class BoundedHttp(HttpToolsProtocol):
         seconds = self._options.write_timeout if unsent else _LINGER_SECONDS
         self._set_timer(seconds, self._abort_unless_read, unsent)
 
-    def _abort_unless_read(self, unsent: int) -> None:
+    def _abort_unless_read(self, before: int) -> None:
         """Aborts, unless the client is still reading."""
-        left = self.transport.get_write_buffer_size()
-        if 0 < left < unsent:
-            self._set_timer(self._options.write_timeout, self._abort_unless_read, left)
+        unsent = self.transport.get_write_buffer_size()
+        if 0 < unsent < before:
+            self._set_timer(self._options.write_timeout, self._abort_unless_read, unsent)
         else:
             self.transport.abort()
 

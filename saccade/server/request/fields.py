@@ -390,32 +390,37 @@ class FieldReader:
 
     def read(self, body: Mapping[str, Any], table: Mapping[str, Schema]) -> dict[str, Any]:
         """The known fields that are set. RequestError if one has a wrong type or is unsupported."""
-        given = {name: value for name, value in body.items() if value is not None}
-        for name, value in given.items():
+        values = {name: value for name, value in body.items() if value is not None}
+        for name, value in values.items():
             if name in table:
                 _check(value, table[name], name)
             elif name in IGNORED:
                 self._log_once(name, "which has no effect")
             else:
                 self._check_unknown(name, value)
-        return {name: value for name, value in given.items() if name in table}
+        return {name: value for name, value in values.items() if name in table}
 
     def _check_unknown(self, name: str, value: Any) -> None:
         if name in INERT and value in INERT[name]:
             return
         if name in UNSUPPORTED:
             raise unsupported(name)
-        shown = name[:64]
+        short_name = name[:64]
         if self._strict:
             reason = "this server refuses unknown fields (--strict-params)"
-            message = f"the field {shown!r} is unknown, and {reason}"
-            raise RequestError(message, code="unknown_parameter", param=shown)
-        self._log_once(shown, "which is unknown and ignored")
+            message = f"the field {short_name!r} is unknown, and {reason}"
+            raise RequestError(message, code="unknown_parameter", param=short_name)
+        self._log_once(short_name, "which is unknown and ignored")
 
     def _log_once(self, name: str, what: str) -> None:
         if name not in self._logged and len(self._logged) < 1000:  # bounded: clients choose the names
             self._logged.add(name)
             logger.info("a request has the field %r, %s", name, what)
+
+
+def member(value: Any, name: str) -> Any:
+    """What an object has under a name. None: nothing, or it is no object."""
+    return value.get(name) if isinstance(value, Mapping) else None
 
 
 def unsupported(name: str) -> RequestError:

@@ -9,7 +9,7 @@ from saccade.errors import RequestError, quoted
 from saccade.server.request import fields
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, document_options
-from saccade.server.request.fields import FieldReader
+from saccade.server.request.fields import FieldReader, member
 
 _NAMES = {
     "stop": "stop_sequences",
@@ -28,6 +28,7 @@ _THINKING: Mapping[str, Mapping[str, bool]] = {
     "disabled": {"enable_thinking": False},
     "adaptive": {},
 }
+_SOURCES = {"base64": "data", "url": "url", "file": "file_id"}  # types, and what each has
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -41,24 +42,25 @@ def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: boo
     if body.get("thread") is not None:  # Anthropic's client then sends the whole conversation by itself
         message = f"thread is not supported by this server: {fields.STATELESS}"
         raise RequestError(message, code="thread_unsupported_request", param="thread")
-    given = reader.read(body, fields.MESSAGES)
-    if "messages" not in given:
+    values = reader.read(body, fields.MESSAGES)
+    messages = values.get("messages")
+    if messages is None:
         raise RequestError("messages is missing; send a list with at least one message", param="messages")
-    if needs_length and "max_tokens" not in given:
+    if needs_length and "max_tokens" not in values:
         raise RequestError("max_tokens is missing; say how long the answer may be", param="max_tokens")
     chat = ChatBuilder(SourcePaths(_NAMES, _ENDINGS))
-    system = given.get("system")
+    system = values.get("system")
     if isinstance(system, list):
         chat.add_parts("system", system, "system", _part)
     elif system:
         chat.add_message("system", system, "system")
-    for index, message in enumerate(given["messages"]):
+    for index, message in enumerate(messages):
         _add_message(chat, message, f"messages[{index}]")
-    if given["messages"] and given["messages"][-1]["role"] == "assistant":
+    if messages and messages[-1]["role"] == "assistant":
         reason = "this server begins a new answer and does not continue one"
         message = f"the last message must be the user's: {reason}"
         raise RequestError(message, code="unsupported", param="messages")
-    body = {**_as_chat(given), "messages": chat.messages}
+    body = {**_as_chat(values), "messages": chat.messages}
     if reader.formats is not None and reader.formats.closes_in_pieces:
         body.pop("thinking_token_budget", None)  # which this API's clients always send
     with chat.source_paths.renaming():
@@ -66,18 +68,18 @@ def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: boo
     return MessageRequest(request, chat.source_paths)
 
 
-def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
+def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
     """All fields but system and messages, under their names in a chat."""
-    chat = {name: given[name] for name in (*fields.CHAT_EXTRAS, "max_tokens") if name in given}
-    chat["stop"] = given.get("stop_sequences") or None
-    chat["response_format"] = _format(given.get("output_config"))
-    chat["reasoning_effort"] = given.get("output_config", {}).get("effort")
-    chat["chat_template_kwargs"] = {**_thinking(given), **chat.get("chat_template_kwargs", {})} or None
-    budget = given.get("thinking", {}).get("budget_tokens")
+    chat = {name: values[name] for name in (*fields.CHAT_EXTRAS, "max_tokens") if name in values}
+    chat["stop"] = values.get("stop_sequences") or None
+    chat["response_format"] = _format(values.get("output_config"))
+    chat["reasoning_effort"] = values.get("output_config", {}).get("effort")
+    chat["chat_template_kwargs"] = {**_thinking(values), **chat.get("chat_template_kwargs", {})} or None
+    budget = values.get("thinking", {}).get("budget_tokens")
     if budget is not None:
         chat["thinking_token_budget"] = budget
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
-    choice = given.get("tool_choice", {"type": "auto"})
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(values.get("tools", ()))]
+    choice = values.get("tool_choice", {"type": "auto"})
     if not tools and choice.get("type") in ("auto", "none"):
         return chat
     chat["tools"] = tools or None
@@ -86,9 +88,9 @@ def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _thinking(given: Mapping[str, Any]) -> Mapping[str, bool]:
+def _thinking(values: Mapping[str, Any]) -> Mapping[str, bool]:
     """For the chat template."""
-    kind = given.get("thinking", {"type": "adaptive"}).get("type")
+    kind = values.get("thinking", {"type": "adaptive"}).get("type")
     if not isinstance(kind, str) or kind not in _THINKING:
         message = f"thinking must have the type {', '.join(_THINKING)}, not {quoted(kind)}"
         raise RequestError(message, param="thinking.type")
@@ -96,10 +98,10 @@ def _thinking(given: Mapping[str, Any]) -> Mapping[str, bool]:
 
 
 def _format(config: Mapping[str, Any] | None) -> Any:
-    given = (config or {}).get("format")
-    if not isinstance(given, Mapping):
-        return given
-    return {**given, "json_schema": {"schema": given.get("schema")}}
+    form = member(config, "format")
+    if not isinstance(form, Mapping):
+        return form
+    return {**form, "json_schema": {"schema": form.get("schema")}}
 
 
 def _tool(tool: Any, path: str) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def _choice(choice: Mapping[str, Any]) -> Any:
 
 
 def _add_message(chat: ChatBuilder, message: Any, path: str) -> None:
-    role = message.get("role") if isinstance(message, Mapping) else None
+    role = member(message, "role")
     if role not in ("user", "assistant"):
         raise RequestError(f"{path} must be an object with the role user or assistant", param=path)
     content = message.get("content")
@@ -145,7 +147,7 @@ def _add_blocks(chat: ChatBuilder, role: str, blocks: Sequence[Any], path: str) 
     thoughts: list[str] = []
     for index, block in enumerate(blocks):
         block_path = f"{path}[{index}]"
-        kind = block.get("type") if isinstance(block, Mapping) else None
+        kind = member(block, "type")
         if kind == "tool_result" and role == "user":
             if parts:
                 chat.add_message(role, parts, path, part_paths)
@@ -192,7 +194,7 @@ def _add_result(chat: ChatBuilder, block: Mapping[str, Any], path: str) -> None:
 
 
 def _part(block: Any, path: str) -> dict[str, Any]:
-    kind = block.get("type") if isinstance(block, Mapping) else None
+    kind = member(block, "type")
     if kind == "text":
         return {"type": "text", "text": block.get("text")}
     if kind == "image":
@@ -200,9 +202,9 @@ def _part(block: Any, path: str) -> dict[str, Any]:
         return {"type": "image_url", "image_url": source}
     if kind == "document":
         return _document(block, path)
-    own = "thinking and tool_use in an assistant's message, tool_result in a user's"
-    allowed = f"text, image and document, {own}"
-    message = f"a block of the type {quoted(kind)} cannot stand here; use {allowed}"
+    special = "thinking and tool_use in an assistant's message, tool_result in a user's"
+    kinds = f"text, image and document, {special}"
+    message = f"a block of the type {quoted(kind)} cannot stand here; use {kinds}"
     raise RequestError(message, param=f"{path}.type")
 
 
@@ -210,10 +212,11 @@ def _document(block: Mapping[str, Any], path: str) -> dict[str, Any]:
     """A PDF, or text. The title and the context precede it."""
     source = block.get("source")
     heading = "\n".join(text for text in (block.get("title"), block.get("context")) if isinstance(text, str))
-    if isinstance(source, Mapping) and source.get("type") == "text":
-        if not isinstance(source.get("data"), str):
+    if member(source, "type") == "text":
+        text = member(source, "data")
+        if not isinstance(text, str):
             raise RequestError("a text document needs a string under data", param=f"{path}.source")
-        return {"type": "text", "text": f"{heading}\n\n{source['data']}" if heading else source["data"]}
+        return {"type": "text", "text": f"{heading}\n\n{text}" if heading else text}
     file = _source(source, f"{path}.source", "document", "file_data")
     return {**document_options(block), "type": "file", "file": file, "heading": heading}
 
@@ -221,13 +224,12 @@ def _document(block: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _source(source: Any, path: str, what: str, name: str) -> dict[str, str]:
     """The data or URL under `name`, or a stored file. The media type of base64 data is dropped: the format is
     read from the bytes."""
-    kind = source.get("type") if isinstance(source, Mapping) else None
-    if kind == "base64" and isinstance(source.get("data"), str):
-        return {name: f"data:;base64,{source['data']}"}
-    if kind == "url" and isinstance(source.get("url"), str):
-        return {name: str(source["url"])}
-    if kind == "file" and isinstance(source.get("file_id"), str):
-        return {"file_id": source["file_id"]}
+    kind = member(source, "type")
+    text = member(source, _SOURCES.get(kind, "")) if isinstance(kind, str) else None
+    if isinstance(text, str):
+        if kind == "base64":
+            return {name: f"data:;base64,{text}"}
+        return {"file_id" if kind == "file" else name: text}
     forms = "{'type': 'base64', 'data': ...}, {'type': 'url', 'url': ...} or {'type': 'file', 'file_id': ...}"
     message = f"the {what}'s source must be {forms}"
     code = "invalid_image_url" if what == "image" else "invalid_document"
