@@ -121,7 +121,7 @@ class Conversation:
 
     def _stream(self, messages: list[dict[str, Any]]) -> RequestOutput:
         self.engine.add_chat("chat", messages, self.params)
-        answer = _Answer()
+        answer = _PrintedAnswer()
         try:
             while True:
                 for out in self.engine.step():
@@ -135,7 +135,7 @@ class Conversation:
             self.engine.abort_request("chat")
 
 
-class _Answer:
+class _PrintedAnswer:
     """Prints an answer as it grows. Thinking goes to stderr, dimmed in a terminal, as the bill does."""
 
     def __init__(self) -> None:

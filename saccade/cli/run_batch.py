@@ -23,7 +23,7 @@ from saccade.errors import ConfigError, UsageError
 from saccade.util.plain_files import open_plain
 
 
-class _Server(NamedTuple):
+class _BatchServer(NamedTuple):
     url: str
     api_key: str | None
 
@@ -79,7 +79,7 @@ def _check_files(source: Path, results: Path) -> None:
             raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
 
 
-async def _run(args: argparse.Namespace, source: Path, results: Path, server: _Server) -> BatchCounts:
+async def _run(args: argparse.Namespace, source: Path, results: Path, server: _BatchServer) -> BatchCounts:
     sender = HttpSender(server.url, server.api_key, args.concurrency, args.timeout)
     with tqdm(desc="requests", unit="", disable=args.quiet) as bar:
 
@@ -104,12 +104,12 @@ async def _run(args: argparse.Namespace, source: Path, results: Path, server: _S
 
 
 @contextmanager
-def _server(args: argparse.Namespace) -> Iterator[_Server]:
+def _server(args: argparse.Namespace) -> Iterator[_BatchServer]:
     """That at --url, or a process that serves the model until the batch is done."""
     if args.url:
-        yield _Server(args.url, args.api_key)
+        yield _BatchServer(args.url, args.api_key)
         return
     key = secrets.token_hex(16)
     env = {"SACCADE_LOG_LEVEL": "warning", **os.environ, "SACCADE_API_KEY": key}
     with serving_with([args.model] if args.model else [], env, show_log=True) as server:
-        yield _Server(server.url, key)
+        yield _BatchServer(server.url, key)

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_CGROUP_V1, _CGROUP_V2 = ("limit_in_bytes", "usage_in_bytes"), ("max", "current")  # memory.*
+_CGROUP_V1 = ("limit_in_bytes", "usage_in_bytes")  # memory.*
+_CGROUP_V2 = ("max", "current")
 
 
 def free_ram() -> int:

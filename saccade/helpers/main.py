@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from saccade.helpers.process import REPLY, REQUEST, Outcome
+from saccade.helpers.process import REPLY, REQUEST, Outcome, read_exactly
 
 _MAX_FDS = 4
 _GRACE_SECONDS = 1  # after which the kernel ends what ignores its signal
@@ -26,7 +26,7 @@ Answer = Callable[[bytes, Sequence[int]], bytes]
 """The body of a request and the descriptors that came with it -> the body of the reply."""
 
 
-class Refused(Exception):
+class AnswerRefused(Exception):
     """The request cannot be done; `body` says why."""
 
     def __init__(self, body: bytes) -> None:
@@ -77,15 +77,17 @@ def _answered(
     answer: Answer, seconds: float, body: bytes, fds: Sequence[int]
 ) -> tuple[Outcome, float, bytes]:
     before = _cpu_time()
-    outcome, reply = Outcome.DONE, b""
+    outcome = Outcome.DONE
+    reply = b""
     try:
         _limit_cpu(before, seconds)
         try:
             reply = answer(body, fds)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-    except Refused as refused:
-        outcome, reply = Outcome.FAILED, refused.body
+    except AnswerRefused as refused:
+        outcome = Outcome.FAILED
+        reply = refused.body
     except MemoryError:
         outcome = Outcome.MEMORY
     except _Slow:
@@ -123,17 +125,6 @@ def _receive(connection: socket.socket) -> tuple[float, bytes, list[int]] | None
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    header += _read(connection, REQUEST.size - len(header))
+    header += read_exactly(connection.recv_into, REQUEST.size - len(header))
     seconds, length = REQUEST.unpack(header)
-    return seconds, _read(connection, length), list(fds)
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    body = bytearray(length)
-    view = memoryview(body)
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionError("the parent has gone")
-        view = view[count:]
-    return bytes(body)
+    return seconds, read_exactly(connection.recv_into, length), list(fds)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from saccade.server.errors import ApiError
-from saccade.server.tenant_file import Limits, TenantSettings
+from saccade.server.tenant_file import TenantLimits, TenantSettings
 
 _SECONDS = 60  # all limits are per minute
 _RETRY_AFTER_OPEN = 1.0
 _PROCESSOR = "processor-seconds"
-_KINDS = ("requests", "tokens", "pixels", _PROCESSOR)  # in the order of `Limits`
+_KINDS = ("requests", "tokens", "pixels", _PROCESSOR)  # in the order of `TenantLimits`
 LIMIT_HEADERS = [f"x-ratelimit-{what}-{kind}" for kind in _KINDS for what in ("limit", "remaining", "reset")]
 _ADVICE = {
     "requests": "send fewer",
@@ -78,7 +78,7 @@ class Bucket:
         self.limit = limit
 
 
-class Charge(NamedTuple):
+class TenantCharge(NamedTuple):
     """What a request took. It is given back to the same buckets, whatever limits the tenant has by then."""
 
     label: str  # the tenant's, in the metrics
@@ -114,10 +114,10 @@ class Account:
                 self._buckets[kind] = Bucket(limit, self._clock)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> TenantLimits:
         return self.settings.limits
 
-    def take(self, **amounts: int) -> Charge:
+    def take(self, **amounts: int) -> TenantCharge:
         """Takes all amounts or none. LimitExceeded if one is not left now or never can be."""
         limited = {kind: bucket for kind, bucket in self._buckets.items() if amounts.get(kind)}
         for kind, bucket in limited.items():
@@ -136,7 +136,7 @@ class Account:
             raise LimitExceeded(kind, f"{message}, or {_ADVICE[kind]}", longest)
         for kind, bucket in limited.items():
             bucket.take(amounts[kind])
-        return Charge(self.settings.label, limited)
+        return TenantCharge(self.settings.label, limited)
 
     def check_open(self, outputs: int = 1) -> None:
         """LimitExceeded if so many more outputs may not be open."""

@@ -179,10 +179,10 @@ def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
         if name not in kinds and name not in TABLE:
             near = with_nearest(name, [*kinds, *TABLE])
             raise UsageError(f"the config file {file} names {near}; docs/options.md lists all options")
-    return {
-        name: _converted(file, name, kinds[name], value) if name in kinds else value
-        for name, value in settings.items()
-    }
+    for name in settings:
+        if name in kinds:
+            settings[name] = _converted(file, name, kinds[name], settings[name])
+    return settings
 
 
 def _converted(file: str, name: str, kind: Any, value: Any) -> Any:
@@ -192,7 +192,7 @@ def _converted(file: str, name: str, kind: Any, value: Any) -> Any:
         return None
     if isinstance(value, list) and expected is tuple and all(isinstance(v, str) for v in value):
         return tuple(value)
-    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+    if expected is float and type(value) is int:
         return float(value)
     if isinstance(value, str) and expected is not str:
         try:

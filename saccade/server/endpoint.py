@@ -69,12 +69,12 @@ class EndpointBase(ABC):
         if isinstance(error, LimitExceeded):
             metrics.refused("tenant_limit")
             metrics.tenants.refused(caller.account.settings.label, error.limit)
-        if isinstance(error, RequestError) and (error.code or "").startswith(_IMAGE_CODES):
-            metrics.media_refused(error.code or "")
+        if isinstance(error, RequestError) and code.startswith(_IMAGE_CODES):
+            metrics.media_refused(code)
         await writer.error(response)
 
 
-class Endpoint(EndpointBase):
+class JsonEndpoint(EndpointBase):
     """Admits a request with a JSON body for its handler."""
 
     def __init__(self, service: Service, handler: Handler, inputs: Sequence[str] = ()) -> None:
@@ -88,7 +88,7 @@ class Endpoint(EndpointBase):
         caller = scope["caller"]
         with self._admission(caller) as lease:
             tally = TextTally(service.max_chars, self._inputs)
-            upload = await read_body(Request(scope, receive), service.server, lease, tally)
+            body = await read_body(Request(scope, receive), service.server, lease, tally)
             lease.enter()
             async with while_connected(receive):
-                await self._handler(service, Exchange(caller, upload, lease, writer))
+                await self._handler(service, Exchange(caller, body, lease, writer))

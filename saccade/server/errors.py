@@ -88,7 +88,7 @@ class ApiError(Exception):
 
 
 def is_anthropic(path: str) -> bool:
-    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+    return f"{path}/".startswith(f"{_MESSAGES}/")
 
 
 def overloaded(status: int, message: str) -> ApiError:

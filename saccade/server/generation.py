@@ -16,7 +16,7 @@ from saccade.errors import RequestError
 from saccade.processor.dialects.parser import PLAIN, OutputFormat
 from saccade.processor.dialects.reader import Problem
 from saccade.processor.output import RequestOutputBuilder, best_outputs
-from saccade.server.accounts import Account, Charge
+from saccade.server.accounts import Account, TenantCharge
 from saccade.server.http.limits import ByteLease
 from saccade.server.metrics import Finished, Metrics
 from saccade.server.request_record import RequestRecord, TokenCounts
@@ -94,7 +94,7 @@ class Generation:
         self.outputs = outputs
         self._max_tokens = 0
         self._account: Account | None = None
-        self._charge: Charge | None = None  # until it is settled
+        self._charge: TenantCharge | None = None  # until it is settled
         self._lease: ByteLease | None = None  # that holds its pixels
         self._reserved_tokens = 0
         self._is_refused = False  # the engine had no place for it

@@ -15,7 +15,6 @@ import signal
 import socket
 import ssl
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -44,7 +43,7 @@ from saccade.sampling_params import SamplingParams
 from saccade.server.api.models import capacity_line
 from saccade.server.app import create_app
 from saccade.server.config import Settings
-from saccade.server.http.connections import Connection
+from saccade.server.http.connections import HttpConnection
 from saccade.server.http.listener import Listener
 from saccade.server.http.origins import is_loopback
 from saccade.server.http.parser import BoundedHttp
@@ -106,7 +105,7 @@ def serve(settings: Settings) -> int:
     tls = tls_context(server)
     with _listening(server) as sock:
         service = Service(options, server, processor, engine, Fetcher(fetch_policy), encoders.views)
-        running = _Running(service, engine, encoders, sock, tls)
+        running = _RunningServer(service, engine, encoders, sock, tls)
         with asyncio.Runner(loop_factory=running.http.config.get_loop_factory()) as runner:
             return runner.run(running.run())
 
@@ -183,7 +182,7 @@ def _black_bmp(width: int, height: int) -> bytes:
     return b"BM" + b"".join(value.to_bytes(4, "little") for value in header) + pixels
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Uvicorn without its signal handlers and its accept loop.
 
     On a signal Uvicorn would close the port at once, but a draining server still answers probes. For the
@@ -198,7 +197,7 @@ class _Server(uvicorn.Server):
         timeout = service.server.header_timeout
         self._listener = Listener(sock, self._make_protocol, service.connections, tls, timeout)
 
-    def _make_protocol(self, handshake: Connection | None) -> BoundedHttp:
+    def _make_protocol(self, handshake: HttpConnection | None) -> BoundedHttp:
         service = self._service
         return BoundedHttp(self.config, self.server_state, service.server, service.connections, handshake)
 
@@ -215,7 +214,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Running:
+class _RunningServer:
     """The life of the server: start, drain, stop."""
 
     def __init__(
@@ -248,7 +247,7 @@ class _Running:
             timeout_graceful_shutdown=3,
             forwarded_allow_ips=[str(net) for net in service.server.proxy_networks()] or None,  # this machine
         )
-        self.http = _Server(config, service, sock, tls)
+        self.http = _UvicornServer(config, service, sock, tls)
 
     async def run(self) -> int:
         """Serves from the start: while the model loads, /health and /ready report it."""
@@ -314,13 +313,15 @@ class _Running:
         if self._service.batches is not None:
             await self._service.batches.close()
         logger.info("shutting down: %d requests are open and may take %.0f s", gate.num_open, timeout)
-        deadline = time.monotonic() + timeout
-        while gate.num_open and time.monotonic() < deadline and not self._skip_drain.is_set():
-            await asyncio.sleep(0.05)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while gate.num_open and not self._skip_drain.is_set():
+                    await asyncio.sleep(0.05)
         await self._engine.stop()  # requests that are still open get an error now
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while gate.num_open and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_SECONDS):
+                while gate.num_open:
+                    await asyncio.sleep(0.05)
         self.http.should_exit = True
 
     async def _report_throughput(self) -> None:

@@ -27,7 +27,7 @@ from saccade.server.batch_jobs import BatchJobs
 from saccade.server.bodies import BodyReader
 from saccade.server.generation import SubmitsRequests
 from saccade.server.http.auth import Tenants
-from saccade.server.http.connections import Connections, connection_limit
+from saccade.server.http.connections import OpenConnections, connection_limit
 from saccade.server.http.limits import AdmissionGate
 from saccade.server.metrics import Metrics
 from saccade.server.request.fields import FieldReader
@@ -105,7 +105,7 @@ class Service:
                 server, self.tenants, self.gate, lambda: self.max_chars, self.turns.charge
             )
         maximum = connection_limit(server.max_connections)
-        self.connections = Connections(maximum, server.max_client_share, on_refusal=self.metrics.refused)
+        self.connections = OpenConnections(maximum, server.max_client_share, on_refusal=self.metrics.refused)
         self.defaults = sampling_defaults(options, processor.checkpoint.generation)
         self.formats = _output_formats(server, processor)
         self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults, formats=self.formats)
@@ -130,6 +130,10 @@ class Service:
         if self.engine.info is None:
             message = f"the engine is {self.engine.status().state}; try again later"
             raise EngineUnavailable(message, _RETRY_AFTER_START)
+
+    @property
+    def state(self) -> str:
+        return "draining" if self.gate.is_draining else self.engine.status().state
 
     @property
     def max_chars(self) -> int:

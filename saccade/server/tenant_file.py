@@ -31,7 +31,7 @@ _KEY = re.compile(r"[!-~]{1,1024}")  # what a header can hold
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
-class Limits(NamedTuple):
+class TenantLimits(NamedTuple):
     """None: no limit."""
 
     requests_per_minute: int | None = None
@@ -44,12 +44,12 @@ class Limits(NamedTuple):
 class TenantSettings(NamedTuple):
     digests: tuple[bytes, ...] = ()  # SHA-256 of each key
     weight: float = 1.0  # of its share of the engine
-    limits: Limits = Limits()
+    limits: TenantLimits = TenantLimits()
     is_operator: bool = False  # sees the metrics of all tenants
     label: str = OTHER_LABEL  # in the metrics
 
 
-_FIELDS = ("keys", "weight", "operator", *Limits._fields)
+_FIELDS = ("keys", "weight", "operator", *TenantLimits._fields)
 
 
 def digest_of(key: bytes) -> bytes:
@@ -125,19 +125,20 @@ class _Table(NamedTuple):
         if not isinstance(operator, bool):
             raise self._error("operator", "must be true or false")
         label = OTHER_LABEL if name == OTHERS else name
-        limits = Limits(*map(self._limit, Limits._fields))
+        limits = TenantLimits(*map(self._limit, TenantLimits._fields))
         return TenantSettings(self._digests(), self._weight(), limits, operator, label)
 
     def _weight(self) -> float:
         weight = self.fields.get("weight", 1)
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
+        if type(weight) not in (int, float) or not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
             raise self._error("weight", f"must be a number from {1 / _MAX_WEIGHT:g} to {_MAX_WEIGHT}")
         return float(weight)
 
     def _limit(self, field: str) -> int | None:
         limit = self.fields.get(field)
-        if limit is not None and (type(limit) is not int or not 1 <= limit <= _MAX_LIMIT):
+        if limit is None:
+            return None
+        if type(limit) is not int or not 1 <= limit <= _MAX_LIMIT:
             raise self._error(field, "must be a whole number of 1 or more; leave it out for no limit")
         return limit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from saccade.server.request.media_files import PURPOSES
 from saccade.server.service import Service
 
 _MAX_PAGE = {"files": 10_000, "batches": 100}
+_LIMIT = re.compile(r"[0-9]{1,9}")
 _DEFAULT_PAGE = {"files": 10_000, "batches": 20}
 
 
@@ -140,14 +142,17 @@ async def cancel_batch(service: Service, request: Request) -> Response:
 def _page(kind: str, records: Sequence[FileRecord | BatchRecord], query: Mapping[str, str]) -> Response:
     """The newest first, those after the one that `after` names."""
     limit = query.get("limit", str(_DEFAULT_PAGE[kind]))
-    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= _MAX_PAGE[kind]:
+    if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= _MAX_PAGE[kind]:
         message = f"limit must be from 1 to {_MAX_PAGE[kind]}, not {quoted(limit)}"
         raise RequestError(message, param="limit")
     ids = [record.id for record in records]
     after = query.get("after")
-    if after is not None and after not in ids:
-        raise RequestError(f"after names {quoted(after)}, which is not in the list", param="after")
-    following = records[ids.index(after) + 1 :] if after is not None else records
-    views = [record.view() for record in following[: int(limit)]]
-    ends = {"first_id": views[0]["id"], "last_id": views[-1]["id"]} if views else {}
-    return json_response({"object": "list", "data": views, "has_more": len(following) > len(views), **ends})
+    if after is not None:
+        if after not in ids:
+            raise RequestError(f"after names {quoted(after)}, which is not in the list", param="after")
+        records = records[ids.index(after) + 1 :]
+    views = [record.view() for record in records[: int(limit)]]
+    page = {"object": "list", "data": views, "has_more": len(records) > len(views)}
+    if views:
+        page |= {"first_id": views[0]["id"], "last_id": views[-1]["id"]}
+    return json_response(page)

@@ -32,13 +32,12 @@ class ChatEvents(EventShape):
         self._options = options
         self._tokenizer = service.processor.tokenizer
         self._outputs = [_ChatOutput(chat, generation, index) for index in range(len(generation.outputs))]
-        response_id = f"chatcmpl-{options.request_id or request_id}"
-        self._envelope = Envelope(response_id, service.names[0], options, generation)
+        self._envelope = Envelope("chatcmpl", request_id, service.names[0], options, generation)
         self._generation = generation
         self.is_large = options.prompt_logprobs is not None
         self._texts: dict[int, TextEvent] = {}  # by output
-        is_plain = options.stream and not chat.tools.calls and options.params.logprobs is None
-        self.is_plain = is_plain and not (options.return_token_ids or options.continuous_usage)
+        extras = (chat.tools.calls, options.return_token_ids, options.continuous_usage)
+        self.is_plain = options.stream and options.params.logprobs is None and not any(extras)
 
     def take(self, delta: Delta) -> Iterator[Event]:
         output = self._outputs[delta.index]

@@ -40,8 +40,7 @@ class CompletionEvents(EventShape):
         self._totals = [Delta(index) for index in range(len(generation.outputs))]  # each output so far
         echoes = self._echoed(request, generation) if request.echo else []
         self._echoes = dict(enumerate(echoes))  # by output, until it begins
-        response_id = f"cmpl-{options.request_id or request_id}"
-        self._envelope = Envelope(response_id, service.names[0], options, generation)
+        self._envelope = Envelope("cmpl", request_id, service.names[0], options, generation)
         self._generation = generation
         self._is_echoed = request.echo
         self._is_prompt_only = request.is_prompt_only

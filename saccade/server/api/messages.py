@@ -71,11 +71,12 @@ class MessageEvents(EventShape):
     def _stop(self) -> dict[str, Any]:
         """Why the output ended. Only a stop string of the client is a stop sequence; an EOS token is not."""
         reason = _STOP_REASONS.get(str(self._output.finish_reason))
+        if reason is not None:
+            return {"stop_reason": reason, "stop_sequence": None}
         sequence = self._output.stop_reason
-        if reason is not None or not isinstance(sequence, str):
-            sequence = None
-        reason = reason or ("stop_sequence" if sequence else "end_turn")
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        if isinstance(sequence, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 def _content(block: Block) -> dict[str, Any]:

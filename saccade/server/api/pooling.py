@@ -11,7 +11,7 @@ import msgspec
 
 from saccade.processor.late_interaction import check_size
 from saccade.processor.pooling import Side, embedding, relevance, similarity
-from saccade.server.api.chunks import bill_body, prompt_usage
+from saccade.server.api.chunks import bill_body, one_or_all, prompt_usage
 from saccade.server.generation import BilledPrompt, Generation
 from saccade.server.http.body_check import check_text
 from saccade.server.http.request_context import Exchange
@@ -45,14 +45,15 @@ class PooledInputs:
         self, request: PoolingRequest, prefix: str, service: Service, exchange: Exchange
     ) -> dict[str, Any]:
         """Id, model, usage and bill of a response."""
-        bills = [bill_body(bill) for bill in self.bills] if request.options.include_bill else []
-        return {
+        envelope = {
             "id": f"{prefix}-{request.options.request_id or exchange.caller.request_id}",
             "created": int(time.time()),
             "model": service.names[0],
             "usage": prompt_usage(self.bills, self.cached_tokens),
-            **({"bill": bills[0] if len(bills) == 1 else bills} if bills else {}),
         }
+        if request.options.include_bill:
+            envelope["bill"] = one_or_all([bill_body(bill) for bill in self.bills])
+        return envelope
 
 
 async def create_embedding(service: Service, exchange: Exchange) -> dict[str, Any]:
@@ -98,14 +99,16 @@ async def rerank(service: Service, exchange: Exchange) -> dict[str, Any]:
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
     results = []
     for index in best:
-        document = {"document": _shown(request.documents[index])} if request.returns_documents else {}
-        results.append({"index": index, **document, "relevance_score": scores[index]})
+        row: dict[str, Any] = {"index": index}
+        if request.returns_documents:
+            row["document"] = _shown(request.documents[index])
+        results.append({**row, "relevance_score": scores[index]})
     return {"results": results, **pooled.envelope(request.score.pooling, "rerank", service, exchange)}
 
 
 def _shown(document: Side) -> dict[str, Any]:
     """Images are not sent back."""
-    return {"text": document} if isinstance(document, str) else {"text": None}
+    return {"text": document if isinstance(document, str) else None}
 
 
 def _scores(request: ScoreRequest, pooled: PooledInputs) -> list[float]:
@@ -113,7 +116,9 @@ def _scores(request: ScoreRequest, pooled: PooledInputs) -> list[float]:
     second = pooled.vectors[-request.num_pairs :]
     if not first:
         return [relevance(vector) for vector in second]
-    pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
+    if len(first) == 1:
+        first *= len(second)
+    pairs = zip(first, second, strict=True)
     return [similarity(*pair, request.pooling.token_dim) for pair in pairs]
 
 

@@ -78,7 +78,9 @@ class ResponseEvents(EventShape):
         return {**common, "type": "message", "role": "assistant", "content": content}
 
     def _item_id(self, block: Block) -> str:
-        kind = "rs" if block.is_reasoning else "msg" if block.call is None else "fc"
+        kind = "fc"
+        if block.call is None:
+            kind = "rs" if block.is_reasoning else "msg"
         return f"{kind}_{self._id}_{block.index}"
 
     # --- the stream -----------------------------------------------------------------------------------------

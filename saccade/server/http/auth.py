@@ -122,16 +122,16 @@ class Tenants:
     def _by_key_of(self, path: str, headers: Mapping[bytes, bytes]) -> Account:
         if not self._by_key:
             return self._unnamed
-        authorization = headers.get(b"authorization")
         api_key = headers.get(b"x-api-key")
-        scheme, _, token = (authorization or b"").partition(b" ")
-        for key in (token.strip() if scheme.lower() == b"bearer" else b"", api_key or b""):
-            account = self._by_key.get(self._tag(digest_of(key))) if key else None
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        bearer = token.strip() if scheme.lower() == b"bearer" else None
+        for key in filter(None, (bearer, api_key)):
+            account = self._by_key.get(self._tag(digest_of(key)))
             if account is not None:
                 return account
         if is_open(path):
             return self._unnamed
-        is_missing = authorization is None and api_key is None
+        is_missing = headers.keys().isdisjoint((b"authorization", b"x-api-key"))
         what = "no API key was sent" if is_missing else "the API key is not one of this server's"
         message = f"{what}; send the header Authorization: Bearer KEY or x-api-key: KEY"
         raise ApiError(401, message, code="invalid_api_key")
@@ -142,7 +142,9 @@ class Tenants:
 
     def _trusts(self, peer: str) -> bool:
         address = address_of(peer)
-        return address is not None and any(address in network for network in self._proxies)
+        if address is None:
+            return False
+        return any(address in network for network in self._proxies)
 
     def _named(self, name: str) -> Account:
         if name in self._accounts:

@@ -117,7 +117,7 @@ class ByteLease:
             del gate.bytes_by_client[self._client]
 
 
-class Upload:
+class HttpBody:
     """A body that can be taken once: a response that streams for minutes must not keep its images alive."""
 
     def __init__(self, data: bytes | bytearray, tally: TextTally) -> None:
@@ -198,7 +198,7 @@ class AdmissionGate:
             lease.close()
 
 
-async def read_body(request: Request, options: ServerOptions, lease: ByteLease, tally: TextTally) -> Upload:
+async def read_body(request: Request, options: ServerOptions, lease: ByteLease, tally: TextTally) -> HttpBody:
     """The whole body."""
     _check_type(request)
     body = bytearray()  # not a list of chunks: a chunk of one byte would cost forty
@@ -209,7 +209,7 @@ async def read_body(request: Request, options: ServerOptions, lease: ByteLease, 
         body.extend(chunk)
 
     await receive_body(request, options, lease.gate, keep, "send smaller pictures or fewer")
-    return Upload(body, tally)  # no copy: of 60 MB it would stop the loop for 30 ms
+    return HttpBody(body, tally)  # no copy: of 60 MB it would stop the loop for 30 ms
 
 
 async def receive_body(

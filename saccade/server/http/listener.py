@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from saccade.server.http.auth import peer_of
-from saccade.server.http.connections import Admission, Connection, Connections, at_most_every
+from saccade.server.http.connections import Access, HttpConnection, OpenConnections, at_most_every
 
 logger = logging.getLogger("saccade.server")
 
@@ -43,8 +43,8 @@ class Listener:
     def __init__(
         self,
         sock: socket.socket,
-        make_protocol: Callable[[Connection | None], asyncio.Protocol],
-        connections: Connections,
+        make_protocol: Callable[[HttpConnection | None], asyncio.Protocol],
+        connections: OpenConnections,
         tls: ssl.SSLContext | None = None,
         handshake_timeout: float = 15.0,
     ) -> None:
@@ -89,7 +89,7 @@ class Listener:
 
     def _begin_handshake(self, sock: socket.socket, address: tuple[str, int]) -> None:
         handshake = _Handshake(sock)
-        if self._connections.admit(handshake, peer_of(address)) is Admission.REFUSED:
+        if self._connections.admit(handshake, peer_of(address)) is Access.REFUSED:
             self._connections.refused()
             sock.close()
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from saccade.server.accounts import Account
-from saccade.server.http.limits import ByteLease, Upload
+from saccade.server.http.limits import ByteLease, HttpBody
 from saccade.server.http.response import ResponseWriter
 from saccade.server.request_record import RequestRecord
 
@@ -20,6 +20,6 @@ class Caller(NamedTuple):
 
 class Exchange(NamedTuple):
     caller: Caller
-    upload: Upload
+    body: HttpBody
     lease: ByteLease
     writer: ResponseWriter

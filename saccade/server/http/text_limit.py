@@ -48,8 +48,9 @@ class TextTally:
         """`inputs`: fields of the route with token ids or several prompts; None: any field may be one."""
         self.limits = BodyLimits(max_chars, tuple(inputs or ()))
         self._max_bytes = max(_MIN_BYTES, max_chars * _BYTES_PER_CHAR)
-        has_inputs = inputs is None or bool(inputs)
-        self._max_values = MAX_VALUES if has_inputs else min(MAX_VALUES, max(_MIN_VALUES, max_chars))
+        self._max_values = MAX_VALUES
+        if inputs is not None and not inputs:
+            self._max_values = min(MAX_VALUES, max(_MIN_VALUES, max_chars))
         self._max_containers = max(_MAX_CONTAINERS, max_chars // _CHARS_PER_CONTAINER)
         self._total = 0  # with media
         self._rest = b""  # looked at again with the next chunk
@@ -89,13 +90,12 @@ class TextTally:
 
     def _skip_media(self, data: bytes) -> bytes:
         """What comes after the media that `data` begins with: all of it, if they turn out to be text."""
-        end = data.find(b'"')
-        media = data if end < 0 else data[:end]
+        media, quote, _ = data.partition(b'"')
         if _is_text(media):
             self._bytes += self._skipped
             self._is_media = False
             return data
-        self._is_media = end < 0
+        self._is_media = not quote
         self._rest = media[-_ESCAPE:] if self._is_media else b""
         self._skipped += len(media) - len(self._rest)
         return data[len(media) :]
@@ -111,7 +111,8 @@ class TextTally:
             self._num_tries -= self._rest.count(b"data")  # they are counted again
             tail = tail[:-_OVERLAP]
         media = b"".join(pieces[2::3])
-        self._bytes += len(media) if _is_text(media) else 0
+        if _is_text(media):
+            self._bytes += len(media)
         del pieces[2::3]
         text = b"".join((*pieces, tail))
         self._bytes += len(text)

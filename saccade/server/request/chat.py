@@ -14,6 +14,7 @@ from saccade.server.request import fields
 from saccade.server.request.fields import FieldReader
 from saccade.structured.structured_outputs import structured_as, structured_from, structured_of
 
+_FRAME_OPTIONS = frozenset({"fps", "num_frames"})
 MAX_PROMPT_LOGPROBS = 1 << 18  # values in a response: about 20 MB
 
 
@@ -31,7 +32,7 @@ class ResponseOptions:
     shows_ids: bool  # log probabilities name tokens as token_id:5
     include_bill: bool
     cache_salt: str
-    request_id: str | None  # becomes part of the response's id
+    request_id: str  # becomes part of the response's id; empty: our own does
     priority: int  # among the requests of its tenant: lower values go first
     length_field: str = "max_tokens"  # the field with the maximum length, for errors
     structure_field: str = "response_format"  # the field that outputs are held to, for errors
@@ -46,7 +47,7 @@ class ChatRequest:
     parallel_tool_calls: bool
     add_generation_prompt: bool
     continue_final_message: bool  # the last one, an assistant's, is the beginning of the answer
-    chat_template_kwargs: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, Any]
     mm_processor_kwargs: Mapping[str, Any] | None
     renamed: Mapping[str, str]  # fields as errors name them: as the client named them
 
@@ -109,9 +110,9 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
     )
 
 
-def _template_kwargs(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _template_kwargs(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """chat_template_kwargs with what else a client says of thinking. Templates ignore unknown names."""
-    kwargs = dict(values.get("chat_template_kwargs") or {})
+    kwargs = dict(values.get("chat_template_kwargs", {}))
     effort = values.get("reasoning_effort")
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
@@ -119,15 +120,15 @@ def _template_kwargs(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
             kwargs.setdefault("enable_thinking", False)
     if "enable_thinking" in kwargs:
         kwargs.setdefault("thinking", kwargs["enable_thinking"])  # as DeepSeek calls it
-    return kwargs or None
+    return kwargs
 
 
 def _media_kwargs(values: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, str]]:
     """mm_processor_kwargs with vLLM's media_io_kwargs merged in, and which fields came from there."""
-    kwargs = values.get("mm_processor_kwargs") or {}
-    other = values.get("media_io_kwargs") or {}
-    frames = other.get("video") or {}
-    if set(other) - {"video"} or not isinstance(frames, dict) or set(frames) - {"fps", "num_frames"}:
+    kwargs = values.get("mm_processor_kwargs", {})
+    others = dict(values.get("media_io_kwargs", {}))
+    frames = others.pop("video", None) or {}
+    if others or not isinstance(frames, dict) or not _FRAME_OPTIONS.issuperset(frames):
         message = 'media_io_kwargs takes fps or num_frames under video, such as {"video": {"num_frames": 8}}'
         raise RequestError(message, code="unsupported", param="media_io_kwargs")
     merged = [name for name in frames if name not in kwargs]
@@ -188,19 +189,24 @@ def pooling_options(values: Mapping[str, Any], pooling: Pooling) -> ResponseOpti
 def prompts_of(prompt: Any, param: str = "prompt") -> list[str | Sequence[int]]:
     if isinstance(prompt, str):
         return [prompt]
-    if isinstance(prompt, list) and prompt:
-        if all(_is_token(item) for item in prompt):
-            return [prompt]
-        if all(isinstance(item, str) for item in prompt):
-            return list(prompt)
-        if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in prompt):
-            return list(prompt)
+    if _are_tokens(prompt):
+        return [prompt]
+    entries = prompt if isinstance(prompt, list) else []
+    for fits in (_is_text, _are_tokens):
+        if entries and all(map(fits, entries)):
+            return list(entries)
     message = f"{param} must be a string, a list of strings, or token ids; it may not be empty"
     raise RequestError(message, param=param)
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_tokens(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(token) is int and 0 <= token < 2**63 for token in value)
 
 
 def _response_options(
@@ -221,7 +227,7 @@ def _response_options(
         if value is not None and not isinstance(value, bool):
             path = f"stream_options.{name[:64]}"
             raise RequestError(f"{path} must be true or false", param=path)
-    continuous = bool(options.get("continuous_usage_stats"))
+    continuous = options.get("continuous_usage_stats") is True
     settings = {**defaults, **values}
     sampling = {name: settings[name] for name in fields.SAMPLING if name in settings}
     sampling["logit_bias"] = _logit_bias(settings.get("logit_bias"))
@@ -235,13 +241,13 @@ def _response_options(
         params=params,
         usual_max_tokens=defaults.get("max_tokens"),
         stream=stream,
-        include_usage=bool(options.get("include_usage")) or continuous,
+        include_usage=continuous or options.get("include_usage") is True,
         continuous_usage=continuous,
         return_token_ids=values.get("return_token_ids", False),
         shows_ids=values.get("return_tokens_as_token_ids", False),
         include_bill=values.get("include_bill", False),
         cache_salt=values.get("cache_salt", ""),
-        request_id=values.get("request_id", "")[:128] or None,
+        request_id=values.get("request_id", "")[:128],
         priority=values.get("priority", 0),
         length_field=length_field,
         structure_field=structure_field,
@@ -279,8 +285,7 @@ def renaming(client_name: Callable[[str], str | None]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        name = client_name(error.param) if error.param is not None else None
-        if name is None:
+        if error.param is None or (name := client_name(error.param)) is None:
             raise
         raise error.renamed(name) from None
 
@@ -291,14 +296,14 @@ def _structure(values: Mapping[str, Any], scope: str) -> tuple[str | None, str]:
     It is OpenAI's response_format, vLLM's structured_outputs, or one of its older guided_ fields.
     """
     names = [name for name in ("response_format", *fields.STRUCTURED) if name in values]
-    if values.get("response_format", {}).get("type") == "text" and len(names) > 1:
+    if not names:
+        return None, "response_format"
+    if len(names) > 1 and values.get("response_format", {}).get("type") == "text":
         names.remove("response_format")
     if len(names) > 1:
         message = f"an answer follows one structure, but {' and '.join(names)} were given; send one of them"
         raise RequestError(message, code="unsupported", param=names[1])
-    name = names[0] if names else "response_format"
-    if not names:
-        return None, name
+    name = names[0]
     if name == "response_format":
         return structured_from(values[name], scope), name
     if name == "structured_outputs":
@@ -319,12 +324,12 @@ def _logit_bias(biases: Mapping[str, Any] | None) -> dict[int, float] | None:
 
 
 def _chat_logprobs(values: Mapping[str, Any]) -> int | None:
-    top = values.get("top_logprobs")
+    top = values.get("top_logprobs", 0)
     if not values.get("logprobs"):
         if top:
             raise RequestError("top_logprobs needs logprobs set to true", param="top_logprobs")
         return None
-    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+    if not 0 <= top <= MAX_LOGPROBS:
         message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, but {top} was given"
         raise RequestError(message, param="top_logprobs")
-    return top or 0
+    return int(top)

@@ -74,7 +74,7 @@ def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
     chat["stop"] = values.get("stop_sequences") or None
     chat["response_format"] = _format(values.get("output_config"))
     chat["reasoning_effort"] = values.get("output_config", {}).get("effort")
-    chat["chat_template_kwargs"] = {**_thinking(values), **chat.get("chat_template_kwargs", {})} or None
+    chat["chat_template_kwargs"] = {**_thinking(values), **chat.get("chat_template_kwargs", {})}
     budget = values.get("thinking", {}).get("budget_tokens")
     if budget is not None:
         chat["thinking_token_budget"] = budget
@@ -91,7 +91,7 @@ def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
 def _thinking(values: Mapping[str, Any]) -> Mapping[str, bool]:
     """For the chat template."""
     kind = values.get("thinking", {"type": "adaptive"}).get("type")
-    if not isinstance(kind, str) or kind not in _THINKING:
+    if kind not in tuple(_THINKING):
         message = f"thinking must have the type {', '.join(_THINKING)}, not {quoted(kind)}"
         raise RequestError(message, param="thinking.type")
     return _THINKING[kind]
@@ -118,7 +118,7 @@ def _choice(choice: Mapping[str, Any]) -> Any:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if not isinstance(kind, str) or kind not in _CHOICES:
+    if kind not in tuple(_CHOICES):
         raise RequestError("tool_choice must have the type auto, any, tool or none", param="tool_choice")
     return _CHOICES[kind]
 
@@ -147,16 +147,16 @@ def _add_blocks(chat: ChatBuilder, role: str, blocks: Sequence[Any], path: str) 
     thoughts: list[str] = []
     for index, block in enumerate(blocks):
         block_path = f"{path}[{index}]"
-        kind = member(block, "type")
-        if kind == "tool_result" and role == "user":
+        place = (role, member(block, "type"))
+        if place == ("user", "tool_result"):
             if parts:
                 chat.add_message(role, parts, path, part_paths)
                 parts = []
                 part_paths = []
             _add_result(chat, block, block_path)
-        elif kind == "tool_use" and role == "assistant":
+        elif place == ("assistant", "tool_use"):
             calls.append((block, block_path))
-        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
+        elif place in (("assistant", "thinking"), ("assistant", "redacted_thinking")):
             thoughts.append(_thought(block, block_path))
         else:
             parts.append(_part(block, block_path))
@@ -185,8 +185,10 @@ def _add_result(chat: ChatBuilder, block: Mapping[str, Any], path: str) -> None:
     content = block.get("content")
     call_id = block.get("tool_use_id")
     path = f"{path}.content"
-    if content is None or isinstance(content, str):
-        chat.add_message("tool", content or "", path, tool_call_id=call_id)
+    if content is None:
+        content = ""
+    if isinstance(content, str):
+        chat.add_message("tool", content, path, tool_call_id=call_id)
     elif isinstance(content, list):
         chat.add_parts("tool", content, path, _part, tool_call_id=call_id)
     else:

@@ -91,7 +91,7 @@ def _sizes(texts: list[str]) -> tuple[SizeShare, ...]:
 
 def _size(index: int, text: str) -> SizeShare:
     match = re.fullmatch(_SIZE, text, re.ASCII)
-    share = float((match and match[3]) or 1)
+    share = float(match[3] or 1) if match else 0.0
     if match is None or not share:
         example = "give WIDTHxHEIGHT or WIDTHxHEIGHT:SHARE with a share above 0, such as 1280x720:3"
         raise RequestError(f"image[{index}] is {quoted(text)}; {example}", param=f"image[{index}]")

@@ -92,7 +92,7 @@ def _sources(
     if ("messages" in values or kwargs) and not values.get("add_special_tokens", True):
         raise fields.unsupported("add_special_tokens")
     if "messages" in values:
-        chat_kwargs = {**kwargs, **(values.get("chat_template_kwargs") or {})}
+        chat_kwargs = {**kwargs, **values.get("chat_template_kwargs", {})}
         chat = {name: values[name] for name in values if name in fields.CHAT}
         return [_chat({**chat, "chat_template_kwargs": chat_kwargs}, reader, options)]
     inputs = values["input"]
@@ -110,7 +110,7 @@ def _sources(
 
 def read_score(body: Mapping[str, Any], reader: FieldReader, processor: Processor) -> ScoreRequest:
     values = reader.read(body, fields.SCORE)
-    names = next((pair for pair in _SCORE_FIELDS if pair[0] in values and pair[1] in values), None)
+    names = next((pair for pair in _SCORE_FIELDS if values.keys() >= {*pair}), None)
     if names is None:
         raise RequestError("give text_1 and text_2, or queries and documents", param="text_1")
     pairs = paired(sides_of(values[names[0]]), sides_of(values[names[1]]))
