@@ -184,7 +184,8 @@ def resolve(args: argparse.Namespace) -> None:
             raise UsageError(f"{both}; for the name that a server gives its model say --model")
         args.offline = args.what
     if args.workload == "beside":
-        args.workload, args.beside = "text", args.beside or _BESIDE_RATE
+        args.workload = "text"
+        args.beside = args.beside or _BESIDE_RATE
 
 
 def run(args: argparse.Namespace) -> int:

@@ -106,19 +106,19 @@ def _measure(args: argparse.Namespace, subject: Subject, trace: tuple[TraceReque
         return _max_images(args, lambda images: subject.attempt(shape, images))
     _warm_up(subject, _warm_up_part(args, shape, trace))
     slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
-    return (
-        _goodput(args, subject.run, shape, slo)
-        if args.goodput
-        else _once(args, subject.run, shape, slo, trace)
-    )
+    if args.goodput:
+        return _goodput(args, subject.run, shape, slo)
+    return _once(args, subject.run, shape, slo, trace)
 
 
 def _max_images(args: argparse.Namespace, attempt: Callable[[int], Attempt]) -> int:
     """1 where the server failed rather than refused, and where it takes no image at all."""
     search = max_images(attempt, args.max_images)
-    limit = search.limit._asdict() if search.limit else None
-    _write(args, {"max_images": search.images, "limit": limit})
-    return 0 if search.images and (search.limit is None or search.limit.is_refusal) else 1
+    limit = search.limit
+    _write(args, {"max_images": search.images, "limit": limit and limit._asdict()})
+    if limit is not None and not limit.is_refusal:
+        return 1
+    return int(search.images == 0)
 
 
 def _warm_up_part(args: argparse.Namespace, shape: Shape, trace: tuple[TraceRequest, ...]) -> Part:
@@ -167,13 +167,13 @@ def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
 
     trials = find_goodput(measure, slo, _first_rate(args, run, shape))
     trial = best(trials)
-    rate = trial.rate if trial else 0.0
+    rate = 0.0 if trial is None else trial.rate
     print(summary(trials, slo))
     if args.plot:
         write_whole(args.plot, rates(trials, slo))
     _write(args, {"goodput_per_s": rate, "trials": [{"rate": t.rate, **as_json(t.figures)} for t in trials]})
     _complain(*loads)  # the highest rates are meant to be too high
-    return 0 if trial else 1
+    return int(trial is None)
 
 
 def _trial_requests(rate: float, min_requests: int) -> int:

@@ -102,7 +102,7 @@ class _Source:
 
     place: int
     jobs: deque[_Work]
-    times: deque[float] | None  # None: a closed loop
+    times: deque[float]  # empty: a closed loop
     clients: int
     num_open: int = 0  # jobs
 
@@ -112,18 +112,18 @@ class _Source:
         for number in range(part.jobs):
             jobs.append(_Work.of(part.job(number, place)))
             tick()
-        times = part.times()
-        return _Source(place, jobs, None if times is None else deque(times), part.clients or 0)
+        return _Source(place, jobs, deque(part.times() or ()), part.clients or 0)
 
     def due(self, start: float) -> Iterator[tuple[_Work, float]]:
         """Jobs to begin now, each with the time at which it should have begun."""
-        while self.jobs and (self.num_open < self.clients if self.times is None else self._is_due(start)):
+        while self.jobs and self._is_due(start):
             self.num_open += 1
-            due = start + self.times.popleft() if self.times is not None else time.perf_counter()
-            yield self.jobs.popleft(), due
+            yield self.jobs.popleft(), start + self.times.popleft() if self.times else time.perf_counter()
 
     def _is_due(self, start: float) -> bool:
-        return bool(self.times) and self.next_time(start) <= time.perf_counter()
+        if self.times:
+            return self.next_time(start) <= time.perf_counter()
+        return self.num_open < self.clients
 
     def next_time(self, start: float) -> float:
         return start + self.times[0] if self.times else start

@@ -65,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None and not args.json:
         rules = "counted by the rules of Qwen2-VL; --model names another, saccade-builtin the built-in one"
         print(f"saccade: {rules}", file=sys.stderr)
-    print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if args.json else table(rows))
+    if args.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        print(table(rows))
     for error in errors:
         print(f"saccade: {error}", file=sys.stderr)
     return 1 if errors else 0
@@ -89,7 +92,7 @@ def count_files(
             if file in documents:
                 counts += _count_pages(file, documents[file], prices, policy)
             elif file not in errors:
-                counts.append(_count_video(file, options) if _is_video(file) else _count_image(file, prices))
+                counts.append(_count_file(file, options, prices))
         except RequestError as error:
             errors[file] = error
     problems = [RequestError(f"{file}: {error.message}", code=error.code) for file, error in errors.items()]
@@ -144,7 +147,9 @@ class _Prices(NamedTuple):
         )
 
 
-def _count_image(file: str, prices: _Prices) -> Count:
+def _count_file(file: str, options: Options, prices: _Prices) -> Count:
+    if is_video_file(_start(file)):
+        return _count_video(file, options)
     return prices.of(file, load_image(Path(file), MediaPolicy.of(Options())).header.size)
 
 
@@ -162,14 +167,12 @@ def _start(file: str) -> bytes:
         return b""  # reading it as an image reports the error
 
 
-def _is_video(file: str) -> bool:
-    return is_video_file(_start(file))
-
-
 def _count_video(file: str, options: Options) -> Count:
     """With the default frames."""
-    checkpoint = open_checkpoint(options.model, weights=False) if options.model is not None else None
-    rules = families.video_rules_for(checkpoint) if checkpoint else families.default_video_rules()
+    if options.model is not None:
+        rules = families.video_rules_for(open_checkpoint(options.model, weights=False))
+    else:
+        rules = families.default_video_rules()
     if rules is None:
         raise RequestError("this model takes no videos", code="unsupported")
     videos = Videos(rules, MediaPolicy.of(options), b"")

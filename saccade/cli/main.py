@@ -10,13 +10,13 @@ import argparse
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
 from saccade import __version__
 from saccade.cli.vllm_flags import add_vllm_flags, spelled
 from saccade.errors import ConfigError, RequestError, UsageError
+from saccade.options.vllm.keywords import with_nearest
 
 COMMANDS: Mapping[str, str] = {  # in the order of --help
     "count": "what pictures, videos and PDFs cost: tokens and KV blocks, from their headers alone",
@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """As argparse, but a question may also follow the flags: `chat MODEL --image FILE "question"`."""
-    words = spelled(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    words = spelled(argv)
     parser, commands = _parser(words)
     args, unknown = parser.parse_known_args(words)
     if len(unknown) == 1 and not unknown[0].startswith("-") and getattr(args, "question", "") is None:
@@ -63,11 +65,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     """With the nearest option for each, and the usage of the command, not of all."""
     options = [name for action in command._actions for name in action.option_strings]
-    problems = []
-    for word in unknown:
-        name = word.partition("=")[0]
-        near = get_close_matches(name, options, n=1, cutoff=0.7) if name.startswith("--") else []
-        problems.append(f"{name} (do you mean {near[0]}?)" if near else name)
+    problems = [word.partition("=")[0] for word in unknown]
+    for index, name in enumerate(problems):
+        if name.startswith("--"):
+            problems[index] = with_nearest(name, options)
     command.error(f"unrecognized arguments: {', '.join(problems)}; {command.prog} --help lists all")
 
 

@@ -35,18 +35,21 @@ def _add_switch(group: Any, name: str, kind: Any, default: bool, help_text: str)
     flag = name.replace("_", "-")
     on = {f"--{flag}"}
     off = {f"--no-{flag}", f"--no-{flag.removeprefix('enable-')}"}
-    visible = f"--no-{flag.removeprefix('enable-')}" if default else f"--{flag}"
-    help_text = f"do not {help_text}" if default else help_text
-    for word in sorted(on | off):
+    visible = f"--{flag}"
+    if default:
+        visible = f"--no-{flag.removeprefix('enable-')}"
+        help_text = f"do not {help_text}"
+    texts = dict.fromkeys(sorted(on | off), argparse.SUPPRESS) | {visible: help_text}
+    for word, text in texts.items():
         action = "store_true" if word in on else "store_false"
-        help_shown = help_text if word == visible else argparse.SUPPRESS
-        group.add_argument(word, dest=name, default=argparse.SUPPRESS, action=action, help=help_shown)
+        group.add_argument(word, dest=name, default=argparse.SUPPRESS, action=action, help=text)
 
 
 def _add_flag(group: Any, name: str, kind: Any, default: Any, help_text: str) -> None:
     flag = f"--{name.replace('_', '-')}"
-    default_text = "" if default in (None, ()) or isinstance(default, dict) else f" (default: {default})"
-    help_text = (help_text + default_text).replace("%", "%%")
+    if default not in (None, ()) and not isinstance(default, dict):
+        help_text += f" (default: {default})"
+    help_text = help_text.replace("%", "%%")
     how = {"type": flag_reader(text_reader(kind)), "default": argparse.SUPPRESS, "help": help_text}
     if typing.get_origin(kind) is tuple:
         metavar = name.upper()
@@ -83,8 +86,6 @@ def chosen_options(args: argparse.Namespace, *classes: type) -> dict[str, Any]:
 
 def names_model(word: str) -> bool:
     """Whether a single argument is a folder or a hub id, and not a question."""
-    return (
-        word == "saccade-builtin"
-        or Path(word).is_dir()
-        or re.fullmatch(r"[./~]*[\w.-]+(/[\w.-]+)+/?", word) is not None
-    )
+    if word == "saccade-builtin" or Path(word).is_dir():
+        return True
+    return re.fullmatch(r"[./~]*[\w.-]+(/[\w.-]+)+/?", word) is not None

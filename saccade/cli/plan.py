@@ -19,6 +19,7 @@ from saccade.apps.plan.report import as_json, listing, table
 from saccade.apps.plan.workload import SizeShare, Workload
 from saccade.cli.numbers import count, positive, share, size, whole
 from saccade.cli.option_flags import add_options, chosen_options
+from saccade.cli.writable import check_plot
 from saccade.errors import ConfigError
 from saccade.options.engine import Options
 from saccade.types.media import Size
@@ -140,17 +141,19 @@ def _plan(args: argparse.Namespace, options: Options) -> int:
     if args.model is None:
         print(listing())
         return 0
-    if args.plot and args.plot.suffix.lower() != ".svg":
-        raise ConfigError(f"--plot {args.plot} is not an .svg file, and no other is drawn")
+    check_plot(args.plot)
     calibration, measured = read_calibration(args.calibration) if args.calibration else (None, None)
     hardware = _hardware(args, measured)
     checkpoint = find_model(args.model)
-    images = args.images if args.images is not None else int(checkpoint.config.vision is not None)
+    images = int(checkpoint.config.vision is not None) if args.images is None else args.images
     calibration = calibration or calibration_for(hardware)
     deployment = Deployment(checkpoint, hardware, calibration, _workload(args, images), options, args.kv_gb)
     estimate = make_plan(deployment)
     choices = alternatives(estimate)
-    print(json.dumps(as_json(estimate, choices), indent=2) if args.json else table(estimate, choices))
+    if args.json:
+        print(json.dumps(as_json(estimate, choices), indent=2))
+    else:
+        print(table(estimate, choices))
     if args.plot:
         write_whole(args.plot, svg(estimate))
     return 0
@@ -158,17 +161,19 @@ def _plan(args: argparse.Namespace, options: Options) -> int:
 
 def _hardware(args: argparse.Namespace, measured: Hardware | None) -> Hardware:
     """The GPU that is named, else the one that was measured, else an H200."""
-    if measured and (args.gpu or args.gpu_tflops or args.gpu_bandwidth):
+    if measured is None:
+        gpu = find_hardware(args.gpu or DEFAULT)
+        return gpu.having(args.gpu_memory_gib, args.gpu_bandwidth, args.gpu_tflops)
+    if args.gpu or args.gpu_tflops or args.gpu_bandwidth:
         raise ConfigError(
             f"--calibration {args.calibration} has shares of what {measured.name} was measured to do; "
             "leave --gpu, --gpu-tflops and --gpu-bandwidth out"
         )
-    found = find_hardware(args.gpu) if args.gpu else measured or find_hardware(DEFAULT)
-    return found.having(args.gpu_memory_gib, args.gpu_bandwidth, args.gpu_tflops)
+    return measured.having(args.gpu_memory_gib, None, None)
 
 
 def _workload(args: argparse.Namespace, images: int) -> Workload:
-    given = Workload(
+    workload = Workload(
         images=images,
         input_tokens=args.input_tokens,
         output_tokens=args.output_tokens,
@@ -179,5 +184,5 @@ def _workload(args: argparse.Namespace, images: int) -> Workload:
         itl_ms=args.slo_itl_ms,
     )
     if not args.image:
-        return given
-    return replace(given, sizes=tuple(SizeShare(Size(*size), share) for size, share in args.image))
+        return workload
+    return replace(workload, sizes=tuple(SizeShare(Size(*size), share) for size, share in args.image))

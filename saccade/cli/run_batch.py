@@ -56,19 +56,21 @@ def run(args: argparse.Namespace) -> int:
     again = f", {counts.resumed} of them before" if counts.resumed else ""
     failed = f", {counts.failed} failed" if counts.failed else ""
     print(f"saccade: {counts.total} results in {results}{again}{failed}", file=sys.stderr)
-    return 1 if counts.failed else 0
+    return int(counts.failed > 0)
 
 
 def _files_of(args: argparse.Namespace) -> tuple[Path, Path]:
     """IN and OUT, however they were given."""
     files = list(args.files)
-    source = args.input_file or (files.pop(0) if files else None)
-    results = args.output_file or (files.pop(0) if files else None)
-    if source is None or results is None or files:
+    if args.input_file is not None:
+        files.insert(0, args.input_file)
+    if args.output_file is not None:
+        files.insert(1, args.output_file)
+    if len(files) != 2:
         raise UsageError("give IN and OUT once: saccade run-batch IN OUT, or -i IN -o OUT")
     if args.url and args.model:
         raise UsageError("--url names a server that has its model; leave --model out")
-    return source, results
+    return files[0], files[1]
 
 
 def _check_files(source: Path, results: Path) -> None:

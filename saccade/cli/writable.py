@@ -8,6 +8,11 @@ from pathlib import Path
 from saccade.errors import ConfigError
 
 
+def check_plot(path: Path | None) -> None:
+    if path is not None and path.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot {path} is not an .svg file, and no other is drawn")
+
+
 def check_writable(flag: str, path: Path) -> None:
     """By opening it: permissions alone do not tell. What was not there before is not there after."""
     is_new = not path.exists()

@@ -12,8 +12,8 @@ _CGROUP_V2 = ("max", "current")
 
 def free_ram() -> int:
     """What is available without swapping, and within the limits of the groups that this process is in."""
-    has_available = "SC_AVPHYS_PAGES" in os.sysconf_names  # macOS only tells what it has in all
-    free = os.sysconf("SC_AVPHYS_PAGES" if has_available else "SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pages = next(name for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if name in os.sysconf_names)
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")  # macOS only tells what it has in all
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())

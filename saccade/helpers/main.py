@@ -47,9 +47,13 @@ def limit_memory(megabytes: int) -> None:
 def limit_address_space(num_bytes: int, *, for_good: bool = False) -> None:
     """Within the limit that this process was started with, which it may not raise."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    limit = _at_most(num_bytes, hard)
     with suppress(ValueError):  # macOS refuses limits below what is mapped
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit if for_good else hard))
+
+
+def _at_most(value: int, limit: int) -> int:
+    return value if limit == resource.RLIM_INFINITY else min(value, limit)
 
 
 def serve(answer: Answer, *, is_python: bool = False) -> None:
@@ -109,8 +113,7 @@ def _raise_slow(*_: object) -> None:
 def _limit_cpu(now: float, seconds: float) -> None:
     """The timer's signal ends the work; the kernel ends the process where a library has taken the signal."""
     _, maximum = resource.getrlimit(resource.RLIMIT_CPU)
-    last = math.ceil(now + seconds) + _GRACE_SECONDS
-    last = last if maximum == resource.RLIM_INFINITY else min(last, maximum)
+    last = _at_most(math.ceil(now + seconds) + _GRACE_SECONDS, maximum)
     resource.setrlimit(resource.RLIMIT_CPU, (last, maximum))
     signal.setitimer(signal.ITIMER_PROF, seconds, _REPEAT_SECONDS)
 

@@ -202,8 +202,8 @@ class ServerOptions:
             )
         root = self.root_path
         _require(not root or _ROOT.fullmatch(root) is not None, "root_path", root, "empty or such as /vlm")
-        for name in ("ssl_keyfile", "ssl_ca_certs"):
-            if getattr(self, name) is not None and self.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs") if self.ssl_certfile is None else ():
+            if getattr(self, name) is not None:
                 raise UsageError(f"{name}={getattr(self, name)} needs ssl_certfile, the server's certificate")
         _require(self.log_level in LEVELS, "log_level", self.log_level, f"one of {', '.join(LEVELS)}")
         _require(self.log_format in FORMATS, "log_format", self.log_format, f"one of {', '.join(FORMATS)}")

@@ -117,6 +117,11 @@ class Account:
     def limits(self) -> TenantLimits:
         return self.settings.limits
 
+    @property
+    def max_open(self) -> float:
+        limit = self.limits.open_requests
+        return math.inf if limit is None else limit
+
     def take(self, **amounts: int) -> TenantCharge:
         """Takes all amounts or none. LimitExceeded if one is not left now or never can be."""
         limited = {kind: bucket for kind, bucket in self._buckets.items() if amounts.get(kind)}
@@ -140,8 +145,8 @@ class Account:
 
     def check_open(self, outputs: int = 1) -> None:
         """LimitExceeded if so many more outputs may not be open."""
-        limit = self.limits.open_requests
-        if limit is not None and self.num_open + outputs > limit:
+        limit = self.max_open
+        if self.num_open + outputs > limit:
             count = f"{self.num_open} of your requests are open, counted with n, and {limit} may be"
             message = f"{count}; {outputs} more were asked for; try again when some have ended"
             raise LimitExceeded("open_requests", message, _RETRY_AFTER_OPEN)
@@ -162,8 +167,8 @@ class Account:
 
     def enter(self, outputs: int, more: int) -> None:
         """Holds `more` of the `outputs` of a request. LimitExceeded if they may not be open."""
-        limit = self.limits.open_requests
-        if limit is not None and outputs > limit:
+        limit = self.max_open
+        if outputs > limit:
             request = f"the request asks for {outputs} answers, n for each of its prompts"
             message = f"{request}, and {limit} of your requests may be open, so it can never pass"
             raise LimitExceeded("open_requests", f"{message}; lower n or send fewer prompts", None)

@@ -187,8 +187,9 @@ def _openapi(service: Service) -> Response:
 def _health(service: Service) -> Response:
     """200 while the engine steps or sends heartbeats."""
     status = service.engine.status()
-    is_stepping = status.state in ("ready", "draining") and status.heartbeat_age < _UNHEALTHY_SECONDS
-    is_alive = is_stepping or status.state == "sleeping"  # an operator asked for it
+    is_alive = status.state == "sleeping"  # an operator asked for it
+    if status.state in ("ready", "draining"):
+        is_alive = status.heartbeat_age < _UNHEALTHY_SECONDS
     body = {
         "status": "ok" if is_alive else "unavailable",
         "engine": status.state,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,12 +39,5 @@ def batch_routes(service: Service) -> list[Route]:
         ("GET", "/v1/batches/{id}", api.get_batch),
         ("POST", "/v1/batches/{id}/cancel", api.cancel_batch),
     ]
-    routes = [Route(path, _bound(service, handler), methods=[method]) for method, path, handler in plain]
+    routes = [Route(path, partial(handler, service), methods=[method]) for method, path, handler in plain]
     return [Route("/v1/files", UploadEndpoint(service), methods=["POST"], name="/v1/files"), *routes]
-
-
-def _bound(service: Service, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        return await handler(service, request)
-
-    return answer

@@ -209,7 +209,8 @@ class Generation:
         reading = dict(enumerate(self._streams))
         while reading:
             for index, stream in list(reading.items()):
-                if (events := stream.take()) and (delta := self._take(index, events)) is not None:
+                delta = self._take(index, stream.take())
+                if delta is not None:
                     yield delta
                 if stream.is_read:
                     del reading[index]
@@ -217,7 +218,9 @@ class Generation:
                 yield None
 
     def _take(self, index: int, events: Sequence[TokenEvent]) -> Delta | None:
-        """None after a stop string: the cancelled request only reports its usage."""
+        """None without events, and after a stop string: the cancelled request only reports its usage."""
+        if not events:
+            return None
         output = self.outputs[index]
         output.usage = events[-1].usage or output.usage
         if output.is_finished:

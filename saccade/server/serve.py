@@ -125,8 +125,9 @@ def _encoder_launcher(server: ServerOptions) -> dict[str, Any]:
 
 
 def _warn_if_open(server: ServerOptions) -> None:
-    knows_clients = server.api_key or server.api_keys or server.tenant_header or server.ssl_ca_certs
-    if not knows_clients and not is_loopback(server.host):
+    if server.api_key or server.api_keys or server.tenant_header or server.ssl_ca_certs:
+        return
+    if not is_loopback(server.host):
         advice = "set --api-key or --api-keys, or listen on 127.0.0.1"
         logger.warning("whoever reaches %s:%d may use this server: %s", server.host, server.port, advice)
 
@@ -262,7 +263,7 @@ class _RunningServer:
         warming = asyncio.create_task(self._service.warm())
         try:
             await serving
-            return 0 if not starting.done() or starting.result() else 1
+            return int(starting.done() and not starting.result())
         finally:
             for task in (starting, reporting, warming):
                 task.cancel()
@@ -334,7 +335,8 @@ class _RunningServer:
             tokens_in = metrics.tokens_in - tokens_in
             tokens_out = metrics.tokens_out - tokens_out
             stats = self._engine.stats()
-            if stats and (tokens_in or tokens_out or self._service.gate.num_open):
+            work = tokens_in + tokens_out + self._service.gate.num_open
+            if stats and work:
                 logger.info("%s", _throughput_line(tokens_in, tokens_out, stats))
                 collect()  # about 1 ms: only what came since the start
                 trim()  # 1 to 2 ms with a heap of 30 MB

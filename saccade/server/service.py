@@ -8,12 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from saccade.costs import max_chars
 from saccade.engine.encoders.encoder_set import EncoderView
-from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable, ReplicaView
-from saccade.engine.ipc.messages import ControlAction
+from saccade.engine.ipc.client import EngineClient, EngineUnavailable
+from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.errors import ConfigError, RequestError, quoted
 from saccade.helpers.free_memory import free_ram
 from saccade.media.fetch import Fetcher
@@ -25,7 +24,6 @@ from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.input_processor import Processor
 from saccade.server.batch_jobs import BatchJobs
 from saccade.server.bodies import BodyReader
-from saccade.server.generation import SubmitsRequests
 from saccade.server.http.auth import Tenants
 from saccade.server.http.connections import OpenConnections, connection_limit
 from saccade.server.http.limits import AdmissionGate
@@ -34,7 +32,7 @@ from saccade.server.request.fields import FieldReader
 from saccade.server.request.media import MediaResolver
 from saccade.server.request.media_files import StoredFiles
 from saccade.server.request.media_uuids import UuidCache
-from saccade.server.tracing import traces_to
+from saccade.server.tracing import Traces
 from saccade.server.turns import Turns
 from saccade.structured.schema_validation import CHECKS
 
@@ -43,31 +41,7 @@ logger = logging.getLogger("saccade.server")
 DEFAULT_MAX_WAITING = 256
 _RETRY_AFTER_START = 5.0
 
-
-class ServedEngine(SubmitsRequests, Protocol):
-    """What the server needs of an engine: a client of one, or a set of replicas."""
-
-    async def start(self) -> EngineInfo: ...
-
-    async def stop(self) -> None: ...
-
-    async def sleep(self) -> None: ...
-
-    async def wake_up(self) -> None: ...
-
-    async def control(self, action: ControlAction, prefix: str | None = None) -> str | bool | None: ...
-
-    @property
-    def info(self) -> EngineInfo | None: ...
-
-    @property
-    def bytes_in_flight(self) -> int: ...
-
-    def status(self) -> EngineStatus: ...
-
-    def stats(self) -> dict[str, Any]: ...
-
-    def replicas(self) -> Sequence[ReplicaView]: ...
+ServedEngine = EngineClient | ReplicaSet
 
 
 class Service:
@@ -88,7 +62,8 @@ class Service:
         self.engine = engine
         self.names = server.served_model_name or (_name_of(options.model),)
         self.tenants = Tenants(server)
-        self.traces = traces_to(server.otlp_traces_endpoint, self.names[0])
+        endpoint = server.otlp_traces_endpoint
+        self.traces = None if endpoint is None else Traces(endpoint, self.names[0])
         self.metrics = Metrics(
             self.names[0],
             engine.stats,
@@ -141,7 +116,9 @@ class Service:
 
     def serves(self, name: str) -> bool:
         """The path of a model folder is accepted too, but never shown."""
-        return name in self.names or (name == self.options.model and not self.server.served_model_name)
+        if name == self.options.model and not self.server.served_model_name:
+            return True
+        return name in self.names
 
     def check_model(self, name: str | None) -> None:
         if name is not None and not self.serves(name):

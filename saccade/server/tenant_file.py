@@ -112,7 +112,8 @@ class _Table(NamedTuple):
     fields: Any
 
     def tenant(self, name: str) -> TenantSettings:
-        if name == OTHER_LABEL or not (name == OTHERS or NAME.fullmatch(name)):
+        is_name = name == OTHERS or NAME.fullmatch(name)
+        if name == OTHER_LABEL or not is_name:
             rule = "up to 64 letters, digits and . _ @ + -, the first a letter or digit"
             raise ConfigError(f'{self.where}: the name must be {rule}, and not "{OTHER_LABEL}"')
         if not isinstance(self.fields, dict):

@@ -69,7 +69,7 @@ class Traces:
             attributes=_attributes(request, self._model),
             start_time=_ns(request.record.time_of("arrived") + offset),
         )
-        if request.status >= 500 or not request.status:
+        if not 0 < request.status < 500:
             span.set_status(self._error)
         inside = self._inside(span)
         for stage in stages(request.record):
@@ -80,10 +80,6 @@ class Traces:
     def close(self) -> None:
         """Sends what is left."""
         self._provider.shutdown()
-
-
-def traces_to(endpoint: str | None, model: str) -> Traces | None:
-    return None if endpoint is None else Traces(endpoint, model)
 
 
 class Stage(NamedTuple):

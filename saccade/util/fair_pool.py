@@ -47,7 +47,7 @@ class _Item(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Client:
     name: str
-    used: float = 0.0  # seconds in which it held a thread, by weight; grows only
+    held_seconds: float = 0.0  # it held a thread, by weight; grows only
     num_running: int = 0
     num_waiting: int = 0
     requests: OrderedDict[str, deque[_Item]] = field(default_factory=OrderedDict)  # that wait, in turn
@@ -98,7 +98,8 @@ class FairPool:
 
     def submit(self, owner: Owner | str, work: Callable[[], Result]) -> Future[Result]:
         """Raises QueueFull if the client's queue is full. A future may be cancelled until its work starts."""
-        owner = Owner(owner) if isinstance(owner, str) else owner
+        if isinstance(owner, str):
+            owner = Owner(owner)
         future: Future[Result] = Future()
         with self._changed:
             client = self._clients.get(owner.client)
@@ -168,7 +169,7 @@ class FairPool:
                 return None
             client = self._next()
             assert client is not None
-            self._virtual_time = max(self._virtual_time, client.used)
+            self._virtual_time = max(self._virtual_time, client.held_seconds)
             client.num_running += 1
             return client, client.pop()
 
@@ -182,11 +183,11 @@ class FairPool:
             for client in self._clients.values()
             if client.num_waiting and client.num_running < self._max_running
         )
-        return min(ready, key=lambda client: (client.num_running, client.used), default=None)
+        return min(ready, key=lambda client: (client.num_running, client.held_seconds), default=None)
 
     def _give_back(self, client: _Client, seconds: float) -> None:
         with self._changed:
-            client.used += seconds
+            client.held_seconds += seconds
             client.num_running -= 1
             if not client.num_running and not client.num_waiting and not self._is_closed:
                 self._forget(client)
@@ -194,7 +195,7 @@ class FairPool:
 
     def _forget(self, client: _Client) -> None:
         del self._clients[client.name]
-        if client.used > self._virtual_time:  # it must not come back at once as if it had used less
-            self._remembered[client.name] = client.used
+        if client.held_seconds > self._virtual_time:  # it must not come back at once as if it had used less
+            self._remembered[client.name] = client.held_seconds
         if len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)

@@ -31,8 +31,9 @@ def set_up_worker(name: str) -> None:
 
     Warnings and errors only: reasons for automatic values reach the server in a message, and it logs them.
     """
-    level = os.environ.get(LEVEL_VARIABLE, "warning")
-    level = level if level in ("error", "critical") else "warning"
+    level = os.environ.get(LEVEL_VARIABLE)
+    if level not in ("error", "critical"):
+        level = "warning"
     set_up(level, os.environ.get(FORMAT_VARIABLE, "text"), name)
 
 

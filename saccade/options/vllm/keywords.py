@@ -39,7 +39,8 @@ def translated(
             if value is not None or defaults[name] is None:
                 direct[name] = _SPELLINGS.get(name, _as_given)(value)
         elif name in _RENAMED and (is_server or TABLE[name].scope == "engine"):
-            options |= _RENAMED[name](value) if value is not None else {}
+            if value is not None:
+                options |= _RENAMED[name](value)
         else:
             _check(name, value, defaults, is_server)
     return {**options, **direct}
@@ -50,10 +51,11 @@ def _check(name: str, value: Any, options: Collection[str], is_server: bool) -> 
     if row is None:
         nearest = with_nearest(name, [*options, *TABLE])
         raise UsageError(f"unknown argument {nearest}; docs/options.md lists all")
-    if not is_server and name in OFFLINE:
-        row = row._replace(scope="engine", fate="inert", what=OFFLINE[name])
-    if row.scope == "server" and not is_server and not _asks_nothing(name, value):
-        raise UsageError(f"{name} is an argument of saccade serve, not of LLM; leave it out here")
+    if not is_server:
+        if name in OFFLINE:
+            row = row._replace(scope="engine", fate="inert", what=OFFLINE[name])
+        if row.scope == "server" and not _asks_nothing(name, value):
+            raise UsageError(f"{name} is an argument of saccade serve, not of LLM; leave it out here")
     if problem := _said(row, value):
         raise UsageError(problem)
 
@@ -83,7 +85,7 @@ def _said(row: Keyword, value: Any) -> str | None:
 def _asks_nothing(name: str, value: Any) -> bool:
     if isinstance(value, (str, list, tuple, dict, set)) and not value:
         return True
-    return value is None or any(value == other for other in (False, *NEUTRAL.get(name, ())))
+    return any(value == other for other in (None, False, *NEUTRAL.get(name, ())))
 
 
 def with_nearest(name: str, names: Collection[str]) -> str:

@@ -36,16 +36,18 @@ def completion_logprobs(
     text_of = cache(partial(_text, tokenizer=tokenizer))
     texts = [text_of(token_id) for token_id in token_ids]
     offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
+    values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for entry in logprobs:
-        top = entry.top if entry else ()
-        alternatives = {
-            _name(token_id, text_of(token_id), shows_ids): _finite(value) for token_id, value in top
-        }
-        tops.append(alternatives if entry else None)
+        if entry is None:
+            values.append(None)
+            tops.append(None)
+            continue
+        values.append(_finite(entry.logprob))
+        tops.append({_name(other, text_of(other), shows_ids): _finite(value) for other, value in entry.top})
     return {
         "tokens": [_name(token_id, text, shows_ids) for token_id, text in zip(token_ids, texts, strict=True)],
-        "token_logprobs": [_finite(entry.logprob) if entry else None for entry in logprobs],
+        "token_logprobs": values,
         "top_logprobs": tops,
         "text_offset": offsets,
     }

@@ -168,7 +168,7 @@ def peer_of(address: tuple[str, int] | None) -> str:
 
     An IPv6 /64 counts as one: a single host may own all of its addresses.
     """
-    host = address[0] if address is not None else ""
+    host = "" if address is None else address[0]
     parsed = address_of(host)
     if isinstance(parsed, ipaddress.IPv6Address):
         return f"address:{ipaddress.IPv6Network((parsed, 64), strict=False)}"

@@ -97,13 +97,12 @@ class Listener:
 
     def _open(self, sock: socket.socket, handshake: _Handshake | None) -> None:
         loop = asyncio.get_running_loop()
-        opening = loop.connect_accepted_socket(
-            partial(self._make_protocol, handshake),
-            sock,
-            ssl=self._tls,
-            ssl_handshake_timeout=self._handshake_timeout if self._tls else None,
-            ssl_shutdown_timeout=_SHUTDOWN_SECONDS if self._tls else None,
-        )
+        limits: dict[str, float] = {}
+        if self._tls is not None:
+            limits["ssl_handshake_timeout"] = self._handshake_timeout
+            limits["ssl_shutdown_timeout"] = _SHUTDOWN_SECONDS
+        make_protocol = partial(self._make_protocol, handshake)
+        opening = loop.connect_accepted_socket(make_protocol, sock, ssl=self._tls, **limits)
         task: asyncio.Task[object] = loop.create_task(opening)
         self._opening.add(task)
         task.add_done_callback(partial(self._opened, handshake))

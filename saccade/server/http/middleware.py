@@ -132,7 +132,11 @@ def _log(request: Ended) -> None:
 
 
 def _address(scope: Scope) -> str:
-    return str(scope["client"][0]) if scope.get("client") else ""
+    return _host(scope.get("client"))
+
+
+def _host(peer: tuple[str, int] | None) -> str:
+    return str(peer[0]) if peer else ""
 
 
 def _name_of(account: Account) -> str:
@@ -143,8 +147,7 @@ def _name_of(account: Account) -> str:
 
 def _connected(scope: Scope) -> str:
     """The other end of the connection. X-Forwarded-For may have changed `client`, and clients write that."""
-    peer = scope.get("state", {}).get(PEER)
-    return str(peer[0]) if peer else ""
+    return _host(scope.get("state", {}).get(PEER))
 
 
 def _request_id(header: bytes | None) -> str:

@@ -128,8 +128,10 @@ class BoundedHttp(HttpToolsProtocol):
     def _probe(self, pause: float) -> None:
         """Writes an interim response, which clients skip: only a write shows that a client has gone."""
         cycle = self._running
-        if cycle is None or cycle.response_started or self.scope["http_version"] != "1.1":
+        if cycle is None or cycle.response_started:
             return  # the response itself shows it
+        if self.scope["http_version"] != "1.1":
+            return
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._set_timer(pause, self._probe, min(2 * pause, _MAX_PROBE_SECONDS))
 
@@ -323,7 +325,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         if not self._is_closing:
-            self._connections.on_refusal(error.code or "")
+            self._connections.on_refusal(str(error.code))
             self._write_error(error)
             self._close()
 

@@ -81,8 +81,9 @@ class TextTally:
     @property
     def is_heavy(self) -> bool:
         """To be checked where it delays no other request."""
-        has_many = self._values > _LIGHT_NUMBERS or self._containers + self._quotes // 2 > _LIGHT_VALUES
-        return has_many or self._bytes > _LIGHT_BYTES
+        if self._values > _LIGHT_NUMBERS:
+            return True
+        return self._containers + self._quotes // 2 > _LIGHT_VALUES or self._bytes > _LIGHT_BYTES
 
     @property
     def is_large(self) -> bool:
@@ -136,12 +137,17 @@ class TextTally:
             message = f"the body has more than {self._max_values} values, more than the context can hold"
             advice = "send less or raise --max-model-len"
             raise ApiError(400, f"{message}; {advice}", code="context_length_exceeded")
-        has_many = self._values > MAX_VALUES or self._quotes > 2 * _MAX_STRINGS
-        if has_many or self._containers > self._max_containers:
+        if (
+            self._values > MAX_VALUES
+            or self._quotes > 2 * _MAX_STRINGS
+            or self._containers > self._max_containers
+        ):
             values = f"{MAX_VALUES} values, {_MAX_STRINGS} strings or {self._max_containers} lists"
             message = f"the body holds more than {values} and objects; send a smaller request"
             raise ApiError(400, message, code="request_too_large")
 
 
 def _is_text(media: bytes) -> bool:
-    return not media.isascii() or (b"\\" in media and _NOT_ASCII.search(media) is not None)
+    if not media.isascii():
+        return True
+    return b"\\" in media and _NOT_ASCII.search(media) is not None

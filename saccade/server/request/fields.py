@@ -418,11 +418,6 @@ class FieldReader:
             logger.info("a request has the field %r, %s", name, what)
 
 
-def member(value: Any, name: str) -> Any:
-    """What an object has under a name. None: nothing, or it is no object."""
-    return value.get(name) if isinstance(value, Mapping) else None
-
-
 def unsupported(name: str) -> RequestError:
     message = f"{name} is not supported by this server: {UNSUPPORTED[name]}"
     return RequestError(message, code="unsupported", param=name)

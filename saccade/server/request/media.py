@@ -18,8 +18,8 @@ from saccade.media.fetch import Fetcher, OnBytes
 from saccade.media.load import decode_data_url
 from saccade.options.engine import MediaPolicy
 from saccade.processor.images import reads_text_only
+from saccade.server.http.body_check import member
 from saccade.server.metrics import Metrics
-from saccade.server.request.fields import member
 from saccade.server.request.media_files import StoredFiles
 from saccade.server.request.media_uuids import MAX_UUID_CHARS, UuidCache
 
@@ -215,8 +215,9 @@ class MediaResolver:
 
     def _kind(self, link: Link, data: bytes) -> str:
         """Of the part that the bytes stand in: a stored file may be an image."""
-        is_image = link.file_id is not None and link.kind == "file" and not is_pdf(data)
-        return "image_url" if is_image else link.kind
+        if link.kind == "file" and link.file_id is not None and not is_pdf(data):
+            return "image_url"
+        return link.kind
 
     def _cached(self, uuid: str, link: Link, owner: bytes) -> bytes:
         data = self._uuids.get(owner, uuid)

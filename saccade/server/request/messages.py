@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
+from saccade.server.http.body_check import member
 from saccade.server.request import fields
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, document_options
-from saccade.server.request.fields import FieldReader, member
+from saccade.server.request.fields import FieldReader
 
 _NAMES = {
     "stop": "stop_sequences",

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from saccade.errors import RequestError
+from saccade.server.http.body_check import member
 from saccade.server.request import fields
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, document_options
-from saccade.server.request.fields import FieldReader, member
+from saccade.server.request.fields import FieldReader
 
 _STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 _NAMES = {
