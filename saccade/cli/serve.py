@@ -51,7 +51,9 @@ def _find_model(args: argparse.Namespace) -> None:
     if args.model is None and num_words > 1 and names_model(getattr(args, flag)[-1]):
         *values, args.model = getattr(args, flag)
         setattr(args, flag, tuple(values))
-    if args.named_model is not None and args.model not in (None, args.named_model):
+    if args.named_model is None:
+        return
+    if args.model not in (None, args.named_model):
         both = f"MODEL is {args.model} and --model is {args.named_model}"
         raise UsageError(f"{both}; give one of them")
-    args.model = args.model or args.named_model
+    args.model = args.named_model

@@ -51,12 +51,16 @@ def log_unused(environ: Mapping[str, str]) -> None:
     """Variables that look like options and are none are ignored. They may be a mistake, or Kubernetes'."""
     kinds = option_kinds(Options) | option_kinds(ServerOptions)
     for name in sorted(environ):
-        option = name.removeprefix(_PREFIX).lower()
-        if name.startswith(_PREFIX) and option not in {*kinds, "config"}:
+        if _option_of(name) not in {*kinds, "config", ""}:
             logger.warning("the environment variable %s is no option of saccade and is not used", name)
         elif _is_service_link(name, environ[name]):
             reason = "is made by Kubernetes for a service named saccade and is not used"
             logger.warning("the environment variable %s=%s %s", name, environ[name], reason)
+
+
+def _option_of(variable: str) -> str:
+    """Empty for another program's."""
+    return variable.removeprefix(_PREFIX).lower() if variable.startswith(_PREFIX) else ""
 
 
 def _is_service_link(name: str, text: str) -> bool:
@@ -148,8 +152,8 @@ def _from_environment(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> d
     """Variables such as SACCADE_MAX_MODEL_LEN=4096. Unknown ones are ignored, see `log_unused`."""
     settings = {}
     for name, text in sorted(environ.items()):
-        option = name.removeprefix(_PREFIX).lower()
-        if not name.startswith(_PREFIX) or option not in kinds or _is_service_link(name, text):
+        option = _option_of(name)
+        if option not in kinds or _is_service_link(name, text):
             continue
         try:
             settings[option] = text_reader(kinds[option])(text)

@@ -58,6 +58,11 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def is_text(self) -> bool:
+        """Text and nothing that ends it."""
+        return self.text != "" and self.finish_reason is None
+
     def add(self, later: Delta) -> None:
         self.text += later.text
         self.token_ids += later.token_ids
@@ -222,7 +227,8 @@ class Generation:
         if not events:
             return None
         output = self.outputs[index]
-        output.usage = events[-1].usage or output.usage
+        if events[-1].usage is not None:
+            output.usage = events[-1].usage
         if output.is_finished:
             return None
         delta = Delta(index)

@@ -164,7 +164,7 @@ class FairPool:
     def _take(self) -> tuple[_Client, _Item] | None:
         """The next item. None when the pool is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._next() or self._is_closed)
+            self._changed.wait_for(lambda: self._is_closed or self._next())
             if self._is_closed:
                 return None
             client = self._next()

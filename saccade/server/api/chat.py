@@ -41,21 +41,26 @@ class ChatEvents(EventShape):
 
     def take(self, delta: Delta) -> Iterator[Event]:
         output = self._outputs[delta.index]
-        if self.is_plain and output.is_passive and delta.text and delta.finish_reason is None:
+        if self.is_plain and output.is_passive and delta.is_text:
             yield self._text_event(delta.index)(delta.text)
             return
         if not output.is_open:
             output.is_open = True
             yield self._chunk(Delta(delta.index), {"role": "assistant", "content": ""})
         messages = output.take(delta)
-        has_tokens = delta.logprobs or (self._options.return_token_ids and delta.token_ids)
-        if not messages and (delta.finish_reason or has_tokens):
+        if not messages and self._has_rest(delta):
             messages = [{}]
         for message in messages[:-1]:
             yield self._chunk(Delta(delta.index), message)
         if messages:
             delta.finish_reason = output.finish_reason(delta.finish_reason)
             yield self._chunk(delta, messages[-1])
+
+    def _has_rest(self, delta: Delta) -> bool:
+        """Whether a delta that completes no part says something else."""
+        if self._options.return_token_ids and delta.token_ids:
+            return True
+        return bool(delta.logprobs or delta.finish_reason)
 
     def _text_event(self, index: int) -> TextEvent:
         """For most events of most streams. Nothing is kept of its text: only `whole` would need it."""
@@ -135,11 +140,10 @@ class _ChatOutput:
 
     def message(self) -> dict[str, Any]:
         text = "".join(self._content)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self._reasoning or self._calls:
-            message["content"] = text or None
+        extras: dict[str, Any] = {}
         if self._reasoning:
-            message |= Reasoning("".join(self._reasoning)).delta()
+            extras |= Reasoning("".join(self._reasoning)).delta()
         if self._calls:
-            message["tool_calls"] = self._calls
-        return message
+            extras["tool_calls"] = self._calls
+        content = None if extras and not text else text
+        return {"role": "assistant", "content": content, "refusal": None, **extras}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 from saccade.errors import RequestError, quoted
@@ -373,10 +374,10 @@ class FieldReader:
         self,
         *,
         strict: bool,
-        defaults: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
         formats: OutputFormats | None = None,
     ) -> None:
-        self.defaults: Mapping[str, Any] = defaults or {}  # of sampling parameters
+        self.defaults = defaults  # of sampling parameters
         self.formats = formats  # how the model writes calls
         self.scope = ""  # tenant whose requests share cached schema checks
         self._strict = strict
@@ -425,7 +426,8 @@ def unsupported(name: str) -> RequestError:
 
 def _check(value: Any, schema: Schema, path: str) -> None:
     kinds = schema.get("type", ())
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    if isinstance(kinds, str):
+        kinds = (kinds,)
     if kinds and not any(_has_type(value, kind) for kind in kinds):
         expected = " or ".join(_TYPES[kind][1] for kind in kinds)
         raise RequestError(f"{path} must be {expected}, not {_shown(value)}", param=path)

@@ -37,7 +37,7 @@ class Link(NamedTuple):
 
     message: int
     part: int
-    url: str | None  # None: only a uuid is given
+    url: str  # empty: only a uuid or a stored file is named
     uuid: str | None
     kind: str = "image_url"  # or "video_url" or "file"
     file_id: str | None = None  # of a stored file
@@ -53,16 +53,19 @@ class Link(NamedTuple):
     @property
     def is_data(self) -> bool:
         """A URL with the bytes in it; for a file also bare base64."""
-        if self.url is None:
-            return False
         if self.url[:5].lower() == "data:":
             return True
-        return self.kind == "file" and ":" not in self.url[:_SCHEME_CHARS]
+        return self.kind == "file" and self.url != "" and ":" not in self.url[:_SCHEME_CHARS]
+
+    @property
+    def is_remote(self) -> bool:
+        """To be fetched."""
+        return self.url != "" and not self.is_data
 
     @property
     def claimed_format(self) -> str | None:
         """The format in a data URL, for metrics only: the format is read from the bytes."""
-        match = _DATA_FORMAT.match(self.url or "")
+        match = _DATA_FORMAT.match(self.url)
         return match[1].lower().replace("jpg", "jpeg") if match else None
 
 
@@ -104,7 +107,7 @@ def _link(part: Mapping[str, Any], message_index: int, position: int) -> Link:
         url = next(filter(None, map(source.get, names)), None)
     file_id = member(source, "file_id")
     text = url if isinstance(url, str) else ""
-    link = Link(message_index, position, text or None, part.get("uuid"), kind, file_id)
+    link = Link(message_index, position, text, part.get("uuid"), kind, file_id)
     if file_id is not None and (url or not isinstance(file_id, str)):
         message = f"file_id must be a string and stand alone, without the {_KINDS[kind]}'s data or URL"
         raise RequestError(message, param=link.param)
@@ -150,20 +153,17 @@ class MediaResolver:
                     if link.file_id is not None and (link.file_id, _STORED) not in tasks:
                         read = self._files.read(tenant, client, link.file_id, link.param, on_bytes)
                         tasks[link.file_id, _STORED] = group.create_task(read)
-                    if link.url is None or link.is_data:
-                        continue
-                    if (link.url, link.kind) not in tasks:
-                        task = group.create_task(self._fetch(link.url, link, how))
-                        tasks[link.url, link.kind] = task
+                    if link.is_remote and (link.url, link.kind) not in tasks:
+                        tasks[link.url, link.kind] = group.create_task(self._fetch(link, how))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return {key: task.result() for key, task in tasks.items()}
 
-    async def _fetch(self, url: str, link: Link, how: Mapping[str, Any]) -> bytes:
+    async def _fetch(self, link: Link, how: Mapping[str, Any]) -> bytes:
         start = time.perf_counter()
         size = None
         try:
-            data = await self._fetchers[link.kind].fetch(url, param=link.param, **how)
+            data = await self._fetchers[link.kind].fetch(link.url, param=link.param, **how)
             size = len(data)
             return data
         finally:
@@ -187,7 +187,7 @@ class MediaResolver:
     def remember(self, links: Sequence[Link], messages: Messages, owner: bytes) -> None:
         """Stores media with a uuid, after the prompt was built: only valid ones are stored."""
         for link in links:
-            if link.uuid is None or (link.url or link.file_id) is None:
+            if link.uuid is None or not (link.url or link.file_id):
                 continue
             part = messages[link.message]["content"][link.part]
             data = part[part["type"]].get("file_data" if part["type"] == "file" else "url")
@@ -198,11 +198,11 @@ class MediaResolver:
         """None leaves the part as it is: a data URL without a uuid, or something the processor refuses."""
         if link.file_id is not None:
             return fetched[link.file_id, _STORED]
-        if link.url is not None and not link.is_data:
+        if link.is_remote:
             return fetched[link.url, link.kind]
         if link.uuid is None:
             return None
-        if link.url is None:
+        if not link.url:
             return self._cached(link.uuid, link, owner)
         if link.is_video and "," in link.url.partition(",")[2]:
             return None
@@ -238,6 +238,6 @@ def _with_bytes(part: Mapping[str, Any], kind: str, data: bytes) -> dict[str, An
 def _named(link: Link, decode: Callable[[str], bytes]) -> bytes:
     """Errors name the part."""
     try:
-        return decode(link.url or "")
+        return decode(link.url)
     except RequestError as error:
         raise RequestError(error.message, code=error.code, param=link.param) from None

@@ -72,7 +72,8 @@ def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: boo
 def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
     """All fields but system and messages, under their names in a chat."""
     chat = {name: values[name] for name in (*fields.CHAT_EXTRAS, "max_tokens") if name in values}
-    chat["stop"] = values.get("stop_sequences") or None
+    if values.get("stop_sequences"):
+        chat["stop"] = values["stop_sequences"]
     chat["response_format"] = _format(values.get("output_config"))
     chat["reasoning_effort"] = values.get("output_config", {}).get("effort")
     chat["chat_template_kwargs"] = {**_thinking(values), **chat.get("chat_template_kwargs", {})}
@@ -83,7 +84,8 @@ def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
     choice = values.get("tool_choice", {"type": "auto"})
     if not tools and choice.get("type") in ("auto", "none"):
         return chat
-    chat["tools"] = tools or None
+    if tools:
+        chat["tools"] = tools
     chat["tool_choice"] = _choice(choice)
     chat["parallel_tool_calls"] = choice.get("disable_parallel_tool_use") is not True
     return chat

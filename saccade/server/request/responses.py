@@ -93,7 +93,9 @@ def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
         return chat
     if member(choice, "type") == "function":
         choice = {"type": "function", "function": {"name": member(choice, "name")}}
-    return {**chat, "tools": tools or None, "tool_choice": choice}
+    if tools:
+        chat["tools"] = tools
+    return {**chat, "tool_choice": choice}
 
 
 def _format(text: Mapping[str, Any] | None) -> Any:
