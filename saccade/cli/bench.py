@@ -170,7 +170,7 @@ def _add_shape(add: Callable[..., Any]) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, str]:
-    """Of an engine in this process, as `saccade.LLM` takes them."""
+    """Options of an engine in this process, as `saccade.LLM` takes them."""
     return {name: value for name in ("load_format", "dtype") if (value := getattr(args, name)) is not None}
 
 

@@ -122,7 +122,7 @@ def _max_images(args: argparse.Namespace, attempt: Callable[[int], Attempt]) -> 
 
 
 def _warm_up_part(args: argparse.Namespace, shape: Shape, trace: tuple[TraceRequest, ...]) -> Part:
-    """Of a trace: requests of both kinds."""
+    """A trace gives requests of both kinds."""
     kinds = ([r for r in trace if r.sizes], [r for r in trace if not r.sizes])
     requests = tuple(request for kind in kinds for request in kind[: _WARM_UP // 2])
     count = len(requests) or _WARM_UP
@@ -177,7 +177,7 @@ def _goodput(args: argparse.Namespace, run: Run, shape: Shape, slo: Slo) -> int:
 
 
 def _trial_requests(rate: float, min_requests: int) -> int:
-    """At least so many, where they do not take too long or too much memory."""
+    """The number is at least this, where requests do not take too long or too much memory."""
     max_requests = min(max(rate * _MAX_TRIAL_SECONDS, _WARM_UP), _MAX_TRIAL_REQUESTS)
     return int(min(max(min_requests, rate * _TRIAL_SECONDS), max_requests))
 
@@ -245,7 +245,7 @@ def _write(args: argparse.Namespace, findings: dict[str, Any]) -> None:
 
 
 def _complain(*loads: LoadResult) -> int:
-    """On stderr, what makes figures doubtful. 1 if a request failed."""
+    """Tells stderr what makes figures doubtful. 1 if a request failed."""
     warnings = {warning for load in loads if (warning := client_warning(load))}
     for warning in sorted(warnings)[:1]:
         print(f"saccade: {warning}", file=sys.stderr)

@@ -154,7 +154,7 @@ def _count_file(file: str, options: Options, prices: _Prices) -> Count:
 
 
 def _count_pages(file: str, document: Document, prices: _Prices, policy: MediaPolicy) -> list[Count]:
-    """Of each page, named as browsers do. The size is that of the rendered page."""
+    """The bill of each page, named as browsers do. The size is that of the rendered page."""
     sizes = [page_size(page, prices.family, policy, prices.limits) for page in document.pages]
     return [prices.of(f"{file}#page={number}", size) for number, size in enumerate(sizes, 1)]
 
@@ -168,7 +168,7 @@ def _start(file: str) -> bytes:
 
 
 def _count_video(file: str, options: Options) -> Count:
-    """With the default frames."""
+    """The bill with the default frames."""
     if options.model is not None:
         rules = families.video_rules_for(open_checkpoint(options.model, weights=False))
     else:

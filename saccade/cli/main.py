@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """As argparse, but a question may also follow the flags: `chat MODEL --image FILE "question"`."""
+    """What argparse reads; a question may also follow the flags: `chat MODEL --image FILE "question"`."""
     if argv is None:
         argv = sys.argv[1:]
     words = spelled(argv)
@@ -63,7 +63,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """With the nearest option for each, and the usage of the command, not of all."""
+    """Names the nearest option for each, with the usage of the command, not of all."""
     options = [name for action in command._actions for name in action.option_strings]
     problems = [word.partition("=")[0] for word in unknown]
     for index, name in enumerate(problems):
@@ -73,7 +73,7 @@ def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoRetur
 
 
 def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """With those of the commands. Only a command among the words has its arguments."""
+    """The parser and those of the commands. Only a command among the words has its arguments."""
     parser = argparse.ArgumentParser(
         prog="saccade",
         description="An inference engine for vision-language models. It prices a picture before decoding it.",

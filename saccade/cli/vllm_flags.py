@@ -14,7 +14,7 @@ _DEST = "vllm:"  # no option of ours begins so
 
 
 def spelled(argv: Sequence[str]) -> list[str]:
-    """With dashes in the names of flags, and --name.key VALUE as --name '{"key": VALUE}'."""
+    """The words with dashes in the names of flags, and --name.key VALUE as --name '{"key": VALUE}'."""
     words: list[str] = []
     nested: dict[str, dict[str, Any]] = {}
     remaining = iter(argv)
@@ -65,6 +65,6 @@ def _add(command: argparse.ArgumentParser, row: Keyword, flags: Sequence[str]) -
 
 
 def given_vllm_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """By vLLM's names."""
+    """Values by vLLM's names."""
     arguments = vars(args).items()
     return {name.removeprefix(_DEST): value for name, value in arguments if name.startswith(_DEST)}

@@ -39,7 +39,7 @@ class _Slow(BaseException):
 
 
 def limit_memory(megabytes: int) -> None:
-    """Of address space, for the rest of this process."""
+    """The limit of address space, for the rest of this process."""
     limit_address_space(megabytes << 20, for_good=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -101,7 +101,7 @@ def _answered(
 
 
 def _cpu_time() -> float:
-    """In seconds. time.process_time() stands still between the kernel's ticks where this time has a limit."""
+    """Seconds. time.process_time() stands still between the kernel's ticks where this time has a limit."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

@@ -143,7 +143,7 @@ class HelperProcess:
         return reply
 
     def cancel(self) -> None:
-        """From another thread: end what it works on. Its `ask` returns CANCELLED."""
+        """Ends, from another thread, what it works on. Its `ask` returns CANCELLED."""
         with self._lock:
             if self._running is not None:
                 self._is_cancelled = True
@@ -280,7 +280,7 @@ class _Child:
                     raise
 
     def _cpu_seconds(self) -> float:
-        """Of the process until now; 0 where the system has no such clock."""
+        """Those of the process until now; 0 where the system has no such clock."""
         with suppress(OSError):
             return time.clock_gettime(~self.pid << 3 | _CPU_CLOCK)
         return 0.0

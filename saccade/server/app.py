@@ -240,7 +240,7 @@ def _ready(service: Service) -> Response:
 
 
 def _engine_view(service: Service, request: Request) -> dict[str, Any]:
-    """For the page at `/`: state and counters, nothing of any request or tenant; workers for operators."""
+    """State and counters for the page at `/`, nothing of any request or tenant; workers for operators."""
     status = service.engine.status()
     limits = service.engine.info and service.engine.info.limits
     stats = dict(service.engine.stats())

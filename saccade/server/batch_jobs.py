@@ -134,7 +134,7 @@ class BatchJobs:
         self.store.close()
 
     async def in_thread(self, tenant: str, client: str, work: Callable[..., Result], *args: Any) -> Result:
-        """For work of the store, in its own threads and in the client's turn: a slow disk delays no prompt.
+        """Runs work of the store, in its own threads and in the client's turn: a slow disk delays no prompt.
 
         ApiError if it is full.
         """

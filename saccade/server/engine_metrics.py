@@ -183,7 +183,7 @@ def _vllm_counters(stats: Mapping[str, Any]) -> Values:
 
 
 def _status_values(status: EngineStatus) -> tuple[Values, Values]:
-    """With replicas: one of them is up, and the restarts of all."""
+    """One replica is up, where there are several, and all their restarts count."""
     up = ("1 while the engine works, also while it drains", status.state in ("ready", "draining"))
     return {"engine_up": up}, {"engine_restarts": ("Restarts of the engine", status.restarts)}
 

@@ -166,10 +166,10 @@ class Generation:
         self._charge_decoding()
 
     def _charge_decoding(self) -> None:
-        """Of images: it is no step, which the fair queue counts.
+        """Decoding images is no step, which the fair queue counts.
 
-        As the engine reports it with the end of an answer; by their price where a client leaves before, or
-        an image fails, so that neither makes decoding free.
+        It is charged as the engine reports it with the end of an answer; by the images' price where a client
+        leaves before, or an image fails, so that neither makes decoding free.
         """
         assert self._account is not None
         usages = (output.usage for output in self.outputs[:: self.per_prompt])
@@ -293,7 +293,7 @@ class Generation:
         return [output.index for group in groups for output in best_outputs(group, n)]
 
     def prompt_logprobs(self, index: int, count: int) -> list[Logprobs]:
-        """Of the prompt of an output, from its second token on, with so many alternatives."""
+        """Those of an output's prompt, from its second token on, with so many alternatives."""
         entries = self.outputs[index - index % self.per_prompt].prompt_entries()
         assert entries is not None, "they come with the first token of the first output"
         return [entry._replace(top=entry.top[:count]) for entry in entries]
@@ -337,6 +337,6 @@ class Generation:
 
 
 def _decode_seconds(prompt: Prompt) -> float:
-    """Of CPU time, by the price of its images; one that comes again is decoded once."""
+    """CPU time by the price of the images; one that comes again is decoded once."""
     prices = {item.key: item.price for item in prompt.items}
     return sum(prices.values()) / PIXELS_PER_SECOND

@@ -270,7 +270,7 @@ async def _submit(
 
 
 def _max_tokens(service: Service, prompt: Prompt, bill: Bill, options: ResponseOptions) -> int:
-    """As asked; otherwise the checkpoint's default or all, within what is left of the context."""
+    """The client's; otherwise the checkpoint's default or all, within what is left of the context."""
     context = service.limits.max_model_len
     pools = options.params.pooling is not None
     room = context - len(prompt) + pools  # nothing is generated

@@ -57,7 +57,7 @@ class RequestRecord:
         return (self._moments[end] - self._moments[start]) * 1e3 if end in self._moments else 0.0
 
     def fields(self) -> dict[str, Any]:
-        """For a log in JSON."""
+        """The entries of a log in JSON."""
         fields: dict[str, Any] = {"client": self.client} if self.client else {}
         if self.counts is not None:
             fields |= self.counts._asdict()
@@ -66,7 +66,7 @@ class RequestRecord:
         return fields
 
     def text(self) -> str:
-        """For a log in text."""
+        """The end of a line in a log of text."""
         text = f" from {self.client}" if self.client else ""
         if self.counts is not None:
             prompt, image, cached, completion = self.counts

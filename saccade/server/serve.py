@@ -117,7 +117,7 @@ def _launcher(server: ServerOptions) -> Launcher:
 
 
 def _encoder_launcher(server: ServerOptions) -> dict[str, Any]:
-    """On Ray the workers have names, unlike those of any other server of the cluster."""
+    """Workers on Ray have names, unlike those of any other server of the cluster."""
     if server.ray_address is None or not server.encoders:
         return {}
     launch = ray_launcher(server.ray_address, server.ray_cpus, ENCODER)

@@ -108,7 +108,7 @@ class Turns:
             raise overloaded(429, message) from None
 
     async def in_thread(self, caller: Caller, work: Callable[..., Result], *args: Any) -> Result:
-        """For work of a millisecond or more: on the event loop it would delay the tokens of all streams."""
+        """Runs work of a millisecond or more: on the event loop it would delay the tokens of all streams."""
         return await self.take(Work.PROMPT, caller, partial(work, *args))
 
     async def take_own(self, job: Callable[[], Result]) -> Result:

@@ -27,7 +27,7 @@ def set_up(level: str, form: str, name: str = "") -> None:
 
 
 def set_up_worker(name: str) -> None:
-    """As the server's process, which starts this one; its variables tell how.
+    """Logs as the server's process, which starts this one; its variables tell how.
 
     Warnings and errors only: reasons for automatic values reach the server in a message, and it logs them.
     """

@@ -63,7 +63,7 @@ class ChatEvents(EventShape):
         return bool(delta.logprobs or delta.finish_reason)
 
     def _text_event(self, index: int) -> TextEvent:
-        """For most events of most streams. Nothing is kept of its text: only `whole` would need it."""
+        """Makes most events of most streams. Nothing is kept of its text: only `whole` would need it."""
         if index not in self._texts:
             self._texts[index] = TextEvent(lambda text: self._chunk(Delta(index), {"content": text}))
         return self._texts[index]

@@ -54,7 +54,7 @@ def completion_logprobs(
 
 
 def prompt_body(token_ids: Sequence[int], entries: Sequence[Logprobs], tokenizer: Tokenizer) -> list[Any]:
-    """As vLLM has it: for each token of the prompt but the first an object by token id."""
+    """vLLM's form: for each token of the prompt but the first an object by token id."""
     positions = prompt_logprobs(token_ids, entries, partial(_text, tokenizer=tokenizer))
     return [position and {str(name): _shown(one) for name, one in position.items()} for position in positions]
 

@@ -20,7 +20,7 @@ from saccade.server.turns import Work
 
 
 async def plan(service: Service, exchange: Exchange) -> dict[str, Any]:
-    """As `saccade plan --json`, for the served model with this server's options."""
+    """The JSON of `saccade plan --json`, for the served model with this server's options."""
     request = await read_request(service, read_plan, exchange, min(1, _max_images(service)))
     service.check_model(request.model)
     return await service.turns.take(Work.PLAN, exchange.caller, partial(_planned, service, request))
@@ -52,12 +52,12 @@ def plan_options(service: Service) -> dict[str, Any]:
 
 
 def _max_images(service: Service) -> int:
-    """In a request."""
+    """The limit of one request."""
     return service.options.limit_mm_per_prompt.get("image", 0) if service.processor.takes_images else 0
 
 
 def measured(service: Service) -> dict[str, Any]:
-    """Of all requests of all tenants together, as /metrics has them."""
+    """Figures of all requests of all tenants together, as /metrics has them."""
     return {
         "object": "plan.measured",
         "model": service.names[0],

@@ -92,7 +92,7 @@ async def create_score(service: Service, exchange: Exchange) -> dict[str, Any]:
 
 
 async def rerank(service: Service, exchange: Exchange) -> dict[str, Any]:
-    """In the form of Jina and Cohere: the best first."""
+    """A ranking in the form of Jina and Cohere: the best first."""
     request = await read_request(service, read_rerank, exchange, service.processor)
     pooled = await _pool(service, exchange, request.score.pooling)
     scores = await service.turns.in_thread(exchange.caller, _scores, request.score, pooled)
@@ -125,7 +125,7 @@ def _scores(request: ScoreRequest, pooled: PooledInputs) -> list[float]:
 async def _pool(
     service: Service, exchange: Exchange, request: PoolingRequest, *, as_numbers: bool = False
 ) -> PooledInputs:
-    """As many inputs at a time as may run at once."""
+    """Runs as many inputs at a time as may run at once."""
     service.check_model(request.options.model)
     size = service.options.max_num_seqs
     sources = request.sources

@@ -112,7 +112,7 @@ class Tenants:
         return self._named(names[0])
 
     def account(self, name: str) -> Account | None:
-        """Of a tenant whose request came earlier. None: it would not be accepted now."""
+        """The account of a tenant whose request came earlier. None: it would not be accepted now."""
         if not name:
             return None if self._by_key or self._header else self._unnamed
         if name in self._accounts:

@@ -132,7 +132,7 @@ class _Pool:
         return True
 
     def oldest_idle(self, peer: str | None = None) -> HttpConnection | None:
-        """Of this peer; without one, of the peer that has the most idle connections."""
+        """This peer's; without one, that of the peer with the most idle connections."""
         if peer is None:
             peer = max(self._idle, key=lambda name: len(self._idle[name]), default="")
         connection, since = next(iter(self._idle.get(peer, {}).items()), (None, 0.0))

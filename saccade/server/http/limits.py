@@ -76,7 +76,7 @@ class ByteLease:
             self._num_outputs = answers
 
     def hold_pixels(self, pixels: int) -> None:
-        """Of images that the engine shall encode. ApiError 429 if too many of the client's wait already."""
+        """Counts images that shall be encoded. ApiError 429 if too many of the client's wait already."""
         gate = self.gate
         ahead = gate.pixels_by_client[self._client]
         if pixels and ahead and ahead + pixels > gate.max_client_pixels:  # one request always fits

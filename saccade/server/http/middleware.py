@@ -140,7 +140,7 @@ def _host(peer: tuple[str, int] | None) -> str:
 
 
 def _name_of(account: Account) -> str:
-    """Of a key its number: the account's own name is made from the key."""
+    """A key is named by its number: the account's own name is made from the key."""
     label = account.settings.label
     return account.name if label == OTHER_LABEL else label
 

@@ -80,7 +80,7 @@ class TextTally:
 
     @property
     def is_heavy(self) -> bool:
-        """To be checked where it delays no other request."""
+        """The body must be checked where it delays no other request."""
         if self._values > _LIGHT_NUMBERS:
             return True
         return self._containers + self._quotes // 2 > _LIGHT_VALUES or self._bytes > _LIGHT_BYTES
@@ -102,7 +102,7 @@ class TextTally:
         return data[len(media) :]
 
     def _count(self, data: bytes) -> None:
-        """From a place that is not in media."""
+        """Counts from a place that is not in media."""
         *pieces, tail = self._split(data.lower())
         if pieces and not tail:
             self._skipped = 0

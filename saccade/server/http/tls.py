@@ -16,7 +16,7 @@ _MAX_BYTES = 16 << 20  # of a file; the authorities of a whole system have a fif
 
 
 class Certificate:
-    """With its chain and key, as their files were when they were read: loading it waits for no disk."""
+    """A chain and its key, as their files were when they were read: loading them waits for no disk."""
 
     def __init__(self, server: ServerOptions) -> None:
         """ConfigError if they cannot be used; a bad pair would spoil the one in use."""

@@ -126,9 +126,9 @@ def _template_kwargs(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _media_kwargs(values: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, str]]:
     """mm_processor_kwargs with vLLM's media_io_kwargs merged in, and which fields came from there."""
     kwargs = values.get("mm_processor_kwargs", {})
-    others = dict(values.get("media_io_kwargs", {}))
-    frames = others.pop("video", None) or {}
-    if others or not isinstance(frames, dict) or not _FRAME_OPTIONS.issuperset(frames):
+    media_io = dict(values.get("media_io_kwargs", {}))
+    frames = media_io.pop("video", None) or {}
+    if media_io or not isinstance(frames, dict) or not _FRAME_OPTIONS.issuperset(frames):
         message = 'media_io_kwargs takes fps or num_frames under video, such as {"video": {"num_frames": 8}}'
         raise RequestError(message, code="unsupported", param="media_io_kwargs")
     merged = [name for name in frames if name not in kwargs]
@@ -165,7 +165,7 @@ def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: i
 
 
 def _echoing(options: ResponseOptions, is_prompt_only: bool) -> ResponseOptions:
-    """Of outputs that begin with their prompt: log probabilities are then the prompt's, too."""
+    """Outputs begin with their prompt: log probabilities are then the prompt's, too."""
     params = options.params
     if options.stream and is_prompt_only:
         raise RequestError("max_tokens 0 generates nothing to stream; set stream to false", param="stream")
@@ -179,7 +179,7 @@ def _echoing(options: ResponseOptions, is_prompt_only: bool) -> ResponseOptions:
 
 
 def pooling_options(values: Mapping[str, Any], pooling: Pooling) -> ResponseOptions:
-    """Of a request that ends with its prompt."""
+    """The options of a request that ends with its prompt."""
     options = _response_options(
         values, {}, max_tokens=1, logprobs=None, structured=None, length_field="max_tokens"
     )

@@ -59,7 +59,7 @@ class Link(NamedTuple):
 
     @property
     def is_remote(self) -> bool:
-        """To be fetched."""
+        """The bytes must be fetched."""
         return self.url != "" and not self.is_data
 
     @property
@@ -214,7 +214,7 @@ class MediaResolver:
         return _named(link, lambda url: decode_data_url(url, policy))
 
     def _kind(self, link: Link, data: bytes) -> str:
-        """Of the part that the bytes stand in: a stored file may be an image."""
+        """The kind of part that the bytes stand in: a stored file may be an image."""
         if link.kind == "file" and link.file_id is not None and not is_pdf(data):
             return "image_url"
         return link.kind

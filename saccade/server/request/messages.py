@@ -92,7 +92,7 @@ def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(values: Mapping[str, Any]) -> Mapping[str, bool]:
-    """For the chat template."""
+    """What the chat template is told."""
     kind = values.get("thinking", {"type": "adaptive"}).get("type")
     if kind not in tuple(_THINKING):
         message = f"thinking must have the type {', '.join(_THINKING)}, not {quoted(kind)}"
