@@ -55,7 +55,10 @@ def add(command: argparse.ArgumentParser) -> None:
     add("--api-key", help="better as OPENAI_API_KEY, which ps does not show")
     _add_load(command)
     _add_shape(command.add_argument_group("requests").add_argument)
-    add = command.add_argument_group("output").add_argument
+    _add_output(command.add_argument_group("output").add_argument)
+
+
+def _add_output(add: Callable[..., Any]) -> None:
     add("--processes", type=count, help="of clients; automatic: one per core, at most 8")
     add("--seed", type=int, default=0, help="of words, images and arrivals (default: 0)")
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
