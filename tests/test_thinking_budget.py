@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from saccade import LLM, SamplingParams
-from saccade.cli.chat import Conversation
+from saccade.cli.conversation import Conversation
 from saccade.errors import RequestError
 from saccade.processor.request_builder import RequestBuilder
 from saccade.runner.batch import RequestState

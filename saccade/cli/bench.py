@@ -1,257 +1,206 @@
-"""`saccade bench`: a load on a running server or on an engine, and what it showed."""
+"""`saccade bench`: its arguments, and which part of it runs."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from saccade.apps.bench.chart import distributions, rates
-from saccade.apps.bench.goodput import FIRST_SHARE, best, find_goodput, saturated, summary
-from saccade.apps.bench.load import LoadResult, Part, Server, run_load
-from saccade.apps.bench.max_images import Attempt, send_images
-from saccade.apps.bench.report import (
-    Figures,
-    Slo,
-    as_json,
-    client_warning,
-    errors_of,
-    figures,
-    figures_by_group,
-    groups,
-    table,
-    write_csv,
-)
-from saccade.apps.bench.stream_client import ServerAddress
-from saccade.apps.bench.trace import TraceRequest
-from saccade.apps.bench.workloads import RequestShape
-from saccade.cli.bench_arguments import MAX_IMAGES
-from saccade.cli.bench_checks import check
-from saccade.cli.bench_max_images import max_images
-from saccade.cli.get_json import get_json
-from saccade.errors import ConfigError
-from saccade.util.plain_files import write_whole
+from saccade.cli.numbers import count, positive, size
+from saccade.errors import UsageError
 
-_WARM_UP = 4  # requests before the load, not counted
-_ROUNDS = 3  # of each client in the closed loops before a search for goodput
-_TRIAL_SECONDS = 20.0  # of one load of the search, at least
-_MAX_TRIAL_SECONDS = 120.0
-_MAX_TRIAL_REQUESTS = 5000  # made before they are sent
-_SEEDS = 1000  # between two of its loads: each brings new images
+WORKLOADS = ("beside", "catalogue", "conversation", "image", "text", "video")
+MAX_IMAGES = "most-images"  # no load: a search
+NAMES = (*WORKLOADS, MAX_IMAGES)
+_URL = "http://localhost:8000"
+_BESIDE_RATE = 16.0  # images a second of the workload `beside`
 
 
-Run = Callable[[Sequence[Part]], LoadResult]
-
-
-class Subject(NamedTuple):
-    """What is measured."""
-
-    name: str  # in errors
-    model: str
-    run: Run  # puts a load on it
-    attempt: Callable[[RequestShape, int], Attempt]  # one request with so many images
-
-
-@contextmanager
-def server(args: argparse.Namespace) -> Iterator[Subject]:
-    key = args.api_key or os.environ.get("OPENAI_API_KEY")
-    server = Server(args.url, key)
-    yield Subject(
-        "the server",
-        args.model or _served_model(args.url, key),
-        lambda parts: run_load(server, parts, args.processes, progress=not args.quiet),
-        lambda shape, images: send_images(server, shape, images, args.seed),
+def add(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Send requests to an OpenAI-compatible server, or to an engine in this process, and "
+        "print what they met: times to the first token and between tokens, throughput, and how much of it "
+        "kept to the service levels."
     )
-
-
-def bench(
-    args: argparse.Namespace,
-    open_subject: Callable[[argparse.Namespace], AbstractContextManager[Subject]] = server,
-) -> int:
-    """2 where the arguments cannot be used: nothing is sent then."""
-    try:
-        trace = check(args)
-    except ConfigError as error:
-        if args.debug:
-            raise
-        print(f"saccade: {error}", file=sys.stderr)
-        return 2
-    with _ended_by_sigterm(), open_subject(args) as subject:
-        return _measure(args, subject, trace)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM leaves the command as an exception does, so that processes and semaphores go with it."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _measure(args: argparse.Namespace, subject: Subject, trace: tuple[TraceRequest, ...]) -> int:
-    shape = _shape(args, subject.model)
-    if args.workload == MAX_IMAGES:
-        return _max_images(args, lambda images: subject.attempt(shape, images))
-    _warm_up(subject, _warm_up_part(args, shape, trace))
-    slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
-    return (
-        _goodput(args, subject.run, shape, slo)
-        if args.goodput
-        else _once(args, subject.run, shape, slo, trace)
+    command.epilog = (
+        "Examples: saccade bench image --clients 32; saccade bench text --rate 20 --beside 4; "
+        "saccade bench --trace requests.jsonl --plot times.svg; saccade bench image --goodput; "
+        "saccade bench most-images; saccade bench image --offline"
     )
-
-
-def _max_images(args: argparse.Namespace, attempt: Callable[[int], Attempt]) -> int:
-    """1 where the server failed rather than refused, and where it takes no image at all."""
-    found = max_images(attempt, args.max_images)
-    limit = found.limit._asdict() if found.limit else None
-    _write(args, {"max_images": found.images, "limit": limit})
-    return 0 if found.images and (found.limit is None or found.limit.is_refusal) else 1
-
-
-def _warm_up_part(args: argparse.Namespace, shape: RequestShape, trace: tuple[TraceRequest, ...]) -> Part:
-    """Of a trace: requests of both kinds."""
-    kinds = ([r for r in trace if r.sizes], [r for r in trace if not r.sizes])
-    some = tuple(request for kind in kinds for request in kind[: _WARM_UP // 2])
-    count = len(some) or _WARM_UP
-    return Part(args.workload, shape, count, clients=count, seed=-1 - args.seed, trace=some)
-
-
-def _warm_up(subject: Subject, part: Part) -> None:
-    """Not counted. Where none is answered, nothing would be."""
-    results = subject.run([part]).results
-    if all(result.sample.error for result in results):
-        raise ConfigError(f"{subject.name} answers no request: {results[0].sample.error}")
-
-
-def _once(
-    args: argparse.Namespace, run: Run, shape: RequestShape, slo: Slo, trace: tuple[TraceRequest, ...]
-) -> int:
-    parts = _parts(args, shape, args.rate, args.requests, args.seed, trace)
-    names = [args.workload, "beside"][: len(parts)]
-    load = run(parts)
-    rows = figures_by_group(load.results, names, slo)
-    print(table(rows))
-    if args.plot:
-        write_whole(args.plot, distributions(groups(load.results, names), slo))
-    if args.csv:
-        write_csv(args.csv, load.results, names)
-    whole = as_json(rows[args.workload])
-    _write(args, {**whole, "parts": {name: as_json(row) for name, row in rows.items()}})
-    return _complain(load)
-
-
-def _goodput(args: argparse.Namespace, run: Run, shape: RequestShape, slo: Slo) -> int:
-    loads: list[LoadResult] = []
-
-    def measure(rate: float) -> Figures:
-        count = _trial_requests(rate, args.requests)
-        loads.append(run(_parts(args, shape, rate, count, seed=args.seed + _SEEDS * len(loads))))
-        row = figures([result for result in loads[-1].results if result.part == 0], slo)
-        row = row._replace(errors=sum(result.sample.error is not None for result in loads[-1].results))
-        kept = "kept" if row.keeps(slo) else "missed"
-        ttft, itl = (ms[-1] if ms else 0.0 for ms in (row.ttft_ms, row.itl_ms))
-        met = f"p99 {ttft:.0f} ms to the first token, {itl:.1f} between tokens, {row.errors} errors"
-        print(f"{rate:8.2f} requests/s: {met}: {kept}", flush=True)
-        return row
-
-    trials = find_goodput(measure, slo, _first_rate(args, run, shape))
-    found = best(trials)
-    rate = found.rate if found else 0.0
-    print(summary(trials, slo))
-    if args.plot:
-        write_whole(args.plot, rates(trials, slo))
-    _write(args, {"goodput_per_s": rate, "trials": [{"rate": t.rate, **as_json(t.figures)} for t in trials]})
-    _complain(*loads)  # the highest rates are meant to be too high
-    return 0 if found else 1
-
-
-def _trial_requests(rate: float, min_requests: int) -> int:
-    """At least so many, where they do not take too long or too much memory."""
-    max_requests = min(max(rate * _MAX_TRIAL_SECONDS, _WARM_UP), _MAX_TRIAL_REQUESTS)
-    return int(min(max(min_requests, rate * _TRIAL_SECONDS), max_requests))
-
-
-def _first_rate(args: argparse.Namespace, run: Run, shape: RequestShape) -> float:
-    """Near what the server can do: a search from far away would take a load for each rate on the way."""
-
-    def measure(clients: int) -> Figures:
-        part = Part(args.workload, shape, _ROUNDS * clients, clients, seed=args.seed - _SEEDS * clients)
-        results = run([part]).results
-        found = figures(results, Slo())
-        jobs = found.requests_per_s * part.jobs / len(results)  # a conversation has several requests
-        print(f"{clients:8} clients: {jobs:.2f} requests/s", flush=True)
-        return found._replace(requests_per_s=jobs)
-
-    return FIRST_SHARE * max(saturated(measure, args.clients), 1e-3)
-
-
-def _parts(
-    args: argparse.Namespace,
-    shape: RequestShape,
-    rate: float | None,
-    count: int,
-    seed: int,
-    trace: tuple[TraceRequest, ...] = (),
-) -> list[Part]:
-    clients = None if rate or trace else args.clients
-    parts = [Part(args.workload, shape, count, clients, rate, seed, trace)]
-    if args.beside:
-        beside = RequestShape(shape.model, shape.sizes, words=1, tokens=4, ignore_eos=shape.ignore_eos)
-        images = math.ceil(args.beside * count / rate) if rate else args.beside_images
-        parts.append(Part("image", beside, images, None, args.beside, seed + 1))
-    return parts
-
-
-def _shape(args: argparse.Namespace, model: str) -> RequestShape:
-    return RequestShape(
-        model,
-        tuple(args.size or [(1280, 720)]),
-        args.images,
-        args.words,
-        args.tokens,
-        args.turns,
-        args.catalogue,
-        args.zipf,
-        args.frames,
-        args.fps,
-        ignore_eos=not args.stop,
+    add = command.add_argument
+    add(
+        "what",
+        nargs="?",
+        metavar="MODEL | WORKLOAD",
+        help="folder or hub id: no server, an engine in this process; or a workload, as --workload",
     )
+    add(
+        "--workload",
+        choices=NAMES,
+        help="what requests hold (default: image); catalogue: images that come again, by Zipf's law; "
+        "beside: text streams beside new images; most-images is no load: it searches the largest number of "
+        "images in one request that works",
+    )
+    where = command.add_mutually_exclusive_group()
+    where.add_argument("--url", default=_URL, help=f"of the server (default: {_URL})")
+    where.add_argument(
+        "--offline",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help="no server: an engine in this process, with this model (folder or hub id; nothing: built in)",
+    )
+    _add_engine(add)
+    add("--api-key", help="better as OPENAI_API_KEY, which ps does not show")
+    _add_load(command)
+    _add_shape(command.add_argument_group("requests").add_argument)
+    _add_output(command.add_argument_group("output").add_argument)
 
 
-def _served_model(url: str, key: str | None) -> str:
-    _, body = get_json(ServerAddress(url, key).url("/v1/models"), key, server=url)
-    try:
-        return str(body["data"][0]["id"])
-    except (LookupError, TypeError):
-        remedy = "name one with --model, and a key in OPENAI_API_KEY"
-        raise ConfigError(f"{url} lists no models; {remedy}") from None
+def _add_output(add: Callable[..., Any]) -> None:
+    add("--processes", type=count, help="of clients; automatic: one per core, at most 8")
+    add("--seed", type=int, default=0, help="of words, images and arrivals (default: 0)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures there")
+    add("--csv", type=Path, metavar="FILE", help="also write a line for each request there")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.svg",
+        help="also plot how times are distributed, or with --goodput p99 against the rate",
+    )
+    add("--quiet", action="store_true", help="no progress bars")
+    add("--debug", action="store_true", help="show tracebacks")
 
 
-def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    if args.json:
-        given = {name: value for name, value in vars(args).items() if name not in ("run", "api_key")}
-        write_whole(args.json, json.dumps({"arguments": given, **found}, indent=1, default=str) + "\n")
+def _add_engine(add: Callable[..., Any]) -> None:
+    add("--model", help="name it serves; automatic: the first it lists")
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="no load: measure an engine with --model (folder or hub id; nothing: built in) on this machine, "
+        "and write what saccade plan --calibration reads",
+    )
+    add(
+        "--load-format",
+        choices=("auto", "dummy"),
+        help="of an engine in this process; dummy: random weights, made from a folder with a config and a "
+        "tokenizer alone (times do not depend on values; default: auto)",
+    )
+    add("--dtype", help="of that engine: float32, bfloat16 or float16 (default: auto, as saccade serve)")
 
 
-def _complain(*loads: LoadResult) -> int:
-    """On stderr, what makes figures doubtful. 1 if a request failed."""
-    warnings = {warning for load in loads if (warning := client_warning(load))}
-    for warning in sorted(warnings)[:1]:
-        print(f"saccade: {warning}", file=sys.stderr)
-    errors = errors_of([result for load in loads for result in load.results])
-    for text, count in list(errors.items())[:5]:
-        print(f"saccade: {count} requests failed: {text}", file=sys.stderr)
-    return 1 if errors else 0
+def _add_load(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("load")
+    add = group.add_argument
+    load = group.add_mutually_exclusive_group()
+    load.add_argument(
+        "--concurrency",
+        "--clients",
+        dest="clients",
+        type=count,
+        default=8,
+        help="closed loop: so many at a time (default: 8)",
+    )
+    load.add_argument("--rate", type=positive, help="open loop: requests a second, by a Poisson process")
+    load.add_argument(
+        "--goodput", action="store_true", help="search the highest rate whose p99 keeps to the service levels"
+    )
+    load.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="open loop: requests as they came to a service, instead of a workload. A JSON object a line: at "
+        "(seconds), words or input_tokens, output_tokens, images (a list of sizes such as 1280x720)",
+    )
+    add("--requests", type=count, help="in all (default: 100; of a trace all)")
+    add(
+        "--beside",
+        type=positive,
+        metavar="RATE",
+        help="new images a second beside the workload, 4 tokens out each",
+    )
+    add(
+        "--beside-images",
+        type=count,
+        default=80,
+        help="how many of those come in a closed loop (default: 80)",
+    )
+    add("--slo-ttft-ms", type=positive, default=500.0, help="service level of the first token (default: 500)")
+    add("--slo-itl-ms", type=positive, default=25.0, help="and between two tokens (default: 25)")
+
+
+def _add_shape(add: Callable[..., Any]) -> None:
+    add(
+        "--image-size",
+        "--size",
+        dest="size",
+        type=size,
+        action="append",
+        metavar="WxH",
+        help="of images and videos (default: 1280x720); repeat for a mix",
+    )
+    add("--images", type=count, default=1, help="in a request, or videos (default: 1)")
+    add("--frames", type=count, default=16, help="of a video (default: 16)")
+    add(
+        "--fps",
+        type=count,
+        default=2,
+        help="of its frames: 2, which many models sample, keeps all (default: 2)",
+    )
+    add("--max-images", type=count, default=256, help="most-images tries no more (default: 256)")
+    add(
+        "--input-tokens",
+        "--words",
+        dest="words",
+        type=count,
+        default=20,
+        help="of text in a message, in words of about a token (default: 20)",
+    )
+    add(
+        "--output-tokens",
+        "--tokens",
+        dest="tokens",
+        type=count,
+        default=64,
+        help="of an answer (default: 64)",
+    )
+    add("--turns", type=count, default=4, help="of a conversation (default: 4)")
+    add("--catalogue", type=count, default=64, help="images of the workload catalogue (default: 64)")
+    add("--zipf", type=positive, default=1.1, help="exponent of their popularity (default: 1.1)")
+    add("--stop", action="store_true", help="let answers end by themselves; for servers without ignore_eos")
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, str]:
+    """Options of an engine in this process, as `saccade.LLM` takes them."""
+    return {name: value for name in ("load_format", "dtype") if (value := getattr(args, name)) is not None}
+
+
+def resolve(args: argparse.Namespace) -> None:
+    """Sets `workload` and `offline` from what was named without a flag."""
+    if args.what in NAMES and args.workload is None:
+        args.workload = args.what
+    elif args.what is not None:
+        if args.url != _URL:
+            both = f"{args.what!r} is an engine in this process, --url a server"
+            raise UsageError(f"{both}; for the name that a server gives its model say --model")
+        args.offline = args.what
+    if args.workload == "beside":
+        args.workload = "text"
+        args.beside = args.beside or _BESIDE_RATE
+
+
+def run(args: argparse.Namespace) -> int:
+    resolve(args)
+    if args.calibrate:
+        from saccade.cli.calibrate import calibrate  # needs torch
+
+        return calibrate(args.calibrate, args.model, engine_options(args))
+    from saccade.cli.bench_load import bench
+
+    if args.offline is None:
+        return bench(args)
+    from saccade.cli.bench_offline import offline  # needs torch
+
+    return bench(args, offline)

@@ -6,8 +6,8 @@ import argparse
 
 from saccade.apps.bench.trace import TraceRequest, read_trace
 from saccade.apps.bench.video import check_av
-from saccade.cli.bench_arguments import MAX_IMAGES, NAMES, engine_options
-from saccade.cli.writable import check_writable
+from saccade.cli.bench import MAX_IMAGES, NAMES, engine_options
+from saccade.cli.writable import check_plot, check_writable
 from saccade.errors import ConfigError
 
 _WORKLOAD = "image"  # where none is named
@@ -16,8 +16,7 @@ _REQUESTS = 100
 
 def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
     """The trace, if one is given. Sets what depends on it. ConfigError names the flag at fault."""
-    if args.plot and args.plot.suffix.lower() != ".svg":
-        raise ConfigError(f"--plot {args.plot} is not an .svg file, and no other is drawn")
+    check_plot(args.plot)
     for flag in ("json", "csv", "plot"):
         if path := getattr(args, flag):
             check_writable(f"--{flag}", path)
@@ -25,17 +24,21 @@ def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
         raise ConfigError(f"--trace says what requests hold: leave out the workload {args.workload!r}")
     if args.offline is not None:
         _refuse_server_flags(args)
-    elif given := engine_options(args):
-        flag = "--" + next(iter(given)).replace("_", "-")
+    elif engine := engine_options(args):
+        flag = "--" + next(iter(engine)).replace("_", "-")
         raise ConfigError(f"{flag} is of an engine in this process: give a MODEL, or leave it out")
     if args.workload == MAX_IMAGES:
         _refuse_load_flags(args)
     if args.workload == "video":
         check_av()
-    trace = read_trace(args.trace) if args.trace else ()
-    args.workload = "trace" if trace else args.workload or _WORKLOAD
-    args.requests = min(args.requests or len(trace), len(trace)) if trace else args.requests or _REQUESTS
-    return trace
+    if args.trace:
+        trace = read_trace(args.trace)
+        args.workload = "trace"
+        args.requests = min(args.requests or len(trace), len(trace))
+        return trace
+    args.workload = args.workload or _WORKLOAD
+    args.requests = args.requests or _REQUESTS
+    return ()
 
 
 def _refuse_load_flags(args: argparse.Namespace) -> None:

@@ -11,18 +11,23 @@ def max_images(attempt: Callable[[int], Attempt], up_to: int) -> MaxImages:
     """Tells of each attempt, and of the end."""
 
     def tell(images: int) -> Attempt:
-        found = attempt(images)
-        how = "answered" if found.error is None else "refused" if found.is_refusal else "failed"
+        trial = attempt(images)
+        how = "answered" if trial.error is None else _problem(trial, "failed")
         print(f"{images:8} images: {how}", flush=True)
-        return found
+        return trial
 
-    found = find_max_images(tell, up_to)
-    print(_summary(found, up_to))
-    return found
+    search = find_max_images(tell, up_to)
+    print(_summary(search, up_to))
+    return search
 
 
-def _summary(found: MaxImages, up_to: int) -> str:
-    if found.limit is None:
-        return f"most images: {found.images} or more; no more were tried (--max-images {up_to})"
-    how = "refused" if found.limit.is_refusal else "failed, so the search ended"
-    return f"most images: {found.images}; {found.limit.images} {how}: {found.limit.error}"
+def _summary(search: MaxImages, up_to: int) -> str:
+    limit = search.limit
+    if limit is None:
+        return f"most images: {search.images} or more; no more were tried (--max-images {up_to})"
+    how = _problem(limit, "failed, so the search ended")
+    return f"most images: {search.images}; {limit.images} {how}: {limit.error}"
+
+
+def _problem(trial: Attempt, failure: str) -> str:
+    return "refused" if trial.is_refusal else failure

@@ -23,8 +23,8 @@ from saccade.apps.bench.load import LoadResult, Part, Result
 from saccade.apps.bench.max_images import Attempt
 from saccade.apps.bench.stream_client import RequestSample
 from saccade.apps.bench.workloads import WORKLOADS, ClientJob, RequestShape
-from saccade.cli.bench import Subject
-from saccade.cli.bench_arguments import engine_options
+from saccade.cli.bench import engine_options
+from saccade.cli.bench_load import Subject
 from saccade.errors import RequestError
 from saccade.llm import Engine
 from saccade.outputs import RequestOutput
@@ -82,18 +82,18 @@ class _Work(NamedTuple):
 
 def _chat(body: bytes) -> _Chat:
     """Data URLs become bytes here: a caller in Python has no need of them."""
-    given = json.loads(body)
-    for message in given["messages"]:
+    fields = json.loads(body)
+    for message in fields["messages"]:
         for part in message["content"] if isinstance(message["content"], list) else ():
             if part["type"] != "text":
                 link = part[part["type"]]
                 link["url"] = base64.b64decode(link["url"].partition(",")[2])
     params = SamplingParams(
-        temperature=given["temperature"],
-        max_tokens=given["max_tokens"],
-        ignore_eos=given.get("ignore_eos", False),
+        temperature=fields["temperature"],
+        max_tokens=fields["max_tokens"],
+        ignore_eos=fields.get("ignore_eos", False),
     )
-    return _Chat(given["messages"], params)
+    return _Chat(fields["messages"], params)
 
 
 @dataclass
@@ -102,7 +102,7 @@ class _Source:
 
     place: int
     jobs: deque[_Work]
-    times: deque[float] | None  # None: a closed loop
+    times: deque[float]  # empty: a closed loop
     clients: int
     num_open: int = 0  # jobs
 
@@ -112,18 +112,18 @@ class _Source:
         for number in range(part.jobs):
             jobs.append(_Work.of(part.job(number, place)))
             tick()
-        times = part.times()
-        return _Source(place, jobs, None if times is None else deque(times), part.clients or 0)
+        return _Source(place, jobs, deque(part.times() or ()), part.clients or 0)
 
     def due(self, start: float) -> Iterator[tuple[_Work, float]]:
         """Jobs to begin now, each with the time at which it should have begun."""
-        while self.jobs and (self.num_open < self.clients if self.times is None else self._is_due(start)):
+        while self.jobs and self._is_due(start):
             self.num_open += 1
-            due = start + self.times.popleft() if self.times is not None else time.perf_counter()
-            yield self.jobs.popleft(), due
+            yield self.jobs.popleft(), start + self.times.popleft() if self.times else time.perf_counter()
 
     def _is_due(self, start: float) -> bool:
-        return bool(self.times) and self.next_time(start) <= time.perf_counter()
+        if self.times:
+            return self.next_time(start) <= time.perf_counter()
+        return self.num_open < self.clients
 
     def next_time(self, start: float) -> float:
         return start + self.times[0] if self.times else start

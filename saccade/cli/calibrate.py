@@ -42,17 +42,17 @@ def calibrate(file: Path, model: str | None, options: Mapping[str, str]) -> int:
         timing = TimeModel(config, dtype, hardware, calibration_for(hardware), Precision(size, size))
         figures = list(_figures(llm, device.type))
         if config.vision is not None:
-            given = _megapixel_ms(llm, device.type)
-            timing = replace(timing, calibration=replace(timing.calibration, megapixel_ms=given))
+            megapixel_ms = _megapixel_ms(llm, device.type)
+            timing = replace(timing, calibration=replace(timing.calibration, megapixel_ms=megapixel_ms))
             figures.append(_new_image(llm, device.type))
     name = "the built-in model" if model is None else model
     speed = f"{hardware.bandwidth_gb_s:g} GB/s, {hardware.tflops:g} TFLOP/s"
     source = f"measured with {name} on {hardware.name}, {speed}"
-    found = replace(fit(timing, figures), source=source)
+    calibration = replace(fit(timing, figures), source=source)
     for figure in figures:
-        predicted = figure.predict(replace(timing, calibration=found)) * 1e3
+        predicted = figure.predict(replace(timing, calibration=calibration)) * 1e3
         print(f"{figure.name:<32}{figure.seconds * 1e3:10.2f} ms measured {predicted:10.2f} ms predicted")
-    write_whole(file, json.dumps({"hardware": asdict(hardware), **asdict(found)}, indent=1) + "\n")
+    write_whole(file, json.dumps({"hardware": asdict(hardware), **asdict(calibration)}, indent=1) + "\n")
     print(f"written: {file}; saccade plan MODEL --calibration {file} uses it")
     return 0
 
@@ -83,12 +83,13 @@ def _decode(llm: LLM, batch: int, context: int) -> Figure:
     once = _median(lambda: _generate(llm, prompts, 1))
     often = _median(lambda: _generate(llm, prompts, 1 + _STEPS))
     step = max((often - once) / _STEPS, 1e-6)
-    return Figure(f"decode of {batch}", step, lambda made: made.decode(batch, context + _STEPS // 2))
+    return Figure(f"decode of {batch}", step, lambda timing: timing.decode(batch, context + _STEPS // 2))
 
 
 def _text(llm: LLM, tokens: int) -> Figure:
     seconds = _median(lambda: _generate(llm, [_prompt(llm, tokens)], 1))
-    return Figure(f"first token, text of {tokens}", seconds, lambda made: made.prefill(tokens) + made.request)
+    name = f"first token, text of {tokens}"
+    return Figure(name, seconds, lambda timing: timing.prefill(tokens) + timing.request)
 
 
 def _new_image(llm: LLM, device: str) -> Figure:
@@ -102,9 +103,9 @@ def _new_image(llm: LLM, device: str) -> Figure:
 
     width, height = _SIZES[device]
 
-    def predict(made: TimeModel) -> float:
-        work = made.encode(item.geometry) + made.prefill(item.geometry.tokens)
-        return made.preprocess(width * height / 1e6) + work + made.request
+    def predict(timing: TimeModel) -> float:
+        work = timing.encode(item.geometry) + timing.prefill(item.geometry.tokens)
+        return timing.preprocess(width * height / 1e6) + work + timing.request
 
     return Figure(f"first token, JPEG of {width}x{height}", _median(ask), predict)
 

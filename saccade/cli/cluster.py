@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,28 @@ from saccade.cli.get_json import get_json
 from saccade.errors import ConfigError
 
 _COLUMNS = ("worker", "node", "pid", "device", "state", "KV used", "queued", "running", "waiting", "restarts")
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    verbs = command.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    status = verbs.add_parser(
+        "status",
+        help="who is where, in which state, how full",
+        description="Show a running server's engines and encoder workers: machine, process, device, state, "
+        "KV blocks in use, queued work in prompt tokens, requests that run and wait.",
+        epilog="Example: saccade cluster status --url http://10.0.0.1:8000 --api-key KEY",
+    )
+    add = status.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="of the server (default: http://127.0.0.1:8000)")
+    add("--api-key", metavar="KEY", help="of the server, if it wants one")
+    add("--json", action="store_true", help="print a JSON list instead of a table")
+    add("--debug", action="store_true", help="show tracebacks")
+
+
+def run(args: argparse.Namespace) -> int:
+    workers = fetch_workers(args.url, args.api_key)
+    print(json.dumps(workers, indent=2) if args.json else status_table(workers))
+    return 0
 
 
 def fetch_workers(url: str, api_key: str | None) -> list[dict[str, Any]]:
@@ -36,11 +60,11 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cells(worker: Mapping[str, Any]) -> tuple[str, ...]:
-    used = worker["kv_use"]
+    kv_use = worker["kv_use"]
     values = [
         f"{worker['role']} {worker['index']}",
         *[worker[name] for name in ("node", "pid", "device", "state")],
-        None if used is None else f"{used:.0%}",
+        None if kv_use is None else f"{kv_use:.0%}",
         *[worker[name] for name in ("queued_work", "running", "waiting", "restarts")],
     ]
     return tuple("-" if value is None else str(value) for value in values)

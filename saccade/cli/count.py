@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from saccade import costs
+from saccade.cli.option_flags import chosen_options
 from saccade.errors import RequestError
 from saccade.media.documents import Document, is_pdf, load_document
 from saccade.media.load import load_image
@@ -37,6 +42,38 @@ class Count:
     pruned: int = 0  # tokens of a video
 
 
+def add(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Print the bill of each picture, video and page. Loads no weights and decodes nothing."
+    )
+    command.epilog = "Example: saccade count --model Qwen/Qwen2-VL-2B-Instruct --max-pixels 1003520 *.jpg"
+    add = command.add_argument
+    add("files", nargs="+", metavar="FILE", help="pictures, videos and PDFs")
+    add("--model", help="folder, hub id or saccade-builtin, whose rules apply; nothing: those of Qwen2-VL")
+    add("--min-pixels", type=int, help="smaller pictures are enlarged to this")
+    add("--max-pixels", type=int, help="larger pictures are reduced to this, frames of videos too")
+    add("--video-pruning", type=float, default=0.0, help="share of static video tokens to drop")
+    add("--together", action="store_true", help="as one prompt: some models shrink many images")
+    add("--json", action="store_true", help="print a JSON list instead of a table")
+    add("--debug", action="store_true", help="show tracebacks")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Unreadable files are reported on stderr and make the exit status 1."""
+    options = Options(**chosen_options(args, Options))  # checks the values
+    rows, errors = count_files(args.files, options, together=args.together)
+    if args.model is None and not args.json:
+        rules = "counted by the rules of Qwen2-VL; --model names another, saccade-builtin the built-in one"
+        print(f"saccade: {rules}", file=sys.stderr)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        print(table(rows))
+    for error in errors:
+        print(f"saccade: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
 def count_files(
     files: Sequence[str], options: Options, *, together: bool = False
 ) -> tuple[list[Count], list[RequestError]]:
@@ -55,11 +92,11 @@ def count_files(
             if file in documents:
                 counts += _count_pages(file, documents[file], prices, policy)
             elif file not in errors:
-                counts.append(_count_video(file, options) if _is_video(file) else _count_image(file, prices))
+                counts.append(_count_file(file, options, prices))
         except RequestError as error:
             errors[file] = error
-    named = [RequestError(f"{file}: {error.message}", code=error.code) for file, error in errors.items()]
-    return counts, named
+    problems = [RequestError(f"{file}: {error.message}", code=error.code) for file, error in errors.items()]
+    return counts, problems
 
 
 def _documents(
@@ -110,12 +147,14 @@ class _Prices(NamedTuple):
         )
 
 
-def _count_image(file: str, prices: _Prices) -> Count:
+def _count_file(file: str, options: Options, prices: _Prices) -> Count:
+    if is_video_file(_start(file)):
+        return _count_video(file, options)
     return prices.of(file, load_image(Path(file), MediaPolicy.of(Options())).header.size)
 
 
 def _count_pages(file: str, document: Document, prices: _Prices, policy: MediaPolicy) -> list[Count]:
-    """Of each page, named as browsers do. The size is that of the rendered page."""
+    """The bill of each page, named as browsers do. The size is that of the rendered page."""
     sizes = [page_size(page, prices.family, policy, prices.limits) for page in document.pages]
     return [prices.of(f"{file}#page={number}", size) for number, size in enumerate(sizes, 1)]
 
@@ -128,14 +167,12 @@ def _start(file: str) -> bytes:
         return b""  # reading it as an image reports the error
 
 
-def _is_video(file: str) -> bool:
-    return is_video_file(_start(file))
-
-
 def _count_video(file: str, options: Options) -> Count:
-    """With the default frames."""
-    checkpoint = open_checkpoint(options.model, weights=False) if options.model is not None else None
-    rules = families.video_rules_for(checkpoint) if checkpoint else families.default_video_rules()
+    """The bill with the default frames."""
+    if options.model is not None:
+        rules = families.video_rules_for(open_checkpoint(options.model, weights=False))
+    else:
+        rules = families.default_video_rules()
     if rules is None:
         raise RequestError("this model takes no videos", code="unsupported")
     videos = Videos(rules, MediaPolicy.of(options), b"")

@@ -8,8 +8,13 @@ from pathlib import Path
 from saccade.errors import ConfigError
 
 
+def check_plot(path: Path | None) -> None:
+    if path is not None and path.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot {path} is not an .svg file, and no other is drawn")
+
+
 def check_writable(flag: str, path: Path) -> None:
-    """By opening it: permissions alone do not tell. What was not there before is not there after."""
+    """Opens it: permissions alone do not tell. What was not there before is not there after."""
     is_new = not path.exists()
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))

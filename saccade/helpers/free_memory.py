@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_CGROUP_V1, _CGROUP_V2 = ("limit_in_bytes", "usage_in_bytes"), ("max", "current")  # memory.*
+_CGROUP_V1 = ("limit_in_bytes", "usage_in_bytes")  # memory.*
+_CGROUP_V2 = ("max", "current")
 
 
 def free_ram() -> int:
     """What is available without swapping, and within the limits of the groups that this process is in."""
-    known = "SC_AVPHYS_PAGES" in os.sysconf_names  # macOS only tells what it has in all
-    free = os.sysconf("SC_AVPHYS_PAGES" if known else "SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pages = next(name for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if name in os.sysconf_names)
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")  # macOS only tells what it has in all
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -27,9 +28,9 @@ def free_in_cgroups(root: Path, membership: Path) -> Iterator[int]:
     for version, kind, names in ((root, "", _CGROUP_V2), (root / "memory", "memory", _CGROUP_V1)):
         group = version / paths.get(kind, "/").lstrip("/")
         for folder in {version, group, *group.parents}:  # a container may see its own group as the root
-            limit, used = (folder / f"memory.{name}" for name in names)
-            if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-                yield int(limit.read_text()) - int(used.read_text()) + _droppable(folder / "memory.stat")
+            limit, usage = (folder / f"memory.{name}" for name in names)
+            if limit.exists() and usage.exists() and limit.read_text().strip() != "max":
+                yield int(limit.read_text()) - int(usage.read_text()) + _droppable(folder / "memory.stat")
 
 
 def _droppable(stat: Path) -> int:

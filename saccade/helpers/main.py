@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from saccade.helpers.process import REPLY, REQUEST, Outcome
+from saccade.helpers.process import REPLY, REQUEST, Outcome, read_exactly
 
 _MAX_FDS = 4
 _GRACE_SECONDS = 1  # after which the kernel ends what ignores its signal
@@ -26,7 +26,7 @@ Answer = Callable[[bytes, Sequence[int]], bytes]
 """The body of a request and the descriptors that came with it -> the body of the reply."""
 
 
-class Refused(Exception):
+class AnswerRefused(Exception):
     """The request cannot be done; `body` says why."""
 
     def __init__(self, body: bytes) -> None:
@@ -39,7 +39,7 @@ class _Slow(BaseException):
 
 
 def limit_memory(megabytes: int) -> None:
-    """Of address space, for the rest of this process."""
+    """The limit of address space, for the rest of this process."""
     limit_address_space(megabytes << 20, for_good=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -47,9 +47,13 @@ def limit_memory(megabytes: int) -> None:
 def limit_address_space(num_bytes: int, *, for_good: bool = False) -> None:
     """Within the limit that this process was started with, which it may not raise."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    limit = _at_most(num_bytes, hard)
     with suppress(ValueError):  # macOS refuses limits below what is mapped
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit if for_good else hard))
+
+
+def _at_most(value: int, limit: int) -> int:
+    return value if limit == resource.RLIM_INFINITY else min(value, limit)
 
 
 def serve(answer: Answer, *, is_python: bool = False) -> None:
@@ -65,11 +69,11 @@ def serve(answer: Answer, *, is_python: bool = False) -> None:
     with socket.socket(fileno=0) as connection, suppress(ConnectionError):
         while (request := _receive(connection)) is not None:
             seconds, body, fds = request
-            outcome, taken, reply = _answered(answer, seconds, body, fds)
+            outcome, cpu_seconds, reply = _answered(answer, seconds, body, fds)
             del request, body
             for fd in fds:
                 os.close(fd)
-            connection.sendall(REPLY.pack(outcome, taken, len(reply)))
+            connection.sendall(REPLY.pack(outcome, cpu_seconds, len(reply)))
             connection.sendall(reply)
 
 
@@ -77,15 +81,17 @@ def _answered(
     answer: Answer, seconds: float, body: bytes, fds: Sequence[int]
 ) -> tuple[Outcome, float, bytes]:
     before = _cpu_time()
-    outcome, reply = Outcome.DONE, b""
+    outcome = Outcome.DONE
+    reply = b""
     try:
         _limit_cpu(before, seconds)
         try:
             reply = answer(body, fds)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-    except Refused as refused:
-        outcome, reply = Outcome.FAILED, refused.body
+    except AnswerRefused as refused:
+        outcome = Outcome.FAILED
+        reply = refused.body
     except MemoryError:
         outcome = Outcome.MEMORY
     except _Slow:
@@ -95,7 +101,7 @@ def _answered(
 
 
 def _cpu_time() -> float:
-    """In seconds. time.process_time() stands still between the kernel's ticks where this time has a limit."""
+    """Seconds. time.process_time() stands still between the kernel's ticks where this time has a limit."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -107,8 +113,7 @@ def _raise_slow(*_: object) -> None:
 def _limit_cpu(now: float, seconds: float) -> None:
     """The timer's signal ends the work; the kernel ends the process where a library has taken the signal."""
     _, maximum = resource.getrlimit(resource.RLIMIT_CPU)
-    last = math.ceil(now + seconds) + _GRACE_SECONDS
-    last = last if maximum == resource.RLIM_INFINITY else min(last, maximum)
+    last = _at_most(math.ceil(now + seconds) + _GRACE_SECONDS, maximum)
     resource.setrlimit(resource.RLIMIT_CPU, (last, maximum))
     signal.setitimer(signal.ITIMER_PROF, seconds, _REPEAT_SECONDS)
 
@@ -123,17 +128,6 @@ def _receive(connection: socket.socket) -> tuple[float, bytes, list[int]] | None
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    header += _read(connection, REQUEST.size - len(header))
+    header += read_exactly(connection.recv_into, REQUEST.size - len(header))
     seconds, length = REQUEST.unpack(header)
-    return seconds, _read(connection, length), list(fds)
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    body = bytearray(length)
-    view = memoryview(body)
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionError("the parent has gone")
-        view = view[count:]
-    return bytes(body)
+    return seconds, read_exactly(connection.recv_into, length), list(fds)

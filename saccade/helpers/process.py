@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from queue import LifoQueue
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 REQUEST = struct.Struct(">dQ")
 REPLY = struct.Struct(">BdQ")
@@ -34,6 +34,18 @@ _END_SECONDS = 1.0  # for one that has closed its socket, or is told to end by t
 _REAP_SECONDS = 0.001  # between looks if it has ended
 
 Buffer = bytes | bytearray | memoryview
+
+
+def read_exactly(receive_into: Callable[[memoryview], int], length: int) -> bytes:
+    """ConnectionError where the other side ends before."""
+    body = bytearray(length)
+    view = memoryview(body)
+    while view:
+        count = receive_into(view)
+        if not count:
+            raise ConnectionError("the other process has ended")
+        view = view[count:]
+    return bytes(body)
 
 
 _helped = threading.local()  # what other processes took for each thread
@@ -90,7 +102,7 @@ class HelperProcess:
         self._environment = environment or {}
         self._max_reply = max_reply
         self._lock = threading.Lock()  # between a start, `cancel` and `close`
-        self._running: _Running | None = None
+        self._running: _Child | None = None
         self._is_cancelled = False
         self._is_closed = False
 
@@ -109,11 +121,13 @@ class HelperProcess:
             running = self._started(is_cancelled)
         except OSError:
             return Reply(Outcome.UNAVAILABLE, 0.0)
-        reply = self._reply(running, parts, seconds, fds) if running else Reply(Outcome.CANCELLED, 0.0)
+        if running is None:
+            return Reply(Outcome.CANCELLED, 0.0)
+        reply = self._reply(running, parts, seconds, fds)
         count_seconds(reply.seconds)
         return reply
 
-    def _reply(self, running: _Running, parts: Sequence[Buffer], seconds: float, fds: Sequence[int]) -> Reply:
+    def _reply(self, running: _Child, parts: Sequence[Buffer], seconds: float, fds: Sequence[int]) -> Reply:
         start = time.monotonic()
         try:
             reply = running.ask(parts, seconds, fds, self._max_reply)
@@ -129,7 +143,7 @@ class HelperProcess:
         return reply
 
     def cancel(self) -> None:
-        """From another thread: end what it works on. Its `ask` returns CANCELLED."""
+        """Ends, from another thread, what it works on. Its `ask` returns CANCELLED."""
         with self._lock:
             if self._running is not None:
                 self._is_cancelled = True
@@ -146,9 +160,11 @@ class HelperProcess:
     @property
     def pid(self) -> int | None:
         running = self._running
-        return None if running is None or running.has_ended else running.pid
+        if running is None or running.has_ended:
+            return None
+        return running.pid
 
-    def _started(self, is_cancelled: Callable[[], bool]) -> _Running | None:
+    def _started(self, is_cancelled: Callable[[], bool]) -> _Child | None:
         """The process; None where the caller wants no answer any more."""
         with self._lock:
             if self._is_closed:
@@ -157,10 +173,10 @@ class HelperProcess:
             if is_cancelled():  # asked under the lock: a `cancel` after this finds the process
                 return None
             if self._running is None or self._running.has_ended:
-                self._running = _Running(self._command, self._environment)
+                self._running = _Child(self._command, self._environment)
             return self._running
 
-    def _end(self, running: _Running, otherwise: Outcome) -> Outcome:
+    def _end(self, running: _Child, otherwise: Outcome) -> Outcome:
         """Why it ended."""
         status = running.end()
         with self._lock:  # not held while it ends: `cancel` never waits for that
@@ -170,7 +186,7 @@ class HelperProcess:
             return _ENDED_BY.get(status or 0, otherwise)
 
 
-class _Running:
+class _Child:
     """The process and the socket to it.
 
     PR_SET_PDEATHSIG, as used for the engine, would bind it to the thread that started it.
@@ -211,11 +227,11 @@ class _Running:
             self._socket.sendall(header)
         for part in parts:
             self._socket.sendall(part)
-        outcome, taken, length = REPLY.unpack(self._read(REPLY.size))
+        outcome, cpu_seconds, length = REPLY.unpack(read_exactly(self._receive_into, REPLY.size))
         if length > max_reply:
             raise ConnectionError(f"a helper process sends {length} bytes")
-        reply = Reply(Outcome(outcome), taken, self._read(length))
-        self._told += taken
+        reply = Reply(Outcome(outcome), cpu_seconds, read_exactly(self._receive_into, length))
+        self._told += cpu_seconds
         return reply
 
     def kill(self) -> None:
@@ -253,16 +269,6 @@ class _Running:
                     self.seconds = max(0.0, usage.ru_utime + usage.ru_stime - self._told)
             return self._child.returncode is not None
 
-    def _read(self, length: int) -> bytes:
-        body = bytearray(length)
-        view = memoryview(body)
-        while view:
-            count = self._receive_into(view)
-            if not count:
-                raise ConnectionError("a helper process has ended")
-            view = view[count:]
-        return bytes(body)
-
     def _receive_into(self, view: memoryview) -> int:
         """Waits on while the process works: beside busy threads a nice one gets little of a processor."""
         while True:
@@ -274,7 +280,7 @@ class _Running:
                     raise
 
     def _cpu_seconds(self) -> float:
-        """Of the process until now; 0 where the system has no such clock."""
+        """Those of the process until now; 0 where the system has no such clock."""
         with suppress(OSError):
             return time.clock_gettime(~self.pid << 3 | _CPU_CLOCK)
         return 0.0
@@ -286,7 +292,11 @@ def _finish(child: subprocess.Popen[bytes], connection: socket.socket) -> None:
     child.wait()
 
 
-Helper = TypeVar("Helper")
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Helper = TypeVar("Helper", bound=Closable)
 Result = TypeVar("Result")
 
 
@@ -306,3 +316,8 @@ class HelperPool(Generic[Helper]):
             return work(helper)
         finally:
             self._free.put(helper)
+
+    def close(self) -> None:
+        """Ends all processes. May be called again."""
+        for helper in self.helpers:
+            helper.close()

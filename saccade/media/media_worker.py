@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from saccade.errors import RequestError
-from saccade.helpers.main import Refused, limit_address_space, serve
+from saccade.helpers.main import AnswerRefused, limit_address_space, serve
 from saccade.media.decode import Pixels, decode_item
 from saccade.media.jobs import (
     SEND_AGAIN,
@@ -52,7 +52,7 @@ class MediaWorker:
     def answer(self, body: bytes, fds: Sequence[int]) -> bytes:
         has_data, memory, job, data = unpack(body)
         if has_data and not self._data:
-            raise Refused(SEND_AGAIN)
+            raise AnswerRefused(SEND_AGAIN)
         if not has_data:
             self._forget(data)
         _limit_memory(memory)
@@ -61,12 +61,12 @@ class MediaWorker:
                 self._memory.open(fd)
             return self._done(job)
         except RequestError as error:
-            raise Refused(encoded(Refusal(error.message, error.code, error.param))) from None
+            raise AnswerRefused(encoded(Refusal(error.message, error.code, error.param))) from None
         except UnreadablePdf as error:
-            raise Refused(encoded(Refusal(str(error), "invalid_document", is_rest=True))) from None
+            raise AnswerRefused(encoded(Refusal(str(error), "invalid_document", is_rest=True))) from None
         except OSError as error:  # of this machine: decoders tell theirs of a file as above
             message = f"cannot be read now: {error.strerror or error}; try again"
-            raise Refused(encoded(Refusal(message, "overloaded", is_rest=True))) from None
+            raise AnswerRefused(encoded(Refusal(message, "overloaded", is_rest=True))) from None
         finally:
             self._memory.trim()
 

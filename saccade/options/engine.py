@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,15 +202,17 @@ class Options:
                 _positive(name, getattr(self, name))
         for name in ("kv_cache_gb", "kv_offload_gb", "encoder_cache_gb", "embedding_host_gb", "max_waiting"):
             value = getattr(self, name)
-            is_valid = value is None or (isinstance(value, (int, float)) and value >= 0)
-            _require(is_valid, name, value, "a number of 0 or more")
+            if value is not None:
+                is_valid = isinstance(value, (int, float)) and value >= 0
+                _require(is_valid, name, value, "a number of 0 or more")
         _require(isinstance(self.seed, int), "seed", self.seed, "a whole number")
         for name in ("max_step_ms", "inter_token_ms", "video_fps", "max_video_seconds", "max_decode_seconds"):
             value = getattr(self, name)
-            _require(value is None or value > 0, name, value, "above 0")
+            if value is not None:
+                _require(value > 0, name, value, "above 0")
         seconds = self.chat_template_timeout
-        allowed = f"above 0 and at most {_MAX_TEMPLATE_SECONDS} seconds"
-        _require(0 < seconds <= _MAX_TEMPLATE_SECONDS, "chat_template_timeout", seconds, allowed)
+        limits = f"above 0 and at most {_MAX_TEMPLATE_SECONDS} seconds"
+        _require(0 < seconds <= _MAX_TEMPLATE_SECONDS, "chat_template_timeout", seconds, limits)
         _require(0 <= self.video_pruning < 1, "video_pruning", self.video_pruning, "at least 0 and below 1")
         if self.kv_offload_gb and not self.enable_prefix_caching:
             raise UsageError(
@@ -238,10 +241,10 @@ def _check_embedding_store(options: Options) -> None:
     url = options.embedding_store
     if url is None:
         return
-    scheme = url.partition("://")[0]
-    if scheme not in _STORE_SCHEMES or scheme == url:  # the URL may hold a password, so it is not repeated
-        shown = scheme if scheme != url and scheme.isalnum() else "something else"
-        raise UsageError(f"embedding_store must be a URL with {', '.join(_STORE_SCHEMES)}, not {shown}")
+    match = _SCHEME.match(url)
+    scheme = match[1] if match else "something else"  # the URL may hold a password, so it is not repeated
+    if scheme not in _STORE_SCHEMES:
+        raise UsageError(f"embedding_store must be a URL with {', '.join(_STORE_SCHEMES)}, not {scheme}")
     if options.embedding_dir is not None:
         both = f"embedding_dir={options.embedding_dir} and embedding_store={scheme}://..."
         raise UsageError(f"{both} are both given; embeddings are kept in one of them, so leave one out")
@@ -254,6 +257,7 @@ _CHOICES = {
     "isolate_decoders": ("auto", "on", "off"),
     "attention_backend": ("auto", "triton", "flashinfer"),
 }
+_SCHEME = re.compile(r"([^\W_]+)://")
 _STORE_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 _MAX_TEMPLATE_SECONDS = 600
 _PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels", "max_video_bytes")
@@ -270,9 +274,9 @@ _OPTIONAL_COUNTS = (
 )
 
 
-def options(**given: Any) -> Options:
+def options(**values: Any) -> Options:
     """Options from keyword arguments, ours and vLLM's, as `LLM(...)` takes them."""
-    return Options(**translated(given, defaults_of(Options)))
+    return Options(**translated(values, defaults_of(Options)))
 
 
 # --- what the parts get -------------------------------------------------------------------------------------

@@ -23,6 +23,6 @@ def positive(name: str, value: int) -> None:
     require(isinstance(value, int) and value >= 1, name, value, "a whole number of 1 or more")
 
 
-def require(condition: bool, name: str, given: object, allowed: str) -> None:
+def require(condition: bool, name: str, value: object, rule: str) -> None:
     if not condition:
-        raise UsageError(f"{name} must be {allowed}, not {given!r}")
+        raise UsageError(f"{name} must be {rule}, not {value!r}")

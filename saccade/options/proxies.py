@@ -32,12 +32,14 @@ def check_proxies(proxies: Sequence[str], tenant_header: str | None) -> None:
     joined: list[Network] = [*ipv4, *ipv6]
     for network in joined:
         if network.prefixlen < _MIN_PREFIX:
-            given = f"trusted_proxies={','.join(proxies)}"
+            setting = f"trusted_proxies={','.join(proxies)}"
             advice = f"name the proxies' own addresses, or networks of /{_MIN_PREFIX} or smaller"
-            raise ConfigError(f"{given} would let every client in {network} act as a proxy; {advice}")
-    if tenant_header is not None and not _HEADER.fullmatch(tenant_header):
+            raise ConfigError(f"{setting} would let every client in {network} act as a proxy; {advice}")
+    if tenant_header is None:
+        return
+    if not _HEADER.fullmatch(tenant_header):
         raise ConfigError(f"tenant_header takes a header's name such as X-Tenant, not {tenant_header}")
-    if tenant_header is not None and not proxies:
+    if not proxies:
         raise ConfigError(
             f"tenant_header={tenant_header} would let every client name itself any tenant; set "
             "trusted_proxies to the addresses that may send it, such as 127.0.0.1 for a proxy on this machine"

@@ -190,10 +190,10 @@ class ServerOptions:
                 raise UsageError(f"allowed_hosts takes * or names without scheme and port, not {host}")
         has_wildcard = any(domain.startswith("*") for domain in self.allowed_media_domains)
         if self.allow_private_media_addresses and (has_wildcard or not self.allowed_media_domains):
-            named = ",".join(self.allowed_media_domains) or "none"
+            domains = ",".join(self.allowed_media_domains) or "none"
             raise UsageError(
                 "allow_private_media_addresses needs allowed_media_domains that name the hosts one by one, "
-                f"not {named}: * would open your whole network to clients"
+                f"not {domains}: * would open your whole network to clients"
             )
         if self.max_inflight_mb is not None and self.max_inflight_mb < self.max_body_mb:
             raise UsageError(
@@ -202,8 +202,8 @@ class ServerOptions:
             )
         root = self.root_path
         _require(not root or _ROOT.fullmatch(root) is not None, "root_path", root, "empty or such as /vlm")
-        for name in ("ssl_keyfile", "ssl_ca_certs"):
-            if getattr(self, name) is not None and self.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs") if self.ssl_certfile is None else ():
+            if getattr(self, name) is not None:
                 raise UsageError(f"{name}={getattr(self, name)} needs ssl_certfile, the server's certificate")
         _require(self.log_level in LEVELS, "log_level", self.log_level, f"one of {', '.join(LEVELS)}")
         _require(self.log_format in FORMATS, "log_format", self.log_format, f"one of {', '.join(FORMATS)}")
@@ -269,8 +269,8 @@ def _check_range(name: str, count: int, low: int, high: int, *, at_least: int) -
         f"a whole number from {at_least} to {MAX_REPLICAS}",
     )
     if not min(count, 1) <= low <= count <= high <= (MAX_REPLICAS if count else 0):
-        given = f"min_{name}={low}, {name}={count}, max_{name}={high}"
-        raise UsageError(f"{given} must not fall, and be from 1 to {MAX_REPLICAS}")
+        settings = f"min_{name}={low}, {name}={count}, max_{name}={high}"
+        raise UsageError(f"{settings} must not fall, and be from 1 to {MAX_REPLICAS}")
 
 
 _OWNERS_WORTH = 16  # API keys that may fill their part of --batch-dir

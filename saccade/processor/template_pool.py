@@ -74,8 +74,8 @@ class TemplatePool:
 
     def close(self) -> None:
         """End all processes; callers still waiting get an error. May be called again."""
-        for renderer in (*self._quick.helpers, *self._slow.helpers):
-            renderer.close()
+        self._quick.close()
+        self._slow.close()
 
     def _body(self, context: dict[str, Any]) -> bytes:
         try:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from saccade.errors import ConfigError, RequestError
-from saccade.helpers.main import Refused, limit_memory, serve
+from saccade.helpers.main import AnswerRefused, limit_memory, serve
 from saccade.processor.template import compile_template, render
 
 MEMORY_MB = 768  # of address space: the interpreter alone takes a few dozen, on some systems 250
@@ -43,9 +43,9 @@ class _Renderer:
         try:
             return encoded(self._rendered(text) if body[:1] == CHAT else self._compiled(text))
         except RequestError as error:
-            raise Refused((TOO_LONG if error.code else REFUSED) + encoded(error.message)) from None
+            raise AnswerRefused((TOO_LONG if error.code else REFUSED) + encoded(error.message)) from None
         except ConfigError as error:
-            raise Refused(encoded(str(error))) from None
+            raise AnswerRefused(encoded(str(error))) from None
 
     def _compiled(self, template: str) -> str:
         compile_template(template)

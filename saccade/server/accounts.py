@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from saccade.server.errors import ApiError
-from saccade.server.tenant_file import Limits, TenantSettings
+from saccade.server.tenant_file import TenantLimits, TenantSettings
 
 _SECONDS = 60  # all limits are per minute
 _RETRY_AFTER_OPEN = 1.0
 _PROCESSOR = "processor-seconds"
-_KINDS = ("requests", "tokens", "pixels", _PROCESSOR)  # in the order of `Limits`
+_KINDS = ("requests", "tokens", "pixels", _PROCESSOR)  # in the order of `TenantLimits`
 LIMIT_HEADERS = [f"x-ratelimit-{what}-{kind}" for kind in _KINDS for what in ("limit", "remaining", "reset")]
 _ADVICE = {
     "requests": "send fewer",
@@ -78,7 +78,7 @@ class Bucket:
         self.limit = limit
 
 
-class Charge(NamedTuple):
+class TenantCharge(NamedTuple):
     """What a request took. It is given back to the same buckets, whatever limits the tenant has by then."""
 
     label: str  # the tenant's, in the metrics
@@ -114,10 +114,15 @@ class Account:
                 self._buckets[kind] = Bucket(limit, self._clock)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> TenantLimits:
         return self.settings.limits
 
-    def take(self, **amounts: int) -> Charge:
+    @property
+    def max_open(self) -> float:
+        limit = self.limits.open_requests
+        return math.inf if limit is None else limit
+
+    def take(self, **amounts: int) -> TenantCharge:
         """Takes all amounts or none. LimitExceeded if one is not left now or never can be."""
         limited = {kind: bucket for kind, bucket in self._buckets.items() if amounts.get(kind)}
         for kind, bucket in limited.items():
@@ -136,12 +141,12 @@ class Account:
             raise LimitExceeded(kind, f"{message}, or {_ADVICE[kind]}", longest)
         for kind, bucket in limited.items():
             bucket.take(amounts[kind])
-        return Charge(self.settings.label, limited)
+        return TenantCharge(self.settings.label, limited)
 
     def check_open(self, outputs: int = 1) -> None:
         """LimitExceeded if so many more outputs may not be open."""
-        limit = self.limits.open_requests
-        if limit is not None and self.num_open + outputs > limit:
+        limit = self.max_open
+        if self.num_open + outputs > limit:
             count = f"{self.num_open} of your requests are open, counted with n, and {limit} may be"
             message = f"{count}; {outputs} more were asked for; try again when some have ended"
             raise LimitExceeded("open_requests", message, _RETRY_AFTER_OPEN)
@@ -151,8 +156,8 @@ class Account:
         bucket = self._buckets.get(_PROCESSOR)
         if bucket is not None and bucket.used >= bucket.limit:
             wait = math.ceil(bucket.seconds_until(1))
-            used = f"your requests took {bucket.used:.1f} processor seconds beside the model's own"
-            message = f"{used} and your limit is {bucket.limit} a minute; try again in {wait} s"
+            usage = f"your requests took {bucket.used:.1f} processor seconds beside the model's own"
+            message = f"{usage} and your limit is {bucket.limit} a minute; try again in {wait} s"
             raise LimitExceeded("processor_seconds", message, wait)
 
     def use_processor(self, seconds: float) -> None:
@@ -162,10 +167,10 @@ class Account:
 
     def enter(self, outputs: int, more: int) -> None:
         """Holds `more` of the `outputs` of a request. LimitExceeded if they may not be open."""
-        limit = self.limits.open_requests
-        if limit is not None and outputs > limit:
-            asked = f"the request asks for {outputs} answers, n for each of its prompts"
-            message = f"{asked}, and {limit} of your requests may be open, so it can never pass"
+        limit = self.max_open
+        if outputs > limit:
+            request = f"the request asks for {outputs} answers, n for each of its prompts"
+            message = f"{request}, and {limit} of your requests may be open, so it can never pass"
             raise LimitExceeded("open_requests", f"{message}; lower n or send fewer prompts", None)
         self.check_open(more)
         self.num_open += more

@@ -31,7 +31,7 @@ from saccade.server.api.plan import measured, plan, plan_options
 from saccade.server.api.pooling import create_embedding, create_pooling, create_score, rerank
 from saccade.server.api.responses import create_response
 from saccade.server.batch_routes import batch_routes
-from saccade.server.endpoint import Endpoint, Handler
+from saccade.server.endpoint import Handler, JsonEndpoint
 from saccade.server.errors import ApiError, api_error, json_response
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
@@ -107,7 +107,7 @@ def _post_routes(service: Service) -> list[Route]:
         "/v1/batches": _json_handler(create_batch),
     }
     return [
-        Route(path, Endpoint(service, handlers[path], _INPUTS.get(path, ())), methods=["POST"], name=path)
+        Route(path, JsonEndpoint(service, handlers[path], _INPUTS.get(path, ())), methods=["POST"], name=path)
         for path in openapi.BODIES
     ]
 
@@ -134,73 +134,62 @@ def _json_handler(handler: JsonHandler) -> Handler:
 
 
 def _get_routes(service: Service) -> list[Route]:
-    async def live(request: Request) -> Response:
-        return json_response({"status": "alive"})  # the event loop works, whatever the engine does
-
-    async def health(request: Request) -> Response:
-        return _health(service)
-
-    async def ready(request: Request) -> Response:
-        return _ready(service)
-
-    async def models(request: Request) -> Response:
-        return json_response(model_list(service))
-
-    async def model(request: Request) -> Response:
-        return json_response(model_card(service, request.path_params["name"]))
-
-    async def metrics(request: Request) -> Response:
-        sees_tenants = request.scope["caller"].account.settings.is_operator
-        return Response(service.metrics.text(sees_tenants), media_type=CONTENT_TYPE)
-
-    async def version(request: Request) -> Response:
-        return json_response({"version": __version__})
-
-    async def engine(request: Request) -> Response:
-        is_operator = request.scope["caller"].account.settings.is_operator
-        workers = {"workers": worker_rows(service)} if is_operator else {}
-        return json_response({**_engine_view(service), **workers})
-
-    async def document(request: Request) -> Response:
-        servers = {"servers": [{"url": service.server.root_path or "/"}]}
-        return json_response({**openapi.document(__version__), **servers})
-
-    async def page(request: Request) -> Response:
-        return page_file(request.path_params.get("name", "index.html"))
-
-    handlers = {
-        "/live": live,
-        "/health": health,
-        "/ready": ready,
-        "/v1/models": models,
-        "/v1/models/{name:path}": model,
-        "/metrics": metrics,
-        "/version": version,
-        "/v1/engine": engine,
-        "/openapi.json": document,
-        "/": page,
-        STATIC + "{name}": page,
+    views: dict[str, Callable[[Request], Response]] = {
+        "/live": lambda _: json_response(
+            {"status": "alive"}
+        ),  # the event loop works, whatever the engine does
+        "/health": lambda _: _health(service),
+        "/ready": lambda _: _ready(service),
+        "/v1/models": lambda _: json_response(model_list(service)),
+        "/v1/models/{name:path}": lambda request: json_response(
+            model_card(service, request.path_params["name"])
+        ),
+        "/v1/plan/options": lambda _: json_response(
+            plan_options(service)
+        ),  # for the page at `/`, as the next
+        "/v1/plan/measured": lambda _: json_response(measured(service)),
+        "/metrics": lambda request: _metrics(service, request),
+        "/version": lambda _: json_response({"version": __version__}),
+        "/v1/engine": lambda request: json_response(_engine_view(service, request)),
+        "/openapi.json": lambda _: _openapi(service),
+        "/": lambda _: page_file("index.html"),
+        STATIC + "{name}": lambda request: page_file(request.path_params["name"]),
     }
-    return [*_plan_routes(service), *(Route(path, handler) for path, handler in handlers.items())]
+    return [Route(path, _on_loop(view)) for path, view in views.items()]
 
 
-def _plan_routes(service: Service) -> list[Route]:
-    """For the plan on the page at `/`."""
+def _on_loop(view: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """Not in a thread: none of them waits."""
 
-    async def options(request: Request) -> Response:
-        return json_response(plan_options(service))
+    async def answer(request: Request) -> Response:
+        return view(request)
 
-    async def last_hour(request: Request) -> Response:
-        return json_response(measured(service))
+    return answer
 
-    return [Route("/v1/plan/options", options), Route("/v1/plan/measured", last_hour)]
+
+def _sees_all(request: Request) -> bool:
+    return bool(request.scope["caller"].account.settings.is_operator)
+
+
+def _model(service: Service, name: str) -> Response:
+    return json_response(model_card(service, name))
+
+
+def _metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.text(_sees_all(request)), media_type=CONTENT_TYPE)
+
+
+def _openapi(service: Service) -> Response:
+    servers = {"servers": [{"url": service.server.root_path or "/"}]}
+    return json_response({**openapi.document(__version__), **servers})
 
 
 def _health(service: Service) -> Response:
     """200 while the engine steps or sends heartbeats."""
     status = service.engine.status()
-    is_stepping = status.state in ("ready", "draining") and status.heartbeat_age < _UNHEALTHY_SECONDS
-    is_alive = is_stepping or status.state == "sleeping"  # an operator asked for it
+    is_alive = status.state == "sleeping"  # an operator asked for it
+    if status.state in ("ready", "draining"):
+        is_alive = status.heartbeat_age < _UNHEALTHY_SECONDS
     body = {
         "status": "ok" if is_alive else "unavailable",
         "engine": status.state,
@@ -233,26 +222,27 @@ def _worker_views(service: Service) -> dict[str, Any]:
         }
         for view in service.encoders()
     ]
-    return {**({"replicas": views} if views else {}), **({"encoders": encoders} if encoders else {})}
+    workers = {"replicas": views, "encoders": encoders}
+    return {name: rows for name, rows in workers.items() if rows}
 
 
 def _ready(service: Service) -> Response:
     """200 if a new request would be admitted."""
-    status = service.engine.status()
-    reason: str = "draining" if service.gate.is_draining else status.state
-    if reason == "ready" and status.heartbeat_age > _NOT_READY_SECONDS:
-        reason = "silent"
-    if reason == "ready" and (service.gate.is_full or service.connections.is_full):
-        reason = "overloaded"
+    reason = service.state
+    if reason == "ready":
+        if service.engine.status().heartbeat_age > _NOT_READY_SECONDS:
+            reason = "silent"
+        elif service.gate.is_full or service.connections.is_full:
+            reason = "overloaded"
     if reason == "ready":
         return json_response({"status": reason})
     return json_response({"status": reason}, 503, {"retry-after": "1"})
 
 
-def _engine_view(service: Service) -> dict[str, Any]:
-    """For the page at `/`: state and counters, nothing of any request or tenant."""
+def _engine_view(service: Service, request: Request) -> dict[str, Any]:
+    """State and counters for the page at `/`, nothing of any request or tenant; workers for operators."""
     status = service.engine.status()
-    info = service.engine.info
+    limits = service.engine.info and service.engine.info.limits
     stats = dict(service.engine.stats())
     for of_tenants in ("tenants", "encoder_cache_tenants"):  # every key may ask
         stats.pop(of_tenants, None)
@@ -261,18 +251,18 @@ def _engine_view(service: Service) -> dict[str, Any]:
         "model": service.names[0],
         "version": __version__,
         "uptime_s": int(time.monotonic() - service.began),
-        "state": "draining" if service.gate.is_draining else status.state,
+        "state": service.state,
         "heartbeat_age_s": round(status.heartbeat_age, 3),
         "restarts": status.restarts,
         **_worker_views(service),
         "open_requests": service.gate.num_open,
         "schema_checks_waiting": service.turns.num_waiting(Work.SCHEMA),
-        "max_model_len": info.limits.max_model_len if info else None,
-        "block_size": info.limits.block_size if info else None,
+        **{name: getattr(limits, name, None) for name in ("max_model_len", "block_size")},
         "requests": service.metrics.request_counts(),
         "tokens": {"prompt": service.metrics.tokens_in, "answer": service.metrics.tokens_out},
         "recent_steps": stats.pop("recent_steps", []),
         "stats": stats,
+        **({"workers": worker_rows(service)} if _sees_all(request) else {}),
     }
 
 

@@ -53,7 +53,7 @@ class _Stopped(Exception):
     """The batch was cancelled, has expired, or the server ends."""
 
 
-class _Job:
+class _BatchJob:
     def __init__(self, record: BatchRecord) -> None:
         self.record = record
         self.loop = asyncio.get_running_loop()  # the server's
@@ -91,7 +91,7 @@ class BatchJobs:
         self._concurrency = min(server.batch_concurrency, max(1, gate.max_open // _GATE_SHARE))
         self._turns = asyncio.Semaphore(self._concurrency)  # of requests
         self._owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _BatchJob] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(_MAX_RUNNING, thread_name_prefix="saccade-batch")
         self.disk = FairPool(_DISK_THREADS, "saccade-files", max_running=1)
@@ -110,7 +110,7 @@ class BatchJobs:
     def add(self, record: BatchRecord) -> None:
         if self._is_closed:  # the next start resumes it
             return
-        job = _Job(record)
+        job = _BatchJob(record)
         self._jobs[record.id] = job
         self._spawn(self._run(job))
 
@@ -134,7 +134,7 @@ class BatchJobs:
         self.store.close()
 
     async def in_thread(self, tenant: str, client: str, work: Callable[..., Result], *args: Any) -> Result:
-        """For work of the store, in its own threads and in the client's turn: a slow disk delays no prompt.
+        """Runs work of the store, in its own threads and in the client's turn: a slow disk delays no prompt.
 
         ApiError if it is full.
         """
@@ -160,7 +160,7 @@ class BatchJobs:
 
     # --- on the server's loop -------------------------------------------------------------------------------
 
-    async def _run(self, job: _Job) -> None:
+    async def _run(self, job: _BatchJob) -> None:
         record = job.record
         loop = asyncio.get_running_loop()
         seconds = max(0.0, record.expires_at - time.time())
@@ -178,7 +178,7 @@ class BatchJobs:
             expiry.cancel()
             del self._jobs[record.id]
 
-    async def _end(self, job: _Job, status: str) -> None:
+    async def _end(self, job: _BatchJob, status: str) -> None:
         """Stops it where it runs. One that waits for its turn ends at once."""
         job.stop(status)
         if not job.has_begun:
@@ -186,7 +186,7 @@ class BatchJobs:
         elif status == "cancelled":
             await self.in_thread(job.record.owner, "", self.store.move, job.record, "cancelling")
 
-    async def _send(self, job: _Job, url: str, body: bytes) -> Answer:
+    async def _send(self, job: _BatchJob, url: str, body: bytes) -> Answer:
         answering = asyncio.ensure_future(self._answer(job.record.owner, url, body))
         stopping = asyncio.ensure_future(job.stopped.wait())
         try:
@@ -201,7 +201,7 @@ class BatchJobs:
     async def _answer(self, owner: str, url: str, body: bytes) -> Answer:
         """Where the server is busy, the request waits: live requests come first."""
         assert self._app is not None
-        for tried in itertools.count():
+        for attempt in itertools.count():
             account = self._tenants.account(owner)
             if account is None:
                 raise ConfigError("the API key or tenant of the batch is not one of this server's any more")
@@ -209,12 +209,12 @@ class BatchJobs:
                 answer = await post(self._app, account, owner or _UNNAMED_CLIENT, url, body)
             if answer.status not in BUSY:
                 break
-            await asyncio.sleep(retry_seconds(answer.retry_after, tried))
+            await asyncio.sleep(retry_seconds(answer.retry_after, attempt))
         return answer
 
     # --- in the batch's thread ------------------------------------------------------------------------------
 
-    def _work(self, job: _Job) -> None:
+    def _work(self, job: _BatchJob) -> None:
         record = job.record
         try:
             if record.status != "cancelling":  # before the server started
@@ -236,7 +236,7 @@ class BatchJobs:
         logger.info("%s is %s: %s", record.id, record.status, counts)
 
     @contextmanager
-    def _lines(self, job: _Job) -> Iterator[BatchLines]:
+    def _lines(self, job: _BatchJob) -> Iterator[BatchLines]:
         """Read in the owner's turn, and charged to it. _Stopped when the job was stopped meanwhile."""
         self.store.file(job.record.owner, job.record.input_file_id)  # it may be gone after a full disk
         job.helper = helper = HelperProcess(_LINE_HELPER, str(self._max_chars()))
@@ -265,13 +265,13 @@ class BatchJobs:
         finally:
             helper.close()
 
-    def _charge_from_thread(self, job: _Job, seconds: float) -> None:
+    def _charge_from_thread(self, job: _BatchJob, seconds: float) -> None:
         account = self._tenants.account(job.record.owner)
         if account is not None:  # else its key is gone, and the batch fails
             with suppress(RuntimeError):  # the server has ended
                 job.loop.call_soon_threadsafe(self._charge, account, seconds)
 
-    async def _send_all(self, job: _Job, lines: BatchLines) -> None:
+    async def _send_all(self, job: _BatchJob, lines: BatchLines) -> None:
         record = job.record
         results = self.store.results(record)
 
@@ -289,7 +289,7 @@ class BatchJobs:
 
         await run_batch(lines, results, partial(self._send_from, job), self._concurrency, on_start, on_result)
 
-    async def _send_from(self, job: _Job, request: BatchRequest) -> BatchResult:
+    async def _send_from(self, job: _BatchJob, request: BatchRequest) -> BatchResult:
         endpoint = job.record.endpoint
         if request.url != endpoint:
             problem = f"line {request.line}: url is {request.url} and the batch's endpoint is {endpoint}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,9 +23,7 @@ class UploadEndpoint(EndpointBase):
 
     async def _run(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         api.jobs_of(self._service)
-        caller = scope["caller"]
-        self._service.check_open(caller)
-        with self._service.gate.lease(caller.client, caller.account) as lease:
+        with self._admission(scope["caller"]) as lease:
             lease.enter()
             await writer.json(await api.create_file(self._service, Request(scope, receive)))
 
@@ -40,12 +39,5 @@ def batch_routes(service: Service) -> list[Route]:
         ("GET", "/v1/batches/{id}", api.get_batch),
         ("POST", "/v1/batches/{id}/cancel", api.cancel_batch),
     ]
-    routes = [Route(path, _bound(service, handler), methods=[method]) for method, path, handler in plain]
+    routes = [Route(path, partial(handler, service), methods=[method]) for method, path, handler in plain]
     return [Route("/v1/files", UploadEndpoint(service), methods=["POST"], name="/v1/files"), *routes]
-
-
-def _bound(service: Service, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        return await handler(service, request)
-
-    return answer

@@ -29,11 +29,9 @@ class BodyReader:
 
     async def read(self, exchange: Exchange) -> dict[str, Any]:
         """RequestError if it is no JSON object, or its text cannot fit the context."""
-        tally = exchange.upload.tally
+        tally = exchange.body.tally
         work = Work.BODY if tally.is_large else Work.PROMPT
-        return await self._turns.take(
-            work, exchange.caller, partial(self._read, exchange.upload.take(), tally)
-        )
+        return await self._turns.take(work, exchange.caller, partial(self._read, exchange.body.take(), tally))
 
     def _read(self, data: bytes | bytearray, tally: TextTally) -> dict[str, Any]:
         if tally.is_heavy:
@@ -56,5 +54,4 @@ class BodyReader:
             raise overloaded(503, "the process that reads large bodies has ended; send the request again")
 
     def close(self) -> None:
-        for helper in self._helpers.helpers:
-            helper.close()
+        self._helpers.close()

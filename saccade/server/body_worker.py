@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from saccade.errors import RequestError
-from saccade.helpers.main import Refused, limit_memory, serve
+from saccade.helpers.main import AnswerRefused, limit_memory, serve
 from saccade.server.http.body_check import BodyLimits, check, decoded
 
 SECONDS = 5.0
@@ -41,7 +41,7 @@ def answer(body: bytes, fds: Sequence[int]) -> bytes:
     try:
         check(decoded(view[start:]), limits)
     except RequestError as error:
-        raise Refused(msgspec.json.encode(Problem(error.message, error.code, error.param))) from None
+        raise AnswerRefused(msgspec.json.encode(Problem(error.message, error.code, error.param))) from None
     return b""
 
 

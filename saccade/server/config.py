@@ -39,24 +39,28 @@ class Settings(NamedTuple):
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None) -> Settings:
     """`flags` holds only the options that the command line names."""
     kinds = option_kinds(Options) | option_kinds(ServerOptions)
-    own = {**defaults_of(Options), **defaults_of(ServerOptions)}
+    defaults = {**defaults_of(Options), **defaults_of(ServerOptions)}
     layers = (_from_file(file, kinds), _from_environment(environ, kinds), flags)
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for layer in layers:
-        given |= translated(layer, own, is_server=True)
-    return Settings(_make(Options, given), _make(ServerOptions, given))
+        settings |= translated(layer, defaults, is_server=True)
+    return Settings(_make(Options, settings), _make(ServerOptions, settings))
 
 
 def log_unused(environ: Mapping[str, str]) -> None:
     """Variables that look like options and are none are ignored. They may be a mistake, or Kubernetes'."""
     kinds = option_kinds(Options) | option_kinds(ServerOptions)
     for name in sorted(environ):
-        option = name.removeprefix(_PREFIX).lower()
-        if name.startswith(_PREFIX) and option not in {*kinds, "config"}:
+        if _option_of(name) not in {*kinds, "config", ""}:
             logger.warning("the environment variable %s is no option of saccade and is not used", name)
         elif _is_service_link(name, environ[name]):
-            made = "is made by Kubernetes for a service named saccade and is not used"
-            logger.warning("the environment variable %s=%s %s", name, environ[name], made)
+            reason = "is made by Kubernetes for a service named saccade and is not used"
+            logger.warning("the environment variable %s=%s %s", name, environ[name], reason)
+
+
+def _option_of(variable: str) -> str:
+    """Empty for another program's."""
+    return variable.removeprefix(_PREFIX).lower() if variable.startswith(_PREFIX) else ""
 
 
 def _is_service_link(name: str, text: str) -> bool:
@@ -68,9 +72,9 @@ def option_kinds(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _make(cls: type, given: Mapping[str, Any]) -> Any:
+def _make(cls: type, settings: Mapping[str, Any]) -> Any:
     names = {option.name for option in dataclasses.fields(cls)}
-    return cls(**{name: value for name, value in given.items() if name in names})
+    return cls(**{name: value for name, value in settings.items() if name in names})
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -146,16 +150,16 @@ def _number_reader(kind: Callable[[str], Any], *, is_optional: bool) -> Callable
 
 def _from_environment(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Variables such as SACCADE_MAX_MODEL_LEN=4096. Unknown ones are ignored, see `log_unused`."""
-    found = {}
+    settings = {}
     for name, text in sorted(environ.items()):
-        option = name.removeprefix(_PREFIX).lower()
-        if not name.startswith(_PREFIX) or option not in kinds or _is_service_link(name, text):
+        option = _option_of(name)
+        if option not in kinds or _is_service_link(name, text):
             continue
         try:
-            found[option] = text_reader(kinds[option])(text)
+            settings[option] = text_reader(kinds[option])(text)
         except ValueError as error:
             raise UsageError(f"the environment variable {name}: {error}") from None
-    return found
+    return settings
 
 
 def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,15 +178,15 @@ def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise UsageError(f"the config file {file} must hold option: value lines")
-    named = {str(name).replace("-", "_"): value for name, value in content.items()}
-    for name in named:
+    settings = {str(name).replace("-", "_"): value for name, value in content.items()}
+    for name in settings:
         if name not in kinds and name not in TABLE:
             near = with_nearest(name, [*kinds, *TABLE])
             raise UsageError(f"the config file {file} names {near}; docs/options.md lists all options")
-    return {
-        name: _converted(file, name, kinds[name], value) if name in kinds else value
-        for name, value in named.items()
-    }
+    for name in settings:
+        if name in kinds:
+            settings[name] = _converted(file, name, kinds[name], settings[name])
+    return settings
 
 
 def _converted(file: str, name: str, kind: Any, value: Any) -> Any:
@@ -192,7 +196,7 @@ def _converted(file: str, name: str, kind: Any, value: Any) -> Any:
         return None
     if isinstance(value, list) and expected is tuple and all(isinstance(v, str) for v in value):
         return tuple(value)
-    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+    if expected is float and type(value) is int:
         return float(value)
     if isinstance(value, str) and expected is not str:
         try:

@@ -37,16 +37,17 @@ class EngineCollector(Collector):
         engines = {str(index): view.stats for index, view in enumerate(replicas)} or {"": stats}
         families: dict[str, Any] = {}
         for replica, values in engines.items():
-            own = {"replica": replica} if replica else {}
+            labels = {"replica": replica} if replica else {}
             as_vllm = {"model_name": self._model, **({"engine": replica} if replica else {})}
             if values:
-                _add(families, "saccade", own, {**_gauges(values), **_gpu_gauges(values)}, _counters(values))
+                gauges = {**_gauges(values), **_gpu_gauges(values)}
+                _add(families, "saccade", labels, gauges, _counters(values))
                 if "kv_events" in values:
-                    _add(families, "saccade", own, {}, _event_counters(values["kv_events"]))
+                    _add(families, "saccade", labels, {}, _event_counters(values["kv_events"]))
                 for tier, fields in values.get("embedding_tiers", {}).items():
-                    _add(families, "saccade", {**own, "tier": tier}, *_tier_values(fields))
+                    _add(families, "saccade", {**labels, "tier": tier}, *_tier_values(fields))
                 if values.get("remote_encoders"):
-                    _add(families, "saccade", own, {}, _remote_counters(values["remote_encoders"]))
+                    _add(families, "saccade", labels, {}, _remote_counters(values["remote_encoders"]))
                 _add(families, "vllm", as_vllm, _vllm_gauges(values), _vllm_counters(values))
         for index, view in enumerate(replicas):
             _add(families, "saccade", {"replica": str(index)}, _state_gauges(view), _state_counters(view))
@@ -182,7 +183,7 @@ def _vllm_counters(stats: Mapping[str, Any]) -> Values:
 
 
 def _status_values(status: EngineStatus) -> tuple[Values, Values]:
-    """With replicas: one of them is up, and the restarts of all."""
+    """One replica is up, where there are several, and all their restarts count."""
     up = ("1 while the engine works, also while it drains", status.state in ("ready", "draining"))
     return {"engine_up": up}, {"engine_restarts": ("Restarts of the engine", status.restarts)}
 

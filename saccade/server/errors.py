@@ -82,13 +82,13 @@ class ApiError(Exception):
         return {} if self.status >= 500 else {"x-should-retry": "false"}
 
     def response(self, path: str, request_id: str) -> Response:
-        """In the form of the API at `path`."""
+        """The response in the form of the API at `path`."""
         body = self.anthropic_body(request_id) if is_anthropic(path) else self.body()
         return json_response(body, self.status, self.headers())
 
 
 def is_anthropic(path: str) -> bool:
-    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+    return f"{path}/".startswith(f"{_MESSAGES}/")
 
 
 def overloaded(status: int, message: str) -> ApiError:

@@ -9,17 +9,17 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from saccade.engine.ipc.client import EngineUnavailable, RequestStream
 from saccade.errors import RequestError
 from saccade.processor.dialects.parser import PLAIN, OutputFormat
 from saccade.processor.dialects.reader import Problem
 from saccade.processor.output import RequestOutputBuilder, best_outputs
-from saccade.server.accounts import Account, Charge
+from saccade.server.accounts import Account, TenantCharge
 from saccade.server.http.limits import ByteLease
 from saccade.server.metrics import Finished, Metrics
-from saccade.server.request_record import RequestRecord
+from saccade.server.request_record import RequestRecord, TokenCounts
 from saccade.types.bill import Bill
 from saccade.types.events import TokenEvent
 from saccade.types.media import PIXELS_PER_SECOND
@@ -58,6 +58,11 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def is_text(self) -> bool:
+        """Text and nothing that ends it."""
+        return self.text != "" and self.finish_reason is None
+
     def add(self, later: Delta) -> None:
         self.text += later.text
         self.token_ids += later.token_ids
@@ -67,20 +72,11 @@ class Delta:
         self.stop_reason = later.stop_reason
 
 
-@dataclass(frozen=True, slots=True)
-class BilledPrompt:
+class BilledPrompt(NamedTuple):
     """A prompt and its cost."""
 
     prompt: Prompt
     bill: Bill
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    arrived: float  # time.perf_counter()
-    prepare_ms: float  # reading the body, fetching media, building the prompt
-    fetch_ms: float
-    record: RequestRecord = field(default_factory=RequestRecord)
 
 
 class Generation:
@@ -90,24 +86,25 @@ class Generation:
         self,
         prompts: Sequence[BilledPrompt],
         outputs: Outputs,
-        timing: Timing,
+        record: RequestRecord,
         metrics: Metrics,
         output_format: OutputFormat = PLAIN,
     ) -> None:
         self.output_format = output_format
         # Not the prompts themselves: they hold images, which the engine has by now.
-        self.bills = [billed.bill for billed in prompts]
-        self.prompt_ids = [billed.prompt.token_ids for billed in prompts]
-        self._decode_seconds = [_decode_seconds(billed.prompt) for billed in prompts]
-        self._where = [billed.prompt.where for billed in prompts]
+        self.bills = [bill for _, bill in prompts]
+        self.prompt_ids = [prompt.token_ids for prompt, _ in prompts]
+        self._decode_seconds = [_decode_seconds(prompt) for prompt, _ in prompts]
+        self._where = [prompt.where for prompt, _ in prompts]
         self.outputs = outputs
         self._max_tokens = 0
         self._account: Account | None = None
-        self._charge: Charge | None = None  # until it is settled
+        self._charge: TenantCharge | None = None  # until it is settled
         self._lease: ByteLease | None = None  # that holds its pixels
         self._reserved_tokens = 0
         self._is_refused = False  # the engine had no place for it
-        self._timing = timing
+        self._record = record
+        self._arrived = record.time_of("arrived")
         self._metrics = metrics
         self._streams: list[RequestStream] = []
         self._has_media = any(bill.items for bill in self.bills)
@@ -126,13 +123,13 @@ class Generation:
         self._fill_record()
 
     def _fill_record(self) -> None:
-        record = self._timing.record
-        record.has_outputs = True
-        record.prompt_tokens = self._prompt_tokens
-        record.image_tokens = sum(bill.image_tokens + bill.video_tokens for bill in self.bills)
-        record.cached_tokens = self.cached_tokens
-        record.completion_tokens = sum(stream.num_tokens for stream in self._streams)
-        record.usage = self.outputs[0].usage
+        counts = TokenCounts(
+            prompt_tokens=self._prompt_tokens,
+            image_tokens=sum(bill.image_tokens + bill.video_tokens for bill in self.bills),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self._generated_tokens,
+        )
+        self._record.count(counts, self.outputs[0].usage)
 
     def hold_pixels(self, lease: ByteLease) -> None:
         """Until its first token. ApiError if too many of the client's wait."""
@@ -163,16 +160,16 @@ class Generation:
         if self._is_refused:
             charge.give_back(tokens=self._prompt_tokens + self._reserved_tokens, pixels=self._pixels)
             return
-        generated = sum(stream.num_tokens for stream in self._streams)
+        generated = self._generated_tokens
         charge.give_back(tokens=self._reserved_tokens - generated)  # negative: more than was reserved
         self._metrics.tenants.used(charge.label, self._prompt_tokens, generated, self._pixels)
         self._charge_decoding()
 
     def _charge_decoding(self) -> None:
-        """Of images: it is no step, which the fair queue counts.
+        """Decoding images is no step, which the fair queue counts.
 
-        As the engine reports it with the end of an answer; by their price where a client leaves before, or
-        an image fails, so that neither makes decoding free.
+        It is charged as the engine reports it with the end of an answer; by the images' price where a client
+        leaves before, or an image fails, so that neither makes decoding free.
         """
         assert self._account is not None
         usages = (output.usage for output in self.outputs[:: self.per_prompt])
@@ -188,6 +185,10 @@ class Generation:
         return sum(bill.prompt_tokens for bill in self.bills)
 
     @property
+    def _generated_tokens(self) -> int:
+        return sum(stream.num_tokens for stream in self._streams)
+
+    @property
     def _pixels(self) -> int:
         return sum(bill.pixels for bill in self.bills)
 
@@ -198,7 +199,7 @@ class Generation:
     async def submit(self, engine: SubmitsRequests, requests: Sequence[Request]) -> None:
         """All of them or none."""
         self._max_tokens = max(request.max_tokens for request in requests)
-        self._timing.record.submitted = time.perf_counter()
+        self._record.mark("submitted")
         try:
             self._streams = await engine.submit(requests)
         except EngineUnavailable:
@@ -213,7 +214,8 @@ class Generation:
         reading = dict(enumerate(self._streams))
         while reading:
             for index, stream in list(reading.items()):
-                if (events := stream.take()) and (delta := self._take(index, events)) is not None:
+                delta = self._take(index, stream.take())
+                if delta is not None:
                     yield delta
                 if stream.is_read:
                     del reading[index]
@@ -221,9 +223,12 @@ class Generation:
                 yield None
 
     def _take(self, index: int, events: Sequence[TokenEvent]) -> Delta | None:
-        """None after a stop string: the cancelled request only reports its usage."""
+        """None without events, and after a stop string: the cancelled request only reports its usage."""
+        if not events:
+            return None
         output = self.outputs[index]
-        output.usage = events[-1].usage or output.usage
+        if events[-1].usage is not None:
+            output.usage = events[-1].usage
         if output.is_finished:
             return None
         delta = Delta(index)
@@ -260,7 +265,7 @@ class Generation:
         if self._first is None:
             self._first = now
             self._release_pixels()
-            self._metrics.first_token(now - self._timing.arrived, has_media=self._has_media)
+            self._metrics.first_token(now - self._arrived, has_media=self._has_media)
         if last is not None:
             self._metrics.next_tokens(now - last, count, has_media=self._has_media)
         self._last[index] = now
@@ -276,7 +281,7 @@ class Generation:
                 finish_reasons=[str(output.finish_reason) for output in self.outputs],
                 generated=[len(output.token_ids) for output in self.outputs],
                 max_tokens=self._max_tokens,
-                seconds=now - self._timing.arrived,
+                seconds=now - self._arrived,
                 decode_seconds=now - (self._first or now),
             )
         )
@@ -288,7 +293,7 @@ class Generation:
         return [output.index for group in groups for output in best_outputs(group, n)]
 
     def prompt_logprobs(self, index: int, count: int) -> list[Logprobs]:
-        """Of the prompt of an output, from its second token on, with so many alternatives."""
+        """Those of an output's prompt, from its second token on, with so many alternatives."""
         entries = self.outputs[index - index % self.per_prompt].prompt_entries()
         assert entries is not None, "they come with the first token of the first output"
         return [entry._replace(top=entry.top[:count]) for entry in entries]
@@ -323,11 +328,15 @@ class Generation:
     def bill(self, index: int) -> Bill:
         """The bill of a prompt with the cache hits and times of its first output, as far as known."""
         usage = self.outputs[index * self.per_prompt].usage
-        times = {"prepare": self._timing.prepare_ms, "fetch": self._timing.fetch_ms}
+        record = self._record
+        times = {
+            "prepare": record.ms_between("arrived", "prepared"),
+            "fetch": record.ms_between("fetch_began", "fetched"),
+        }
         return self.bills[index].settled(usage, times)
 
 
 def _decode_seconds(prompt: Prompt) -> float:
-    """Of CPU time, by the price of its images; one that comes again is decoded once."""
+    """CPU time by the price of the images; one that comes again is decoded once."""
     prices = {item.key: item.price for item in prompt.items}
     return sum(prices.values()) / PIXELS_PER_SECOND

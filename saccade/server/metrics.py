@@ -96,11 +96,11 @@ class Metrics:
         if num_bytes is not None:
             self._saccade.fetch_bytes.observe(num_bytes)
 
-    def finished(self, done: Finished) -> None:
-        self._saccade.finished(done)
-        self._vllm.finished(done)
-        self.recent_hour.finished(done.bills, sum(done.generated))
-        self.tokens_in += sum(bill.prompt_tokens for bill in done.bills)
+    def finished(self, request: Finished) -> None:
+        self._saccade.finished(request)
+        self._vllm.finished(request)
+        self.recent_hour.finished(request.bills, sum(request.generated))
+        self.tokens_in += sum(bill.prompt_tokens for bill in request.bills)
 
     def failed(self, reason: str) -> None:
         """A request that was admitted and ended without a response."""
@@ -171,26 +171,26 @@ class _SaccadeMetrics:
         self.prefill = histogram("prefill_seconds", "First step to first token")
         self.image_tokens = histogram("image_tokens", "Tokens of one picture", _TOKENS)
 
-    def finished(self, done: Finished) -> None:
-        media = _flag(done.has_media)
-        for reason in done.finish_reasons:
+    def finished(self, request: Finished) -> None:
+        media = _flag(request.has_media)
+        for reason in request.finish_reasons:
             self.requests.labels(reason, media).inc()
-        self.e2e.labels(media).observe(done.seconds)
-        for bill in done.bills:
+        self.e2e.labels(media).observe(request.seconds)
+        for bill in request.bills:
             self.tokens.labels("text").inc(bill.text_tokens)
             self.tokens.labels("image").inc(bill.image_tokens)
             self.tokens.labels("video").inc(bill.video_tokens)
             for item in bill.items:
                 self.image_tokens.observe(item.tokens)
-        self.tokens.labels("cached").inc(sum(usage.cached_tokens for usage in done.usages))
-        self.tokens.labels("generated").inc(sum(done.generated))
-        for usage in done.usages:
+        self.tokens.labels("cached").inc(sum(usage.cached_tokens for usage in request.usages))
+        self.tokens.labels("generated").inc(sum(request.generated))
+        for usage in request.usages:
             if usage.first_scheduled is None:
                 continue
             self.queue.observe(usage.first_scheduled - usage.arrived)
             if usage.first_token is not None:
                 self.prefill.observe(usage.first_token - usage.first_scheduled)
-            if done.has_media:
+            if request.has_media:
                 self.decode.observe(usage.decode_ms / 1e3)
                 self.encode.observe(usage.encode_ms / 1e3)
 
@@ -220,19 +220,19 @@ class _VllmMetrics:
         self.num_generated = histogram("request_generation_tokens", "Generated tokens of an answer", _TOKENS)
         self.max_tokens = histogram("request_max_num_generation_tokens", "Largest answer asked for", _TOKENS)
 
-    def finished(self, done: Finished) -> None:
-        for reason in done.finish_reasons:
+    def finished(self, request: Finished) -> None:
+        for reason in request.finish_reasons:
             self.success.labels(self._model, reason).inc()
-        for bill in done.bills:
+        for bill in request.bills:
             self.prompt_tokens.inc(bill.prompt_tokens)
             self.num_prompt.observe(bill.prompt_tokens)
-        for count in done.generated:
+        for count in request.generated:
             self.generation_tokens.inc(count)
             self.num_generated.observe(count)
-            self.max_tokens.observe(done.max_tokens)
-        self.e2e.observe(done.seconds)
-        self.decode.observe(done.decode_seconds)
-        for usage in done.usages:
+            self.max_tokens.observe(request.max_tokens)
+        self.e2e.observe(request.seconds)
+        self.decode.observe(request.decode_seconds)
+        for usage in request.usages:
             if usage.first_scheduled is not None:
                 self.queue.observe(usage.first_scheduled - usage.arrived)
                 if usage.first_token is not None:

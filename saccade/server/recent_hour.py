@@ -91,10 +91,10 @@ def _percentiles(histograms: Sequence[Sequence[int]]) -> dict[str, float] | None
 
 def _quantile(counts: Sequence[int], share: float) -> float:
     """Seconds. Between two bounds values count as evenly spread; above the last bound it is that one."""
-    left = share * sum(counts)
+    rank = share * sum(counts)
     for index, count in enumerate(counts[: len(_BOUNDS)]):
-        if left <= count and count:
+        if rank <= count and count:
             low = _BOUNDS[index - 1] if index else 0.0
-            return low + (_BOUNDS[index] - low) * left / count
-        left -= count
+            return low + (_BOUNDS[index] - low) * rank / count
+        rank -= count
     return _BOUNDS[-1]

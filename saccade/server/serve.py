@@ -15,7 +15,6 @@ import signal
 import socket
 import ssl
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -44,13 +43,13 @@ from saccade.sampling_params import SamplingParams
 from saccade.server.api.models import capacity_line
 from saccade.server.app import create_app
 from saccade.server.config import Settings
-from saccade.server.http.connections import Connection
+from saccade.server.http.connections import HttpConnection
 from saccade.server.http.listener import Listener
 from saccade.server.http.origins import is_loopback
 from saccade.server.http.parser import BoundedHttp
 from saccade.server.http.tls import tls_context
 from saccade.server.reload import Reloader
-from saccade.server.service import Engine, Service
+from saccade.server.service import ServedEngine, Service
 from saccade.structured.schema import is_available
 from saccade.structured.schema_validation import ANY_OBJECT
 from saccade.types.request import Request
@@ -106,7 +105,7 @@ def serve(settings: Settings) -> int:
     tls = tls_context(server)
     with _listening(server) as sock:
         service = Service(options, server, processor, engine, Fetcher(fetch_policy), encoders.views)
-        running = _Running(service, engine, encoders, sock, tls)
+        running = _RunningServer(service, engine, encoders, sock, tls)
         with asyncio.Runner(loop_factory=running.http.config.get_loop_factory()) as runner:
             return runner.run(running.run())
 
@@ -118,7 +117,7 @@ def _launcher(server: ServerOptions) -> Launcher:
 
 
 def _encoder_launcher(server: ServerOptions) -> dict[str, Any]:
-    """On Ray the workers have names, unlike those of any other server of the cluster."""
+    """Workers on Ray have names, unlike those of any other server of the cluster."""
     if server.ray_address is None or not server.encoders:
         return {}
     launch = ray_launcher(server.ray_address, server.ray_cpus, ENCODER)
@@ -126,8 +125,9 @@ def _encoder_launcher(server: ServerOptions) -> dict[str, Any]:
 
 
 def _warn_if_open(server: ServerOptions) -> None:
-    knows_clients = server.api_key or server.api_keys or server.tenant_header or server.ssl_ca_certs
-    if not knows_clients and not is_loopback(server.host):
+    if server.api_key or server.api_keys or server.tenant_header or server.ssl_ca_certs:
+        return
+    if not is_loopback(server.host):
         advice = "set --api-key or --api-keys, or listen on 127.0.0.1"
         logger.warning("whoever reaches %s:%d may use this server: %s", server.host, server.port, advice)
 
@@ -183,7 +183,7 @@ def _black_bmp(width: int, height: int) -> bytes:
     return b"BM" + b"".join(value.to_bytes(4, "little") for value in header) + pixels
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Uvicorn without its signal handlers and its accept loop.
 
     On a signal Uvicorn would close the port at once, but a draining server still answers probes. For the
@@ -198,7 +198,7 @@ class _Server(uvicorn.Server):
         timeout = service.server.header_timeout
         self._listener = Listener(sock, self._make_protocol, service.connections, tls, timeout)
 
-    def _make_protocol(self, handshake: Connection | None) -> BoundedHttp:
+    def _make_protocol(self, handshake: HttpConnection | None) -> BoundedHttp:
         service = self._service
         return BoundedHttp(self.config, self.server_state, service.server, service.connections, handshake)
 
@@ -215,13 +215,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Running:
+class _RunningServer:
     """The life of the server: start, drain, stop."""
 
     def __init__(
         self,
         service: Service,
-        engine: Engine,
+        engine: ServedEngine,
         encoders: EncoderSet,
         sock: socket.socket,
         tls: ssl.SSLContext | None,
@@ -248,7 +248,7 @@ class _Running:
             timeout_graceful_shutdown=3,
             forwarded_allow_ips=[str(net) for net in service.server.proxy_networks()] or None,  # this machine
         )
-        self.http = _Server(config, service, sock, tls)
+        self.http = _UvicornServer(config, service, sock, tls)
 
     async def run(self) -> int:
         """Serves from the start: while the model loads, /health and /ready report it."""
@@ -263,7 +263,7 @@ class _Running:
         warming = asyncio.create_task(self._service.warm())
         try:
             await serving
-            return 0 if not starting.done() or starting.result() else 1
+            return int(starting.done() and not starting.result())
         finally:
             for task in (starting, reporting, warming):
                 task.cancel()
@@ -314,13 +314,15 @@ class _Running:
         if self._service.batches is not None:
             await self._service.batches.close()
         logger.info("shutting down: %d requests are open and may take %.0f s", gate.num_open, timeout)
-        deadline = time.monotonic() + timeout
-        while gate.num_open and time.monotonic() < deadline and not self._skip_drain.is_set():
-            await asyncio.sleep(0.05)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while gate.num_open and not self._skip_drain.is_set():
+                    await asyncio.sleep(0.05)
         await self._engine.stop()  # requests that are still open get an error now
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while gate.num_open and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_SECONDS):
+                while gate.num_open:
+                    await asyncio.sleep(0.05)
         self.http.should_exit = True
 
     async def _report_throughput(self) -> None:
@@ -333,7 +335,8 @@ class _Running:
             tokens_in = metrics.tokens_in - tokens_in
             tokens_out = metrics.tokens_out - tokens_out
             stats = self._engine.stats()
-            if stats and (tokens_in or tokens_out or self._service.gate.num_open):
+            work = tokens_in + tokens_out + self._service.gate.num_open
+            if stats and work:
                 logger.info("%s", _throughput_line(tokens_in, tokens_out, stats))
                 collect()  # about 1 ms: only what came since the start
                 trim()  # 1 to 2 ms with a heap of 30 MB

@@ -31,7 +31,7 @@ _KEY = re.compile(r"[!-~]{1,1024}")  # what a header can hold
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
-class Limits(NamedTuple):
+class TenantLimits(NamedTuple):
     """None: no limit."""
 
     requests_per_minute: int | None = None
@@ -44,12 +44,12 @@ class Limits(NamedTuple):
 class TenantSettings(NamedTuple):
     digests: tuple[bytes, ...] = ()  # SHA-256 of each key
     weight: float = 1.0  # of its share of the engine
-    limits: Limits = Limits()
+    limits: TenantLimits = TenantLimits()
     is_operator: bool = False  # sees the metrics of all tenants
     label: str = OTHER_LABEL  # in the metrics
 
 
-_FIELDS = ("keys", "weight", "operator", *Limits._fields)
+_FIELDS = ("keys", "weight", "operator", *TenantLimits._fields)
 
 
 def digest_of(key: bytes) -> bytes:
@@ -76,8 +76,8 @@ def check_unique(tenants: Mapping[str, TenantSettings], where: str) -> None:
     for name, tenant in tenants.items():
         for digest in tenant.digests:
             if digest in owners:
-                given = f"a key of {owners[digest]} is given again for {name}"
-                raise ConfigError(f"{where}: tenant {name}: keys: {given}; a key names one tenant, once")
+                problem = f"a key of {owners[digest]} is given again for {name}"
+                raise ConfigError(f"{where}: tenant {name}: keys: {problem}; a key names one tenant, once")
             owners[digest] = name
 
 
@@ -102,47 +102,50 @@ def _tables(file: Path) -> dict[str, Any]:
 
 
 def _has_plain_keys(tables: Mapping[str, Any]) -> bool:
-    keys = [table.get("keys") for table in tables.values() if isinstance(table, dict)]
-    return any(not str(key).startswith(_PREFIX) for given in keys if isinstance(given, list) for key in given)
+    lists = [table.get("keys") for table in tables.values() if isinstance(table, dict)]
+    keys = (str(key) for entries in lists if isinstance(entries, list) for key in entries)
+    return any(not key.startswith(_PREFIX) for key in keys)
 
 
 class _Table(NamedTuple):
     where: str  # for errors
-    given: Any
+    fields: Any
 
     def tenant(self, name: str) -> TenantSettings:
-        if name == OTHER_LABEL or not (name == OTHERS or NAME.fullmatch(name)):
+        is_name = name == OTHERS or NAME.fullmatch(name)
+        if name == OTHER_LABEL or not is_name:
             rule = "up to 64 letters, digits and . _ @ + -, the first a letter or digit"
             raise ConfigError(f'{self.where}: the name must be {rule}, and not "{OTHER_LABEL}"')
-        if not isinstance(self.given, dict):
+        if not isinstance(self.fields, dict):
             raise ConfigError(f"{self.where} must be a table: write [{name}] above its fields")
-        unknown = sorted(set(self.given) - set(_FIELDS))
+        unknown = sorted(set(self.fields) - set(_FIELDS))
         if unknown:
-            known = ", ".join(_FIELDS)
-            raise ConfigError(f"{self.where}: {unknown[0]} is no field of a tenant; the fields are {known}")
-        operator = self.given.get("operator", False)
+            names = ", ".join(_FIELDS)
+            raise ConfigError(f"{self.where}: {unknown[0]} is no field of a tenant; the fields are {names}")
+        operator = self.fields.get("operator", False)
         if not isinstance(operator, bool):
             raise self._error("operator", "must be true or false")
         label = OTHER_LABEL if name == OTHERS else name
-        limits = Limits(*map(self._limit, Limits._fields))
+        limits = TenantLimits(*map(self._limit, TenantLimits._fields))
         return TenantSettings(self._digests(), self._weight(), limits, operator, label)
 
     def _weight(self) -> float:
-        weight = self.given.get("weight", 1)
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
+        weight = self.fields.get("weight", 1)
+        if type(weight) not in (int, float) or not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
             raise self._error("weight", f"must be a number from {1 / _MAX_WEIGHT:g} to {_MAX_WEIGHT}")
         return float(weight)
 
     def _limit(self, field: str) -> int | None:
-        limit = self.given.get(field)
-        if limit is not None and (type(limit) is not int or not 1 <= limit <= _MAX_LIMIT):
+        limit = self.fields.get(field)
+        if limit is None:
+            return None
+        if type(limit) is not int or not 1 <= limit <= _MAX_LIMIT:
             raise self._error(field, "must be a whole number of 1 or more; leave it out for no limit")
         return limit
 
     def _digests(self) -> tuple[bytes, ...]:
         """No error repeats a key."""
-        keys = self.given.get("keys", [])
+        keys = self.fields.get("keys", [])
         if not isinstance(keys, list):
             raise ConfigError(f'{self.where}: keys must be a list such as ["a-long-random-key"]')
         return tuple(self._digest(key, number) for number, key in enumerate(keys, 1))
@@ -162,4 +165,4 @@ class _Table(NamedTuple):
         return digest
 
     def _error(self, field: str, rule: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {field} {rule}, not {quoted(self.given[field])}")
+        return ConfigError(f"{self.where}: {field} {rule}, not {quoted(self.fields[field])}")

@@ -20,15 +20,13 @@ _PARENTS = (b"traceparent", b"tracestate")
 
 
 class Ended(NamedTuple):
-    """A request that has ended. Moments are values of time.perf_counter()."""
+    """A request that has ended."""
 
     method: str
     path: str
     route: str  # with names in place of what a client chose; UNMATCHED
     status: int  # 0: the client left before the response
     request_id: str
-    began: float
-    ended: float
     record: RequestRecord
 
 
@@ -47,8 +45,8 @@ class Traces:
 
                 exporter = OTLPSpanExporter(endpoint=endpoint)
         except ImportError as error:
-            needed = f"--otlp-traces-endpoint needs OpenTelemetry, and {error.name} is not installed"
-            raise ConfigError(f"{needed}: pip install 'saccade[otel]'") from None
+            problem = f"--otlp-traces-endpoint needs OpenTelemetry, and {error.name} is not installed"
+            raise ConfigError(f"{problem}: pip install 'saccade[otel]'") from None
         self._model = model
         self._extract = extract
         self._inside = set_span_in_context
@@ -60,32 +58,28 @@ class Traces:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("saccade", __version__)
 
-    def report(self, ended: Ended, headers: Mapping[bytes, bytes]) -> None:
+    def report(self, request: Ended, headers: Mapping[bytes, bytes]) -> None:
         """Below the span that `traceparent` names, if there is one. Sent later, by a thread."""
         offset = time.time() - time.perf_counter()
         parent = {name.decode(): headers[name].decode("latin-1") for name in _PARENTS if name in headers}
         span = self._tracer.start_span(
-            f"{ended.method} {ended.route}",
+            f"{request.method} {request.route}",
             context=self._extract(parent),
             kind=self._server_kind,
-            attributes=_attributes(ended, self._model),
-            start_time=_ns(ended.began + offset),
+            attributes=_attributes(request, self._model),
+            start_time=_ns(request.record.time_of("arrived") + offset),
         )
-        if ended.status >= 500 or not ended.status:
+        if not 0 < request.status < 500:
             span.set_status(self._error)
         inside = self._inside(span)
-        for stage in stages(ended.record):
+        for stage in stages(request.record):
             child = self._tracer.start_span(stage.name, inside, start_time=_ns(stage.began + offset))
             child.end(_ns(stage.ended + offset))
-        span.end(_ns(ended.ended + offset))
+        span.end(_ns(request.record.time_of("ended") + offset))
 
     def close(self) -> None:
         """Sends what is left."""
         self._provider.shutdown()
-
-
-def traces_to(endpoint: str | None, model: str) -> Traces | None:
-    return None if endpoint is None else Traces(endpoint, model)
 
 
 class Stage(NamedTuple):
@@ -100,15 +94,16 @@ def stages(record: RequestRecord) -> Iterator[Stage]:
     Of decoding and encoding images only the duration is known. Both are shown as they mostly are: one after
     the other, as much of them before the first step as was done ahead.
     """
-    if record.fetch_ended:
-        yield Stage("fetch", record.fetch_began, record.fetch_ended)
+    if record.has("fetched"):
+        yield Stage("fetch", record.time_of("fetch_began"), record.time_of("fetched"))
     usage = record.usage
-    if usage is None or not record.submitted:
+    if usage is None or not record.has("submitted"):
         return
-    offset = record.submitted - usage.arrived
+    submitted = record.time_of("submitted")
+    offset = submitted - usage.arrived
     scheduled = usage.finished if usage.first_scheduled is None else usage.first_scheduled
-    yield Stage("queue", record.submitted, scheduled + offset)
-    began = max(record.submitted, scheduled + offset - usage.ahead_ms / 1e3)
+    yield Stage("queue", submitted, scheduled + offset)
+    began = max(submitted, scheduled + offset - usage.ahead_ms / 1e3)
     if usage.decode_ms:
         yield Stage("image_decode", began, began + usage.decode_ms / 1e3)
     if usage.encode_ms:
@@ -119,24 +114,26 @@ def stages(record: RequestRecord) -> Iterator[Stage]:
         yield Stage("decode", usage.first_token + offset, usage.finished + offset)
 
 
-def _attributes(ended: Ended, model: str) -> dict[str, str | int]:
-    record = ended.record
-    tokens = {
-        "gen_ai.usage.input_tokens": record.prompt_tokens,
-        "gen_ai.usage.output_tokens": record.completion_tokens,
-        "saccade.image_tokens": record.image_tokens,
-        "saccade.cached_tokens": record.cached_tokens,
-    }
-    return {
-        "http.request.method": ended.method,
-        "url.path": ended.path,
-        **({"http.route": ended.route} if ended.route != UNMATCHED else {}),
+def _attributes(request: Ended, model: str) -> dict[str, str | int]:
+    record = request.record
+    attributes: dict[str, str | int] = {
+        "http.request.method": request.method,
+        "url.path": request.path,
         "gen_ai.request.model": model,
-        "saccade.request_id": ended.request_id,
-        **({"http.response.status_code": ended.status} if ended.status else {}),
-        **({"error.type": record.error} if record.error else {}),
-        **(tokens if record.has_outputs else {}),
+        "saccade.request_id": request.request_id,
     }
+    if request.route != UNMATCHED:
+        attributes["http.route"] = request.route
+    if request.status:
+        attributes["http.response.status_code"] = request.status
+    if record.error:
+        attributes["error.type"] = record.error
+    if record.counts is not None:
+        attributes["gen_ai.usage.input_tokens"] = record.counts.prompt_tokens
+        attributes["gen_ai.usage.output_tokens"] = record.counts.completion_tokens
+        attributes["saccade.image_tokens"] = record.counts.image_tokens
+        attributes["saccade.cached_tokens"] = record.counts.cached_tokens
+    return attributes
 
 
 def _ns(seconds: float) -> int:

@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from saccade.helpers.process import thread_seconds
 from saccade.options.server import ServerOptions
@@ -41,8 +42,8 @@ class Work(Enum):
 
 class _Limits(NamedTuple):
     threads: int
-    running: int  # threads that a client may hold
-    waiting: int  # jobs of a client in the queue
+    max_running: int  # threads that a client may hold
+    max_waiting: int  # jobs of a client in the queue
     purpose: str  # what they wait for, in the 429
     option: str = ""  # that moves `waiting`
 
@@ -67,7 +68,7 @@ class Turns:
     def __init__(self, server: ServerOptions, max_open: int, metrics: Metrics) -> None:
         self._limits = _limits(server, max_open)
         self._pools = {
-            work: FairPool(limits.threads, f"saccade-{work.value}", limits.waiting, limits.running)
+            work: FairPool(limits.threads, f"saccade-{work.value}", limits.max_waiting, limits.max_running)
             for work, limits in self._limits.items()
         }
         self._metrics = metrics
@@ -102,9 +103,13 @@ class Turns:
         except QueueFull as full:
             self._metrics.refused("overloaded")
             limits = self._limits[work]
-            waiting = f"{full.count} of your requests wait {limits.purpose}"
-            message = f"{waiting} and {limits.waiting} may{limits.option}; try again soon"
+            state = f"{full.count} of your requests wait {limits.purpose}"
+            message = f"{state} and {limits.max_waiting} may{limits.option}; try again soon"
             raise overloaded(429, message) from None
+
+    async def in_thread(self, caller: Caller, work: Callable[..., Result], *args: Any) -> Result:
+        """Runs work of a millisecond or more: on the event loop it would delay the tokens of all streams."""
+        return await self.take(Work.PROMPT, caller, partial(work, *args))
 
     async def take_own(self, job: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self._pools[Work.OWN].submit("", job))

@@ -12,10 +12,10 @@ from saccade.server.service import Service
 def worker_rows(service: Service) -> list[dict[str, Any]]:
     """One for each engine, then one for each encoder worker; `saccade cluster status` shows them."""
     engine = service.engine
-    views = engine.replicas()
-    rows = [_row("engine", i, view.status, view.queued_work, view.stats) for i, view in enumerate(views)] or [
-        _row("engine", 0, engine.status(), None, engine.stats())
-    ]
+    views = enumerate(engine.replicas())
+    rows = [_row("engine", index, view.status, view.queued_work, view.stats) for index, view in views]
+    if not rows:
+        rows.append(_row("engine", 0, engine.status(), None, engine.stats()))
     for index, view in enumerate(service.encoders()):
         rows.append(_row("encoder", index, view.status, None, {"waiting": view.queue}))
     return rows
@@ -24,14 +24,11 @@ def worker_rows(service: Service) -> list[dict[str, Any]]:
 def _row(
     role: str, index: int, status: EngineStatus, queued_work: int | None, stats: Mapping[str, Any]
 ) -> dict[str, Any]:
-    place = status.place
     kv = stats.get("kv", {})
     return {
         "role": role,
         "index": index,
-        "node": place.node if place else None,
-        "pid": place.pid if place else None,
-        "device": place.device if place else None,
+        **{name: getattr(status.place, name, None) for name in ("node", "pid", "device")},
         "state": status.state,
         "restarts": status.restarts,
         "last_error": status.last_error,

@@ -47,7 +47,7 @@ class _Item(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Client:
     name: str
-    used: float = 0.0  # seconds in which it held a thread, by weight; grows only
+    held_seconds: float = 0.0  # it held a thread, by weight; grows only
     num_running: int = 0
     num_waiting: int = 0
     requests: OrderedDict[str, deque[_Item]] = field(default_factory=OrderedDict)  # that wait, in turn
@@ -98,19 +98,20 @@ class FairPool:
 
     def submit(self, owner: Owner | str, work: Callable[[], Result]) -> Future[Result]:
         """Raises QueueFull if the client's queue is full. A future may be cancelled until its work starts."""
-        owner = Owner(owner) if isinstance(owner, str) else owner
+        if isinstance(owner, str):
+            owner = Owner(owner)
         future: Future[Result] = Future()
         with self._changed:
             client = self._clients.get(owner.client)
-            waiting = client.num_waiting if client else 0
-            if self._max_waiting is not None and waiting >= self._max_waiting:
-                raise QueueFull(waiting)
+            count = client.num_waiting if client else 0
+            if self._max_waiting is not None and count >= self._max_waiting:
+                raise QueueFull(count)
             if self._is_closed:
                 future.cancel()
                 return future
             if client is None:  # time in which it asked for nothing is not saved up
-                used = max(self._virtual_time, self._remembered.pop(owner.client, 0.0))
-                client = self._clients[owner.client] = _Client(owner.client, used)
+                seconds = max(self._virtual_time, self._remembered.pop(owner.client, 0.0))
+                client = self._clients[owner.client] = _Client(owner.client, seconds)
             client.put(owner.request, _Item(future, work, owner.weight))
             self._start_thread()
             self._changed.notify()
@@ -121,10 +122,10 @@ class FairPool:
         with self._changed:
             self._is_closed = True
             queues = [items for client in self._clients.values() for items in client.requests.values()]
-            waiting = [item.future for items in queues for item in items]
+            futures = [item.future for items in queues for item in items]
             self._clients.clear()
             self._changed.notify_all()
-        for future in waiting:
+        for future in futures:
             future.cancel()
         if wait:
             for thread in self._threads:
@@ -142,8 +143,8 @@ class FairPool:
             self._threads[-1].start()
 
     def _run(self) -> None:
-        while (taken := self._take()) is not None:
-            client, item = taken
+        while (turn := self._take()) is not None:
+            client, item = turn
             start = self._clock()
             error: BaseException | None = None
             result: list[Any] = []  # it must not stay alive here once its future has it
@@ -158,17 +159,17 @@ class FairPool:
                 item.future.set_exception(error)
             elif is_wanted:
                 item.future.set_result(result.pop())
-            del taken, client, item, result, error  # or they would stay alive until the next item
+            del turn, client, item, result, error  # or they would stay alive until the next item
 
     def _take(self) -> tuple[_Client, _Item] | None:
         """The next item. None when the pool is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._next() or self._is_closed)
+            self._changed.wait_for(lambda: self._is_closed or self._next())
             if self._is_closed:
                 return None
             client = self._next()
             assert client is not None
-            self._virtual_time = max(self._virtual_time, client.used)
+            self._virtual_time = max(self._virtual_time, client.held_seconds)
             client.num_running += 1
             return client, client.pop()
 
@@ -182,11 +183,11 @@ class FairPool:
             for client in self._clients.values()
             if client.num_waiting and client.num_running < self._max_running
         )
-        return min(ready, key=lambda client: (client.num_running, client.used), default=None)
+        return min(ready, key=lambda client: (client.num_running, client.held_seconds), default=None)
 
-    def _give_back(self, client: _Client, used: float) -> None:
+    def _give_back(self, client: _Client, seconds: float) -> None:
         with self._changed:
-            client.used += used
+            client.held_seconds += seconds
             client.num_running -= 1
             if not client.num_running and not client.num_waiting and not self._is_closed:
                 self._forget(client)
@@ -194,7 +195,7 @@ class FairPool:
 
     def _forget(self, client: _Client) -> None:
         del self._clients[client.name]
-        if client.used > self._virtual_time:  # it must not come back at once as if it had used less
-            self._remembered[client.name] = client.used
+        if client.held_seconds > self._virtual_time:  # it must not come back at once as if it had used less
+            self._remembered[client.name] = client.held_seconds
         if len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)

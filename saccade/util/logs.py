@@ -27,12 +27,13 @@ def set_up(level: str, form: str, name: str = "") -> None:
 
 
 def set_up_worker(name: str) -> None:
-    """As the server's process, which starts this one; its variables tell how.
+    """Logs as the server's process, which starts this one; its variables tell how.
 
     Warnings and errors only: reasons for automatic values reach the server in a message, and it logs them.
     """
-    level = os.environ.get(LEVEL_VARIABLE, "warning")
-    level = level if level in ("error", "critical") else "warning"
+    level = os.environ.get(LEVEL_VARIABLE)
+    if level not in ("error", "critical"):
+        level = "warning"
     set_up(level, os.environ.get(FORMAT_VARIABLE, "text"), name)
 
 
@@ -75,7 +76,7 @@ class _Json(logging.Formatter):
 
 
 def _escaped(text: str) -> str:
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def _time(record: logging.LogRecord) -> str:

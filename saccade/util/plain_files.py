@@ -80,13 +80,13 @@ def _write(path: str | Path, data: bytes) -> None:
             raise
 
 
-def _allocate(fd: int, size: int, wanted: int) -> None:
+def _allocate(fd: int, size: int, end: int) -> None:
     """Place on the disk; its content up to `size` stays."""
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, wanted)
+        os.posix_fallocate(fd, 0, end)
         return
-    while size < wanted:  # macOS
-        size += os.pwrite(fd, bytes(wanted - size), size)
+    while size < end:  # macOS
+        size += os.pwrite(fd, bytes(end - size), size)
 
 
 def _opened(path: str, flags: int) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """From memory that is not pinned, a copy may wait for all that the device has to do.
+    """A copy from memory that is not pinned may wait for all that the device has to do.
 
     PyTorch keeps what was pinned here until the copy is done.
     """

@@ -12,7 +12,7 @@ import pytest
 from saccade import LLM, SamplingParams, costs
 from saccade.checkpoint.config import model_config
 from saccade.cli import main as cli
-from saccade.cli.chat import bill_line
+from saccade.cli.conversation import bill_line
 from saccade.errors import RequestError
 from saccade.options.engine import Options
 from saccade.runner import build as runner_build

@@ -219,7 +219,7 @@ def test_a_chat_that_was_given_up_leaves_no_answer_for_the_next(
 ) -> None:
     template_pool.render(messages=said("hello"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("saccade.helpers.process._Running._read", _interrupted)
+        patch.setattr("saccade.helpers.process._Child._receive_into", _interrupted)
         template_pool.render(messages=said("first"))
     assert "second" in template_pool.render(messages=said("second"))
 

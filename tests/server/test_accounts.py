@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from saccade.errors import EngineUnavailable, RequestError
 from saccade.server.accounts import Account, Bucket, LimitExceeded
 from saccade.server.errors import ApiError
-from saccade.server.generation import BilledPrompt, Generation, Timing
+from saccade.server.generation import BilledPrompt, Generation
 from saccade.server.http.limits import AdmissionGate
 from saccade.server.metrics import Metrics
-from saccade.server.tenant_file import Limits, TenantSettings
+from saccade.server.request_record import RequestRecord
+from saccade.server.tenant_file import TenantLimits, TenantSettings
 from saccade.types.bill import Bill, BillItem
 from saccade.types.events import Usage
 from saccade.types.media import PIXELS_PER_SECOND, Grid
@@ -38,7 +39,7 @@ def clock() -> Clock:
 
 
 def account(clock: Clock, **limits: int) -> Account:
-    return Account("acme", TenantSettings(limits=Limits(**limits), label="acme"), clock)
+    return Account("acme", TenantSettings(limits=TenantLimits(**limits), label="acme"), clock)
 
 
 def refusal(account: Account, **amounts: int) -> LimitExceeded:
@@ -131,7 +132,7 @@ def test_a_request_is_charged_whole_or_not_at_all(clock: Clock) -> None:
 def test_a_text_passes_where_no_pixels_are_left(clock: Clock) -> None:
     acme = account(clock, pixels_per_minute=100)
     acme.take(pixels=100)
-    acme.apply(TenantSettings(limits=Limits(pixels_per_minute=10)))
+    acme.apply(TenantSettings(limits=TenantLimits(pixels_per_minute=10)))
     acme.take(tokens=5, pixels=0)
 
 
@@ -154,7 +155,7 @@ def test_the_headers_say_what_is_left_of_each_limit(clock: Clock) -> None:
 def test_new_settings_keep_the_counters_and_what_is_given_back_goes_where_it_was_taken(clock: Clock) -> None:
     acme = account(clock, tokens_per_minute=100)
     charge = acme.take(tokens=80, pixels=50)
-    acme.apply(TenantSettings(limits=Limits(tokens_per_minute=200, pixels_per_minute=100)))
+    acme.apply(TenantSettings(limits=TenantLimits(tokens_per_minute=200, pixels_per_minute=100)))
     acme.take(pixels=100)
     charge.give_back(tokens=30, pixels=50)  # of the pixels nothing had been taken
     assert acme.headers()["x-ratelimit-remaining-tokens"] == "150"
@@ -275,7 +276,7 @@ IMAGE = BillItem("image", 10, 20, 28, 28, 1, 1, "abc", Grid(1, 2, 2))
 def generation(metrics: Metrics) -> Generation:
     prompt: Any = type("P", (), {"token_ids": [1], "where": {}, "items": [PICTURE, PICTURE]})()
     billed = BilledPrompt(prompt, Bill(9, 1, 0, 1, (IMAGE,)))
-    return Generation([billed], [FakeAnswer()], Timing(0.0, 0.0, 0.0), metrics)  # type: ignore[list-item]
+    return Generation([billed], [FakeAnswer()], RequestRecord(), metrics)  # type: ignore[list-item]
 
 
 def left(account: Account) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from saccade.server import bodies
 from saccade.server.bodies import BodyReader
 from saccade.server.errors import ApiError
 from saccade.server.http.body_check import MAX_DEPTH, MAX_FIELDS, MAX_MEMBERS
-from saccade.server.http.limits import Upload
+from saccade.server.http.limits import HttpBody
 from saccade.server.http.request_context import Exchange
 from saccade.server.http.text_limit import TextTally
 from saccade.server.metrics import Metrics
@@ -47,7 +47,7 @@ def tally_of(data: bytes, inputs: tuple[str, ...] = (), max_chars: int = CHARS) 
 
 
 def read(reader: BodyReader, data: bytes, inputs: tuple[str, ...] = (), max_chars: int = CHARS) -> dict[str, Any]:
-    upload = Upload(data, tally_of(data, inputs, max_chars))
+    upload = HttpBody(data, tally_of(data, inputs, max_chars))
     wire = Wire()
     caller = wire.writer()._scope["caller"]
     answer: list[dict[str, Any]] = []

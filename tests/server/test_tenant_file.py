@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.server.tenant_file import Limits, digest_of, read_tenants
+from saccade.server.tenant_file import TenantLimits, digest_of, read_tenants
 from saccade.types.request import OTHER_LABEL
 
 SECRET = "sk-very-secret"
@@ -37,12 +37,12 @@ def test_a_tenant_has_keys_a_weight_and_limits(tmp_path: Path) -> None:
     tenant = read_tenants(written(tmp_path, text), needs_keys=True)["acme"]
     assert tenant.digests == (digest_of(SECRET.encode()), digest_of(b"sk-other"))
     assert tenant.weight == 2.5 and tenant.is_operator and tenant.label == "acme"
-    assert tenant.limits == Limits(60, 100_000, 50_000_000, 30, 8)
+    assert tenant.limits == TenantLimits(60, 100_000, 50_000_000, 30, 8)
 
 
 def test_what_is_left_out_has_no_limit_and_weight_one(tmp_path: Path) -> None:
     tenant = read_tenants(written(tmp_path, f'[acme]\nkeys = ["{SECRET}"]'), needs_keys=True)["acme"]
-    assert tenant.weight == 1 and tenant.limits == Limits(None, None, None, None, None) and not tenant.is_operator
+    assert tenant.weight == 1 and tenant.limits == TenantLimits(None, None, None, None, None) and not tenant.is_operator
 
 
 def test_with_a_tenant_header_tenants_need_no_keys_and_others_may_have_limits(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from saccade.options.server import ServerOptions
 from saccade.server.http.auth import Tenants
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
-from saccade.server.request_record import RequestRecord
+from saccade.server.request_record import RequestRecord, TokenCounts
 from saccade.server.tracing import Ended, Traces, stages
 from saccade.types.events import Usage
 
@@ -36,10 +36,17 @@ USAGE = Usage(
 )
 
 
-def record(**fields: Any) -> RequestRecord:
-    return RequestRecord(
-        **{"fetch_began": 10.0, "fetch_ended": 11.0, "submitted": 12.0, "has_outputs": True, "usage": USAGE, **fields}
-    )
+COUNTS = TokenCounts(prompt_tokens=40, image_tokens=0, cached_tokens=0, completion_tokens=5)
+
+
+def record(usage: Usage = USAGE, error: str = "", **moments: float | None) -> RequestRecord:
+    """A moment that is None never came."""
+    record = RequestRecord()
+    times = {"fetch_began": 10.0, "fetched": 11.0, "submitted": 12.0, **moments}
+    record._moments |= {moment: time for moment, time in times.items() if time is not None}  # type: ignore[misc]
+    record.count(COUNTS, usage)
+    record.fail(error)
+    return record
 
 
 def reported(ended: Ended, headers: dict[bytes, bytes]) -> list[Any]:
@@ -53,7 +60,7 @@ def reported(ended: Ended, headers: dict[bytes, bytes]) -> list[Any]:
 def ended(status: int = 200, **fields: Any) -> Ended:
     now = time.perf_counter()
     path = "/v1/chat/completions"
-    return Ended("POST", path, path, status, "id-1", now - 1, now, record(**fields))
+    return Ended("POST", path, path, status, "id-1", record(arrived=now - 1, ended=now, **fields))
 
 
 def test_stages_are_counted_from_the_submission_and_follow_each_other() -> None:
@@ -70,13 +77,13 @@ def test_stages_are_counted_from_the_submission_and_follow_each_other() -> None:
 
 def test_a_request_without_images_has_no_stages_of_images() -> None:
     usage = Usage(0, 0, 1000.0, 1000.5, 1002.0, 1005.0, 0.0, 0.0)
-    names = [stage.name for stage in stages(record(fetch_ended=0.0, usage=usage))]
+    names = [stage.name for stage in stages(record(fetched=None, usage=usage))]
     assert names == ["queue", "prefill", "decode"]
     assert not list(stages(RequestRecord()))
 
 
 def test_spans_lie_below_the_clients_span() -> None:
-    *children, span = reported(ended(prompt_tokens=40, completion_tokens=5), PARENT)
+    *children, span = reported(ended(), PARENT)
     assert span.name == "POST /v1/chat/completions"
     assert f"{span.context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
     assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"

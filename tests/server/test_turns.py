@@ -20,14 +20,14 @@ from saccade.server.errors import ApiError
 from saccade.server.http.request_context import Caller
 from saccade.server.metrics import Metrics
 from saccade.server.request_record import RequestRecord
-from saccade.server.tenant_file import Limits, TenantSettings
+from saccade.server.tenant_file import TenantLimits, TenantSettings
 from saccade.server.turns import Turns, Work
 from tests.helpers.fakes.fake_stream import running
 
 
 def caller(client: str, request_id: str = "r", seconds: int | None = None) -> Caller:
-    settings = TenantSettings(limits=Limits(processor_seconds_per_minute=seconds), label=client)
-    return Caller(request_id, client, 0.0, RequestRecord(), client, Account(client, settings))
+    settings = TenantSettings(limits=TenantLimits(processor_seconds_per_minute=seconds), label=client)
+    return Caller(request_id, client, RequestRecord(), client, Account(client, settings))
 
 
 class Gate:

@@ -13,7 +13,7 @@ import pytest
 
 from saccade.errors import EngineUnavailable, RequestError
 from saccade.helpers import process
-from saccade.helpers.process import HelperProcess, _Running
+from saccade.helpers.process import HelperProcess, _Child
 from saccade.server.request.chat import read_chat, read_completion
 from saccade.server.request.fields import FieldReader
 from saccade.structured import schema_validation
@@ -241,8 +241,8 @@ def test_what_is_remembered_of_schemas_is_small_and_bounded(
 
 def test_one_process_checks_many_schemas(checks: SchemaChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    start = _Running.__init__
-    monkeypatch.setattr(_Running, "__init__", lambda self, *args: (started.append(self), start(self, *args))[1])
+    start = _Child.__init__
+    monkeypatch.setattr(_Child, "__init__", lambda self, *args: (started.append(self), start(self, *args))[1])
     for i in range(5):
         assert checks.problem(json.dumps({"const": i})) is None
     assert len(started) == 1

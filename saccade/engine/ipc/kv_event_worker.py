@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import zmq
 
 from saccade.engine.ipc.kv_event_publisher import KEPT, MAX_BATCHES, MAX_BYTES, RECORD, REPLY
-from saccade.helpers.main import Refused, limit_memory, serve
+from saccade.helpers.main import AnswerRefused, limit_memory, serve
 
 MAX_QUEUED = 1000  # batches that wait for one reader; readers that wait for the same batch share its memory
 _MEMORY_MB = 640  # of address space, of which 380 MB are for itself and the replays
@@ -48,7 +48,7 @@ class EventServer:
         self._socket: zmq.Socket[bytes] | None = None
 
     def bind(self) -> zmq.Socket[bytes]:
-        """Of which the first is returned. Refused if an address cannot be had."""
+        """Of which the first is returned. AnswerRefused if an address cannot be had."""
         publish, replay = self._ends
         socket = self._bound(zmq.PUB, publish)
         socket.setsockopt(zmq.XPUB_NODROP, 1)  # the first batch that a reader cannot take is refused
@@ -71,7 +71,7 @@ class EventServer:
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            raise Refused(f"{address}: {zmq.strerror(error.errno or 0)}".encode()) from None
+            raise AnswerRefused(f"{address}: {zmq.strerror(error.errno or 0)}".encode()) from None
         return socket
 
     def close(self) -> None:

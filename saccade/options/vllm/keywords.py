@@ -26,47 +26,50 @@ _MEDIA = ("image", "video")
 
 
 def translated(
-    given: Mapping[str, Any], own: Mapping[str, Any], *, is_server: bool = False
+    arguments: Mapping[str, Any], defaults: Mapping[str, Any], *, is_server: bool = False
 ) -> dict[str, Any]:
     """`given` as our options take it; `own` has their names and defaults.
 
     Inert arguments are logged. UsageError for those that are refused or unknown.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     direct: dict[str, Any] = {}  # these win over what others are translated to
-    for name, value in given.items():
-        if name in own:
-            if value is not None or own[name] is None:
+    for name, value in arguments.items():
+        if name in defaults:
+            if value is not None or defaults[name] is None:
                 direct[name] = _SPELLINGS.get(name, _as_given)(value)
         elif name in _RENAMED and (is_server or TABLE[name].scope == "engine"):
-            found |= _RENAMED[name](value) if value is not None else {}
+            if value is not None:
+                options |= _RENAMED[name](value)
         else:
-            _check(name, value, own, is_server)
-    return {**found, **direct}
+            _check(name, value, defaults, is_server)
+    return {**options, **direct}
 
 
-def _check(name: str, value: Any, own: Collection[str], is_server: bool) -> None:
+def _check(name: str, value: Any, options: Collection[str], is_server: bool) -> None:
     row = TABLE.get(name)
     if row is None:
-        raise UsageError(f"unknown argument {with_nearest(name, [*own, *TABLE])}; docs/options.md lists all")
-    if not is_server and name in OFFLINE:
-        row = row._replace(scope="engine", fate="inert", what=OFFLINE[name])
-    if row.scope == "server" and not is_server and not _asks_nothing(name, value):
-        raise UsageError(f"{name} is an argument of saccade serve, not of LLM; leave it out here")
-    if said := _said(row, value):
-        raise UsageError(said)
+        nearest = with_nearest(name, [*options, *TABLE])
+        raise UsageError(f"unknown argument {nearest}; docs/options.md lists all")
+    if not is_server:
+        if name in OFFLINE:
+            row = row._replace(scope="engine", fate="inert", what=OFFLINE[name])
+        if row.scope == "server" and not _asks_nothing(name, value):
+            raise UsageError(f"{name} is an argument of saccade serve, not of LLM; leave it out here")
+    if problem := _said(row, value):
+        raise UsageError(problem)
 
 
-def checked_call(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def checked_call(arguments: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Arguments of `generate` and `chat` that we know; RequestError for those that we have not."""
-    for name, value in given.items():
-        if name in known:
+    for name, value in arguments.items():
+        if name in names:
             continue
         if name not in CALLS:
-            raise RequestError(f"unknown argument {with_nearest(name, [*known, *CALLS])}", param=name)
+            raise RequestError(f"unknown argument {with_nearest(name, [*names, *CALLS])}", param=name)
         if refusal := _said(CALLS[name], value):
             raise RequestError(refusal, code="unsupported", param=name)
-    return {name: value for name, value in given.items() if name in known}
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def _said(row: Keyword, value: Any) -> str | None:
@@ -82,11 +85,11 @@ def _said(row: Keyword, value: Any) -> str | None:
 def _asks_nothing(name: str, value: Any) -> bool:
     if isinstance(value, (str, list, tuple, dict, set)) and not value:
         return True
-    return value is None or any(value == other for other in (False, *NEUTRAL.get(name, ())))
+    return any(value == other for other in (None, False, *NEUTRAL.get(name, ())))
 
 
-def with_nearest(name: str, known: Collection[str]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.7)
+def with_nearest(name: str, names: Collection[str]) -> str:
+    near = get_close_matches(name, names, n=1, cutoff=0.7)
     return f"{name} (do you mean {near[0]}?)" if near else name
 
 
@@ -107,19 +110,19 @@ def _processor_options(value: Any) -> dict[str, Any]:
 
 
 def _media_io_options(value: Any) -> dict[str, Any]:
-    rest = {kind: how for kind, how in _mapping("media_io_kwargs", value).items() if how}
-    video = _renamed_keys("media_io_kwargs.video", rest.pop("video", {}), _VIDEO_OPTIONS)
-    if rest:
-        raise UsageError(f"media_io_kwargs takes fps and num_frames under video, not {', '.join(rest)}")
+    kinds = {kind: how for kind, how in _mapping("media_io_kwargs", value).items() if how}
+    video = _renamed_keys("media_io_kwargs.video", kinds.pop("video", {}), _VIDEO_OPTIONS)
+    if kinds:
+        raise UsageError(f"media_io_kwargs takes fps and num_frames under video, not {', '.join(kinds)}")
     return {name: number for name, number in video.items() if number != -1}  # -1: as many as there are
 
 
 def _renamed_keys(name: str, value: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    given = _mapping(name, value)
-    unknown = sorted(str(key) for key in given if key not in names)
+    options = _mapping(name, value)
+    unknown = sorted(str(key) for key in options if key not in names)
     if unknown:
         raise UsageError(f"{name} takes {', '.join(names)}, not {', '.join(unknown)}")
-    return {names[key]: given[key] for key in given}
+    return {names[key]: options[key] for key in options}
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,11 +19,13 @@ from saccade.server.errors import ApiError, json_response, overloaded
 from saccade.server.http.limits import receive_body
 from saccade.server.http.multipart import MultipartReader
 from saccade.server.http.request_context import Caller, Exchange
+from saccade.server.pipeline import read_request
 from saccade.server.request.batches import read_batch
 from saccade.server.request.media_files import PURPOSES
 from saccade.server.service import Service
 
 _MAX_PAGE = {"files": 10_000, "batches": 100}
+_LIMIT = re.compile(r"[0-9]{1,9}")
 _DEFAULT_PAGE = {"files": 10_000, "batches": 20}
 
 
@@ -112,7 +115,7 @@ async def delete_file(service: Service, request: Request) -> Response:
 
 async def create_batch(service: Service, exchange: Exchange) -> dict[str, Any]:
     jobs = jobs_of(service)
-    order = await service.read(read_batch, exchange)
+    order = await read_request(service, read_batch, exchange)
     owner = exchange.caller.tenant
     create = partial(jobs.store.create_batch, owner, order.endpoint, order.input_file_id, order.metadata)
     record = await jobs.in_thread(owner, exchange.caller.client, create)
@@ -138,15 +141,18 @@ async def cancel_batch(service: Service, request: Request) -> Response:
 
 def _page(kind: str, records: Sequence[FileRecord | BatchRecord], query: Mapping[str, str]) -> Response:
     """The newest first, those after the one that `after` names."""
-    given = query.get("limit", str(_DEFAULT_PAGE[kind]))
-    if not given.isdecimal() or len(given) > 9 or not 1 <= int(given) <= _MAX_PAGE[kind]:
-        message = f"limit must be from 1 to {_MAX_PAGE[kind]}, not {quoted(given)}"
+    limit = query.get("limit", str(_DEFAULT_PAGE[kind]))
+    if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= _MAX_PAGE[kind]:
+        message = f"limit must be from 1 to {_MAX_PAGE[kind]}, not {quoted(limit)}"
         raise RequestError(message, param="limit")
     ids = [record.id for record in records]
     after = query.get("after")
-    if after is not None and after not in ids:
-        raise RequestError(f"after names {quoted(after)}, which is not in the list", param="after")
-    rest = records[ids.index(after) + 1 :] if after is not None else records
-    shown = [record.view() for record in rest[: int(given)]]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
-    return json_response({"object": "list", "data": shown, "has_more": len(rest) > len(shown), **ends})
+    if after is not None:
+        if after not in ids:
+            raise RequestError(f"after names {quoted(after)}, which is not in the list", param="after")
+        records = records[ids.index(after) + 1 :]
+    views = [record.view() for record in records[: int(limit)]]
+    page = {"object": "list", "data": views, "has_more": len(records) > len(views)}
+    if views:
+        page |= {"first_id": views[0]["id"], "last_id": views[-1]["id"]}
+    return json_response(page)

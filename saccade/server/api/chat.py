@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from saccade.processor.dialects.events import CallStart, Content, Reasoning
 from saccade.server.api.chunks import DONE, Envelope, TextEvent
-from saccade.server.api.events import Event, EventShape, send_events
+from saccade.server.api.events import Event, EventShape
 from saccade.server.api.logprobs import chat_logprobs, prompt_body
 from saccade.server.api.parsed_output import OutputPart, ParsedOutput
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
+from saccade.server.pipeline import read_request, running_chat, send_answer
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.service import Service
 
 
 async def create_chat_completion(service: Service, exchange: Exchange) -> None:
-    request = await service.read(read_chat, exchange)
-    async with service.generating(request, exchange) as generation:
+    request = await read_request(service, read_chat, exchange)
+    async with running_chat(service, request, exchange) as generation:
         shape = ChatEvents(service, request, exchange.caller.request_id, generation)
-        run = partial(service.in_thread, exchange.caller)
-        await send_events(exchange.writer, generation, shape, run, stream=request.response_options.stream)
+        await send_answer(service, exchange, generation, shape, stream=request.response_options.stream)
 
 
 class ChatEvents(EventShape):
@@ -33,25 +32,23 @@ class ChatEvents(EventShape):
         self._options = options
         self._tokenizer = service.processor.tokenizer
         self._outputs = [_ChatOutput(chat, generation, index) for index in range(len(generation.outputs))]
-        response_id = f"chatcmpl-{options.request_id or request_id}"
-        self._envelope = Envelope(response_id, service.names[0], options, generation)
+        self._envelope = Envelope("chatcmpl", request_id, service.names[0], options, generation)
         self._generation = generation
         self.is_large = options.prompt_logprobs is not None
         self._texts: dict[int, TextEvent] = {}  # by output
-        is_plain = options.stream and not chat.tools.calls and options.params.logprobs is None
-        self.is_plain = is_plain and not (options.return_token_ids or options.continuous_usage)
+        extras = (chat.tools.calls, options.return_token_ids, options.continuous_usage)
+        self.is_plain = options.stream and options.params.logprobs is None and not any(extras)
 
     def take(self, delta: Delta) -> Iterator[Event]:
         output = self._outputs[delta.index]
-        if self.is_plain and output.is_passive and delta.text and delta.finish_reason is None:
+        if self.is_plain and output.is_passive and delta.is_text:
             yield self._text_event(delta.index)(delta.text)
             return
         if not output.is_open:
             output.is_open = True
             yield self._chunk(Delta(delta.index), {"role": "assistant", "content": ""})
         messages = output.take(delta)
-        has_tokens = delta.logprobs or (self._options.return_token_ids and delta.token_ids)
-        if not messages and (delta.finish_reason or has_tokens):
+        if not messages and self._has_rest(delta):
             messages = [{}]
         for message in messages[:-1]:
             yield self._chunk(Delta(delta.index), message)
@@ -59,8 +56,14 @@ class ChatEvents(EventShape):
             delta.finish_reason = output.finish_reason(delta.finish_reason)
             yield self._chunk(delta, messages[-1])
 
+    def _has_rest(self, delta: Delta) -> bool:
+        """Whether a delta that completes no part says something else."""
+        if self._options.return_token_ids and delta.token_ids:
+            return True
+        return bool(delta.logprobs or delta.finish_reason)
+
     def _text_event(self, index: int) -> TextEvent:
-        """For most events of most streams. Nothing is kept of its text: only `whole` would need it."""
+        """Makes most events of most streams. Nothing is kept of its text: only `whole` would need it."""
         if index not in self._texts:
             self._texts[index] = TextEvent(lambda text: self._chunk(Delta(index), {"content": text}))
         return self._texts[index]
@@ -111,10 +114,10 @@ class _ChatOutput:
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """The `delta` objects of the chunks that this delta becomes."""
         self._total.add(delta)
-        found = self._parsed.take(delta)
-        for part in found:
+        parts = self._parsed.take(delta)
+        for part in parts:
             self._keep(part)
-        return [part.delta() for part in found]
+        return [part.delta() for part in parts]
 
     def _keep(self, part: OutputPart) -> None:
         if isinstance(part, Reasoning):
@@ -137,11 +140,10 @@ class _ChatOutput:
 
     def message(self) -> dict[str, Any]:
         text = "".join(self._content)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self._reasoning or self._calls:
-            message["content"] = text or None
+        extras: dict[str, Any] = {}
         if self._reasoning:
-            message |= Reasoning("".join(self._reasoning)).delta()
+            extras |= Reasoning("".join(self._reasoning)).delta()
         if self._calls:
-            message["tool_calls"] = self._calls
-        return message
+            extras["tool_calls"] = self._calls
+        content = None if extras and not text else text
+        return {"role": "assistant", "content": content, "refusal": None, **extras}

@@ -33,20 +33,25 @@ class TextEvent:
 class Envelope:
     """Wraps choices into the body of a completion or of one chunk of its stream."""
 
-    def __init__(self, reply_id: str, model: str, options: ResponseOptions, generation: Generation) -> None:
+    def __init__(
+        self, prefix: str, request_id: str, model: str, options: ResponseOptions, generation: Generation
+    ) -> None:
         self._options = options
         self._generation = generation
+        reply_id = f"{prefix}-{options.request_id or request_id}"
         self._base = {"id": reply_id, "created": int(time.time()), "model": model}
 
     def choice(self, delta: Delta, key: str, content: Any, logprobs: Any) -> dict[str, Any]:
-        choice = {
+        choice: dict[str, Any] = {
             "index": delta.index,
             key: content,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        return choice | ({"token_ids": delta.token_ids} if self._options.return_token_ids else {})
+        if self._options.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
 
     def chunk(self, kind: str, choice: dict[str, Any]) -> Mapping[str, Any]:
         return self._chunk(kind, [choice], with_usage=self._options.continuous_usage)
@@ -72,11 +77,16 @@ class Envelope:
         extras: dict[str, Any] = {}
         if self._options.include_bill:
             bills = [bill_body(self._generation.bill(index)) for index in range(len(self._generation.bills))]
-            extras["bill"] = bills[0] if len(bills) == 1 else bills
+            extras["bill"] = one_or_all(bills)
         if self._options.return_token_ids:
             ids = [list(token_ids) for token_ids in self._generation.prompt_ids]
-            extras["prompt_token_ids"] = ids[0] if len(ids) == 1 else ids
+            extras["prompt_token_ids"] = one_or_all(ids)
         return extras
+
+
+def one_or_all(values: Sequence[Any]) -> Any:
+    """A list only where there are several prompts."""
+    return values[0] if len(values) == 1 else values
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from saccade.server.api.chunks import DONE, Envelope
-from saccade.server.api.events import Event, EventShape, send_events
+from saccade.server.api.events import Event, EventShape
 from saccade.server.api.logprobs import completion_logprobs, prompt_body
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
-from saccade.server.request.chat import CompletionRequest, read_completion, renaming
+from saccade.server.pipeline import prepare_prompts, read_request, running, send_answer
+from saccade.server.request.chat import CompletionRequest, read_completion
 from saccade.server.service import Service
 from saccade.types.step import Logprobs
 
 
 async def create_completion(service: Service, exchange: Exchange) -> None:
-    request = await service.read(read_completion, exchange, service.options.max_num_seqs)
+    request = await read_request(service, read_completion, exchange, service.options.max_num_seqs)
     options = request.response_options
     service.check_model(options.model)
     exchange.lease.enter(len(request.prompts) * options.params.num_outputs)
-    prompts, timing = await service.prepare_prompts(request, exchange.caller)
-    with service.generation(prompts, options, timing) as generation:
-        await service.start(generation, prompts, options, exchange)
+    prompts = await prepare_prompts(service, request, exchange.caller)
+    async with running(service, prompts, options, exchange) as generation:
         exchange.lease.release()
         shape = CompletionEvents(service, request, exchange.caller.request_id, generation)
-        with renaming({"response_format": options.structure_field}.get):
-            run = partial(service.in_thread, exchange.caller)
-            await send_events(exchange.writer, generation, shape, run, stream=options.stream)
+        await send_answer(service, exchange, generation, shape, stream=options.stream)
 
 
 class CompletionEvents(EventShape):
@@ -43,8 +40,7 @@ class CompletionEvents(EventShape):
         self._totals = [Delta(index) for index in range(len(generation.outputs))]  # each output so far
         echoes = self._echoed(request, generation) if request.echo else []
         self._echoes = dict(enumerate(echoes))  # by output, until it begins
-        response_id = f"cmpl-{options.request_id or request_id}"
-        self._envelope = Envelope(response_id, service.names[0], options, generation)
+        self._envelope = Envelope("cmpl", request_id, service.names[0], options, generation)
         self._generation = generation
         self._is_echoed = request.echo
         self._is_prompt_only = request.is_prompt_only

@@ -56,15 +56,19 @@ class BlockOutput:
             yield from self._close()
             yield self._open(part)
             return
-        if not isinstance(part, CallArguments) and not self._continues(isinstance(part, Reasoning)):
-            yield from self._close()
-            yield self._open(None, is_reasoning=isinstance(part, Reasoning))
+        if not isinstance(part, CallArguments):
+            yield from self._go_on(is_reasoning=isinstance(part, Reasoning))
         self.blocks[-1].text += part.text
         yield BlockEvent("add", self.blocks[-1], part.text)
 
-    def _continues(self, is_reasoning: bool) -> bool:
-        """Whether the last block is open and of this kind."""
-        return self._is_open and self.blocks[-1].call is None and self.blocks[-1].is_reasoning == is_reasoning
+    def _go_on(self, *, is_reasoning: bool) -> Iterator[BlockEvent]:
+        """A new block, unless the last one is open and of this kind."""
+        if self._is_open:
+            block = self.blocks[-1]
+            if block.call is None and block.is_reasoning == is_reasoning:
+                return
+        yield from self._close()
+        yield self._open(None, is_reasoning=is_reasoning)
 
     def _open(self, call: CallStart | None, *, is_reasoning: bool = False) -> BlockEvent:
         self.blocks.append(Block(len(self.blocks), call, is_reasoning))

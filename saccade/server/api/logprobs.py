@@ -36,23 +36,27 @@ def completion_logprobs(
     text_of = cache(partial(_text, tokenizer=tokenizer))
     texts = [text_of(token_id) for token_id in token_ids]
     offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
+    values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for entry in logprobs:
-        top = entry.top if entry else ()
-        named = {_name(token_id, text_of(token_id), shows_ids): _finite(value) for token_id, value in top}
-        tops.append(named if entry else None)
+        if entry is None:
+            values.append(None)
+            tops.append(None)
+            continue
+        values.append(_finite(entry.logprob))
+        tops.append({_name(other, text_of(other), shows_ids): _finite(value) for other, value in entry.top})
     return {
         "tokens": [_name(token_id, text, shows_ids) for token_id, text in zip(token_ids, texts, strict=True)],
-        "token_logprobs": [_finite(entry.logprob) if entry else None for entry in logprobs],
+        "token_logprobs": values,
         "top_logprobs": tops,
         "text_offset": offsets,
     }
 
 
 def prompt_body(token_ids: Sequence[int], entries: Sequence[Logprobs], tokenizer: Tokenizer) -> list[Any]:
-    """As vLLM has it: for each token of the prompt but the first an object by token id."""
-    found = prompt_logprobs(token_ids, entries, partial(_text, tokenizer=tokenizer))
-    return [position and {str(name): _shown(one) for name, one in position.items()} for position in found]
+    """vLLM's form: for each token of the prompt but the first an object by token id."""
+    positions = prompt_logprobs(token_ids, entries, partial(_text, tokenizer=tokenizer))
+    return [position and {str(name): _shown(one) for name, one in position.items()} for position in positions]
 
 
 def _shown(entry: Logprob) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,10 +10,11 @@ import msgspec
 from saccade.processor.dialects.arguments import parsed_object
 from saccade.server.api.chunks import usage_of
 from saccade.server.api.content_blocks import Block, BlockEvent, BlockOutput
-from saccade.server.api.events import Event, EventShape, send_events
+from saccade.server.api.events import Event, EventShape
 from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
+from saccade.server.pipeline import read_request, running_chat, send_answer
 from saccade.server.request.chat import ChatRequest
 from saccade.server.request.messages import read_message
 from saccade.server.service import Service
@@ -23,13 +23,12 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def create_message(service: Service, exchange: Exchange) -> None:
-    request = await service.read(read_message, exchange)
+    request = await read_request(service, read_message, exchange)
     chat = request.chat
     with request.source_paths.renaming():
-        async with service.generating(chat, exchange) as generation:
+        async with running_chat(service, chat, exchange) as generation:
             shape = MessageEvents(service.names[0], chat, exchange.caller.request_id, generation)
-            run = partial(service.in_thread, exchange.caller)
-            await send_events(exchange.writer, generation, shape, run, stream=chat.response_options.stream)
+            await send_answer(service, exchange, generation, shape, stream=chat.response_options.stream)
 
 
 class MessageEvents(EventShape):
@@ -72,11 +71,12 @@ class MessageEvents(EventShape):
     def _stop(self) -> dict[str, Any]:
         """Why the output ended. Only a stop string of the client is a stop sequence; an EOS token is not."""
         reason = _STOP_REASONS.get(str(self._output.finish_reason))
+        if reason is not None:
+            return {"stop_reason": reason, "stop_sequence": None}
         sequence = self._output.stop_reason
-        if reason is not None or not isinstance(sequence, str):
-            sequence = None
-        reason = reason or ("stop_sequence" if sequence else "end_turn")
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        if isinstance(sequence, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 def _content(block: Block) -> dict[str, Any]:

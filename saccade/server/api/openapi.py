@@ -105,8 +105,8 @@ def _of_path(method: str, path: str, operation: Mapping[str, Any]) -> dict[str, 
 def document(version: str) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, operation in BODIES.items():
-        answered = {"200": {"description": "The answer"}, **operation["responses"]}
-        paths[path] = {"post": {"operationId": path, **operation, "responses": answered}}
+        responses = {"200": {"description": "The answer"}, **operation["responses"]}
+        paths[path] = {"post": {"operationId": path, **operation, "responses": responses}}
     for path, text in _READ.items():
         responses = {"200": {"description": text}}
         paths.setdefault(path, {})["get"] = _of_path("get", path, {"responses": responses})

@@ -19,9 +19,9 @@ OutputPart = Reasoning | Content | CallStart | CallArguments
 
 class ParsedOutput:
     def __init__(self, request: ChatRequest, generation: Generation, index: int = 0) -> None:
-        plan = request.tools
+        tools = request.tools
         self._parser = generation.output_format.parser(
-            plan.for_template, finds_calls=plan.calls, is_bare=plan.is_bare
+            tools.for_template, finds_calls=tools.calls, is_bare=tools.is_bare
         )
         self._generation = generation
         self._index = index
@@ -49,7 +49,7 @@ class ParsedOutput:
             return None
         if isinstance(event, (CallStart, CallArguments)) and event.index >= self._max_calls:
             return None
-        self._has_calls = self._has_calls or isinstance(event, CallStart)
+        self._has_calls |= isinstance(event, CallStart)
         return event
 
     def finish_reason(self, reason: str | None) -> str | None:

@@ -13,14 +13,15 @@ from saccade.apps.plan.planner import Deployment, make_plan
 from saccade.apps.plan.report import as_json
 from saccade.errors import ConfigError
 from saccade.server.http.request_context import Exchange
+from saccade.server.pipeline import read_request
 from saccade.server.request.plan import MAX_SIZES, PlanRequest, plan_error, read_plan
 from saccade.server.service import Service
 from saccade.server.turns import Work
 
 
 async def plan(service: Service, exchange: Exchange) -> dict[str, Any]:
-    """As `saccade plan --json`, for the served model with this server's options."""
-    request = await service.read(read_plan, exchange, min(1, _max_images(service)))
+    """The JSON of `saccade plan --json`, for the served model with this server's options."""
+    request = await read_request(service, read_plan, exchange, min(1, _max_images(service)))
     service.check_model(request.model)
     return await service.turns.take(Work.PLAN, exchange.caller, partial(_planned, service, request))
 
@@ -31,8 +32,8 @@ def _planned(service: Service, request: PlanRequest) -> dict[str, Any]:
     calibration = calibration_for(request.hardware)
     checkpoint = service.processor.checkpoint
     try:
-        made = make_plan(Deployment(checkpoint, request.hardware, calibration, request.workload, options))
-        figures = as_json(made, alternatives(made))
+        estimate = make_plan(Deployment(checkpoint, request.hardware, calibration, request.workload, options))
+        figures = as_json(estimate, alternatives(estimate))
     except ConfigError as error:
         raise plan_error(error) from None
     return {**figures, "model": service.names[0]}  # the path of its folder is never shown
@@ -51,12 +52,12 @@ def plan_options(service: Service) -> dict[str, Any]:
 
 
 def _max_images(service: Service) -> int:
-    """In a request."""
+    """The limit of one request."""
     return service.options.limit_mm_per_prompt.get("image", 0) if service.processor.takes_images else 0
 
 
 def measured(service: Service) -> dict[str, Any]:
-    """Of all requests of all tenants together, as /metrics has them."""
+    """Figures of all requests of all tenants together, as /metrics has them."""
     return {
         "object": "plan.measured",
         "model": service.names[0],

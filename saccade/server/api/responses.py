@@ -8,15 +8,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from saccade.server.api.chunks import usage_of
 from saccade.server.api.content_blocks import Block, BlockEvent, BlockOutput
-from saccade.server.api.events import Event, EventShape, send_events
+from saccade.server.api.events import Event, EventShape
 from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.request_context import Exchange
+from saccade.server.pipeline import read_request, running_chat, send_answer
 from saccade.server.request.chat import ChatRequest
 from saccade.server.request.responses import read_response
 from saccade.server.service import Service
@@ -25,14 +25,13 @@ _FIXED = {"background": False, "previous_response_id": None, "store": False, "tr
 
 
 async def create_response(service: Service, exchange: Exchange) -> None:
-    request = await service.read(read_response, exchange)
+    request = await read_request(service, read_response, exchange)
     chat = request.chat
     with request.source_paths.renaming():
-        async with service.generating(chat, exchange) as generation:
+        async with running_chat(service, chat, exchange) as generation:
             request_id = exchange.caller.request_id
             shape = ResponseEvents(service.names[0], chat, request.echo, request_id, generation)
-            run = partial(service.in_thread, exchange.caller)
-            await send_events(exchange.writer, generation, shape, run, stream=chat.response_options.stream)
+            await send_answer(service, exchange, generation, shape, stream=chat.response_options.stream)
 
 
 class ResponseEvents(EventShape):
@@ -79,7 +78,9 @@ class ResponseEvents(EventShape):
         return {**common, "type": "message", "role": "assistant", "content": content}
 
     def _item_id(self, block: Block) -> str:
-        kind = "rs" if block.is_reasoning else "msg" if block.call is None else "fc"
+        kind = "fc"
+        if block.call is None:
+            kind = "rs" if block.is_reasoning else "msg"
         return f"{kind}_{self._id}_{block.index}"
 
     # --- the stream -----------------------------------------------------------------------------------------

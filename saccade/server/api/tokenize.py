@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from saccade.errors import RequestError
 from saccade.processor.input_processor import Processor
 from saccade.server.api.chunks import bill_body
 from saccade.server.http.request_context import Exchange
+from saccade.server.pipeline import check_ids, check_request, prepare_chat, read_request
 from saccade.server.request import fields
 from saccade.server.request.chat import read_chat
 from saccade.server.request.messages import MessageRequest, read_message
@@ -18,15 +20,15 @@ from saccade.server.service import Service
 
 async def bill(service: Service, exchange: Exchange) -> dict[str, Any]:
     """What the engine would charge for a chat. Reads the headers of its images, decodes none."""
-    request = await service.read(read_chat, exchange)
+    request = await read_request(service, read_chat, exchange)
     service.check_model(request.response_options.model)
-    billed, timing = await service.prepare_chat(request, exchange)
-    tokens_left = max(0, service.limits.max_model_len - len(billed.prompt))
+    prompt, prices = await prepare_chat(service, request, exchange)
+    tokens_left = max(0, service.limits.max_model_len - len(prompt))
     return {
         "object": "bill",
         "model": service.names[0],
-        **bill_body(billed.bill),
-        "times_ms": {"prepare": round(timing.prepare_ms, 3)},
+        **bill_body(prices),
+        "times_ms": {"prepare": round(exchange.caller.record.ms_between("arrived", "prepared"), 3)},
         "max_model_len": service.limits.max_model_len,
         "max_tokens_left": tokens_left,
         "fits": tokens_left > 0,
@@ -34,24 +36,23 @@ async def bill(service: Service, exchange: Exchange) -> dict[str, Any]:
 
 
 async def tokenize(service: Service, exchange: Exchange) -> dict[str, Any]:
-    caller = exchange.caller
-    body = await service.decode(exchange)
-    given = await service.in_thread(caller, service.fields.read, body, fields.TOKENIZE)
-    service.check_model(given.get("model"))
-    if ("prompt" in given) == ("messages" in given):
+    in_thread = partial(service.turns.in_thread, exchange.caller)
+    body = await service.bodies.read(exchange)
+    options = await in_thread(service.fields.read, body, fields.TOKENIZE)
+    service.check_model(options.get("model"))
+    if ("prompt" in options) == ("messages" in options):
         raise RequestError("give either prompt or messages", param="prompt")
-    if "messages" in given:
-        chat = {name: value for name, value in given.items() if name in fields.CHAT}
-        request = await service.check(read_chat, chat, caller)
-        billed, _ = await service.prepare_chat(request, exchange)
-        ids: Sequence[int] = billed.prompt.token_ids
+    if "messages" in options:
+        chat = {name: value for name, value in options.items() if name in fields.CHAT}
+        request = await check_request(service, read_chat, chat, exchange.caller)
+        ids: Sequence[int] = (await prepare_chat(service, request, exchange)).prompt.token_ids
     else:
         encode = service.processor.tokenizer.encode
-        ids = await service.in_thread(caller, encode, given["prompt"], given.get("add_special_tokens", True))
+        ids = await in_thread(encode, options["prompt"], options.get("add_special_tokens", True))
     strings = None
-    if given.get("return_token_strs"):
+    if options.get("return_token_strs"):
         token = service.processor.tokenizer.token
-        strings = await service.in_thread(caller, lambda: list(map(token, ids)))
+        strings = await in_thread(lambda: list(map(token, ids)))
     return {
         "count": len(ids),
         "max_model_len": service.limits.max_model_len,
@@ -61,13 +62,13 @@ async def tokenize(service: Service, exchange: Exchange) -> dict[str, Any]:
 
 
 async def detokenize(service: Service, exchange: Exchange) -> dict[str, Any]:
-    body = await service.decode(exchange)
+    in_thread = partial(service.turns.in_thread, exchange.caller)
+    body = await service.bodies.read(exchange)
     if isinstance(body.get("tokens"), list):
-        service.check_ids(len(body["tokens"]), "tokens")
-    given = await service.in_thread(exchange.caller, service.fields.read, body, fields.DETOKENIZE)
-    service.check_model(given.get("model"))
-    text = await service.in_thread(exchange.caller, _text_of, service.processor, given.get("tokens"))
-    return {"prompt": text}
+        check_ids(service, len(body["tokens"]), "tokens")
+    options = await in_thread(service.fields.read, body, fields.DETOKENIZE)
+    service.check_model(options.get("model"))
+    return {"prompt": await in_thread(_text_of, service.processor, options.get("tokens"))}
 
 
 def _text_of(processor: Processor, tokens: Sequence[int] | None) -> str:
@@ -80,18 +81,17 @@ def _text_of(processor: Processor, tokens: Sequence[int] | None) -> str:
 
 async def input_tokens(service: Service, exchange: Exchange) -> dict[str, Any]:
     """OpenAI's counting route. Takes the body of /v1/responses."""
-    request = await service.read(read_response, exchange)
+    request = await read_request(service, read_response, exchange)
     return {"object": "response.input_tokens", "input_tokens": await _count(service, request, exchange)}
 
 
 async def message_tokens(service: Service, exchange: Exchange) -> dict[str, Any]:
     """Anthropic's counting route. Takes the body of /v1/messages, in which max_tokens may be missing."""
-    request = await service.read(read_message, exchange, False)
+    request = await read_request(service, read_message, exchange, False)
     return {"input_tokens": await _count(service, request, exchange)}
 
 
 async def _count(service: Service, request: ResponseRequest | MessageRequest, exchange: Exchange) -> int:
     with request.source_paths.renaming():
         service.check_model(request.chat.response_options.model)
-        billed, _ = await service.prepare_chat(request.chat, exchange)
-    return len(billed.prompt)
+        return len((await prepare_chat(service, request.chat, exchange)).prompt)

@@ -96,9 +96,8 @@ class Tenants:
         names = [value.strip(b" \t").decode("latin-1") for name, value in headers if name == self._header]
         header = self._server.tenant_header
         if not self._trusts(peer) and (names or not self._by_key):
-            what = f"the header {header} may" if names else "without API keys, requests may"
-            rule = "come only from the proxies that --trusted-proxies names"
-            message = f"{what} {rule}"
+            what = f"the header {header}" if names else "without API keys, requests"
+            message = f"{what} may come only from the proxies that --trusted-proxies names"
             raise ApiError(403, message, code="proxy_not_trusted")
         if not names:
             if self._by_key:
@@ -106,14 +105,14 @@ class Tenants:
             message = f"the proxy sent no header {header}; it must name the tenant of every request"
             raise ApiError(400, message, code="invalid_tenant")
         if len(names) > 1 or not NAME.fullmatch(names[0]):
-            given = f"{len(names)} times" if len(names) > 1 else f"as {quoted(names[0])}"
+            problem = f"{len(names)} times" if len(names) > 1 else f"as {quoted(names[0])}"
             rule = "up to 64 letters, digits and . _ @ + -; the proxy must replace the header, not add to it"
-            message = f"the header {header} came {given} and must name one tenant: {rule}"
+            message = f"the header {header} came {problem} and must name one tenant: {rule}"
             raise ApiError(400, message, code="invalid_tenant")
         return self._named(names[0])
 
     def account(self, name: str) -> Account | None:
-        """Of a tenant whose request came earlier. None: it would not be accepted now."""
+        """The account of a tenant whose request came earlier. None: it would not be accepted now."""
         if not name:
             return None if self._by_key or self._header else self._unnamed
         if name in self._accounts:
@@ -123,16 +122,16 @@ class Tenants:
     def _by_key_of(self, path: str, headers: Mapping[bytes, bytes]) -> Account:
         if not self._by_key:
             return self._unnamed
-        authorization = headers.get(b"authorization")
         api_key = headers.get(b"x-api-key")
-        scheme, _, token = (authorization or b"").partition(b" ")
-        for key in (token.strip() if scheme.lower() == b"bearer" else b"", api_key or b""):
-            account = self._by_key.get(self._tag(digest_of(key))) if key else None
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        bearer = token.strip() if scheme.lower() == b"bearer" else None
+        for key in filter(None, (bearer, api_key)):
+            account = self._by_key.get(self._tag(digest_of(key)))
             if account is not None:
                 return account
         if is_open(path):
             return self._unnamed
-        is_missing = authorization is None and api_key is None
+        is_missing = headers.keys().isdisjoint((b"authorization", b"x-api-key"))
         what = "no API key was sent" if is_missing else "the API key is not one of this server's"
         message = f"{what}; send the header Authorization: Bearer KEY or x-api-key: KEY"
         raise ApiError(401, message, code="invalid_api_key")
@@ -143,7 +142,9 @@ class Tenants:
 
     def _trusts(self, peer: str) -> bool:
         address = address_of(peer)
-        return address is not None and any(address in network for network in self._proxies)
+        if address is None:
+            return False
+        return any(address in network for network in self._proxies)
 
     def _named(self, name: str) -> Account:
         if name in self._accounts:
@@ -167,11 +168,11 @@ def peer_of(address: tuple[str, int] | None) -> str:
 
     An IPv6 /64 counts as one: a single host may own all of its addresses.
     """
-    host = address[0] if address is not None else ""
-    found = address_of(host)
-    if isinstance(found, ipaddress.IPv6Address):
-        return f"address:{ipaddress.IPv6Network((found, 64), strict=False)}"
-    return f"address:{found or host}"
+    host = "" if address is None else address[0]
+    parsed = address_of(host)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return f"address:{ipaddress.IPv6Network((parsed, 64), strict=False)}"
+    return f"address:{parsed or host}"
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -5,7 +5,7 @@ Small bodies are checked in the server, heavy ones in a process (`body_worker`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +42,11 @@ def decoded(body: bytes | bytearray | memoryview) -> dict[str, Any]:
         message = f"the body has {len(value)} fields and may have {MAX_FIELDS}; leave out unknown ones"
         raise RequestError(message, code="request_too_large")
     return value
+
+
+def member(value: Any, name: str) -> Any:
+    """What an object has under a name. None: nothing, or it is no object."""
+    return value.get(name) if isinstance(value, Mapping) else None
 
 
 def check(body: Mapping[str, Any], limits: BodyLimits) -> None:
@@ -89,14 +94,21 @@ def _num_chars(value: Any, media: set[int], enough: int | None) -> int:
     Goes level by level, so that nesting costs no stack. The body itself is the first level. `enough` None:
     the field has limits of its own.
     """
+    if isinstance(value, str):
+        return 0 if id(value) in media else len(value)
+    if not isinstance(value, (dict, list)):
+        return 0
     members = 0
-    count = len(value) if isinstance(value, str) and id(value) not in media else 0
-    level = [value] if isinstance(value, (dict, list)) else []
+    count = 0
+    level = [value]
     for _ in range(MAX_DEPTH - 1):
         inner: list[Any] = []
         for container in level:
-            values = container.values() if isinstance(container, dict) else container
-            count += len(container) + (sum(map(len, container)) if isinstance(container, dict) else 0)
+            values: Iterable[Any] = container
+            if isinstance(container, dict):
+                values = container.values()
+                count += sum(map(len, container))
+            count += len(container)
             members += len(container)
             if enough is not None and (count > enough or members > MAX_MEMBERS):
                 return _counted(count, members)
@@ -112,36 +124,38 @@ def _num_chars(value: Any, media: set[int], enough: int | None) -> int:
 def _media(body: Mapping[str, Any]) -> Iterator[str]:
     """Strings of content parts that are read as images, videos or PDFs. A template never prints these."""
     for name in _MEDIA_LISTS:
-        entries = body.get(name)
-        for entry in entries if isinstance(entries, list) else ():
+        for entry in _entries(body.get(name)):
             if name == "system":
                 yield from _media_of_part(entry)
-            elif isinstance(entry, dict):
-                yield from _media_of_parts(entry.get("content"))
-                yield from _media_of_parts(entry.get("output"))
+            else:
+                yield from _media_of_parts(member(entry, "content"))
+                yield from _media_of_parts(member(entry, "output"))
+
+
+def _entries(value: Any) -> Sequence[Any]:
+    """None where there is no list."""
+    return value if isinstance(value, list) else ()
 
 
 def _media_of_parts(parts: Any) -> Iterator[str]:
-    for part in parts if isinstance(parts, list) else ():
+    for part in _entries(parts):
         yield from _media_of_part(part)
-        if isinstance(part, dict):
-            yield from _media_of_parts(part.get("content"))  # of a tool result
+        yield from _media_of_parts(member(part, "content"))  # of a tool result
 
 
 def _media_of_part(part: Any) -> Iterator[str]:
-    yield from _file_data(part)
-    for name in _MEDIA_FIELDS if isinstance(part, dict) else ():
-        given = part.get(name)
-        url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(part, dict):
+        return
+    if part.get("type") in ("file", "input_file"):  # of a chat, or of the Responses API
+        data = member(part.get("file", part), "file_data")
+        if isinstance(data, str):
+            yield data
+    for name in _MEDIA_FIELDS:
+        media = part.get(name)
+        url = media.get("url") if isinstance(media, dict) else media
         if isinstance(url, str) and url[:5].lower() == "data:":
             yield url
-        if name == "source" and isinstance(given, dict) and isinstance(given.get("data"), str):
-            yield from [given["data"]] if given.get("type") != "text" else []
-
-
-def _file_data(part: Any) -> Iterator[str]:
-    """Of a chat's file part, or of the Responses API's input_file."""
-    file = part.get("file", part) if isinstance(part, dict) else None
-    data = file.get("file_data") if isinstance(file, dict) else None
-    if isinstance(data, str) and part.get("type") in ("file", "input_file"):
+    source = part.get("source")
+    data = member(source, "data")
+    if isinstance(data, str) and member(source, "type") != "text":
         yield data

@@ -25,31 +25,31 @@ _MIN_IDLE_SECONDS = 1.0  # a newer connection may be about to send its request
 _LOG_SECONDS = 10.0
 
 
-def connection_limit(asked: int | None) -> int:
+def connection_limit(maximum: int | None) -> int:
     """The maximum number of open connections. ConfigError if the process cannot open that many."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if asked is None:
+    if maximum is None:
         return min(max(descriptors - _OTHER_DESCRIPTORS, descriptors // 2), _MAX_AUTOMATIC)
-    if asked > max(descriptors - _MIN_OTHER_DESCRIPTORS, descriptors // 2):
+    if maximum > max(descriptors - _MIN_OTHER_DESCRIPTORS, descriptors // 2):
         raise ConfigError(
-            f"max_connections={asked} needs more than the {descriptors} descriptors this process may open, "
+            f"max_connections={maximum} needs more than the {descriptors} descriptors this process may open, "
             f"of which {_MIN_OTHER_DESCRIPTORS} are for other uses; lower it, or raise the limit (ulimit -n)"
         )
-    return asked
+    return maximum
 
 
-class Connection(Protocol):
+class HttpConnection(Protocol):
     def drop(self) -> None:
         """Close at once."""
 
 
-class Admission(Enum):
+class Access(Enum):
     OPEN = auto()
     PROBES_ONLY = auto()  # the limit is reached: only probes are answered
     REFUSED = auto()
 
 
-class Connections:
+class OpenConnections:
     """A new connection over the limit replaces an idle one. Each address may have a share of the limit."""
 
     def __init__(self, maximum: int, share: float, on_refusal: Callable[[str], None]) -> None:
@@ -60,10 +60,10 @@ class Connections:
         self._num_refused = 0  # since the last log line
         self._may_log = at_most_every(_LOG_SECONDS)
 
-    def admit(self, connection: Connection, peer: str) -> Admission:
+    def admit(self, connection: HttpConnection, peer: str) -> Access:
         if self._open.admit(connection, peer):
-            return Admission.OPEN
-        return Admission.PROBES_ONLY if self._reserve.admit(connection, peer) else Admission.REFUSED
+            return Access.OPEN
+        return Access.PROBES_ONLY if self._reserve.admit(connection, peer) else Access.REFUSED
 
     def refused(self) -> None:
         """Counts a connection, or a request on one, that was refused."""
@@ -95,15 +95,15 @@ class Connections:
         if victim is not None:
             self._open.drop(victim)
 
-    def mark_idle(self, connection: Connection) -> None:
+    def mark_idle(self, connection: HttpConnection) -> None:
         for pool in (self._open, self._reserve):
             pool.mark_idle(connection)
 
-    def mark_busy(self, connection: Connection) -> None:
+    def mark_busy(self, connection: HttpConnection) -> None:
         for pool in (self._open, self._reserve):
             pool.mark_busy(connection)
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: HttpConnection) -> None:
         for pool in (self._open, self._reserve):
             pool.remove(connection)
 
@@ -112,14 +112,14 @@ class _Pool:
     def __init__(self, maximum: int, share: float) -> None:
         self._maximum = maximum
         self.max_per_peer = max(1, int(maximum * share))
-        self._peers: dict[Connection, str] = {}
+        self._peers: dict[HttpConnection, str] = {}
         self._counts: Counter[str] = Counter()
-        self._idle: dict[str, dict[Connection, float]] = {}  # by peer: idle since, the oldest first
+        self._idle: dict[str, dict[HttpConnection, float]] = {}  # by peer: idle since, the oldest first
 
     def __len__(self) -> int:
         return len(self._peers)
 
-    def admit(self, connection: Connection, peer: str) -> bool:
+    def admit(self, connection: HttpConnection, peer: str) -> bool:
         has_max = self._counts[peer] >= self.max_per_peer
         if has_max or len(self) >= self._maximum:
             victim = self.oldest_idle(peer if has_max else None)
@@ -131,29 +131,29 @@ class _Pool:
         self.mark_idle(connection)
         return True
 
-    def oldest_idle(self, peer: str | None = None) -> Connection | None:
-        """Of this peer; without one, of the peer that has the most idle connections."""
+    def oldest_idle(self, peer: str | None = None) -> HttpConnection | None:
+        """This peer's; without one, that of the peer with the most idle connections."""
         if peer is None:
             peer = max(self._idle, key=lambda name: len(self._idle[name]), default="")
         connection, since = next(iter(self._idle.get(peer, {}).items()), (None, 0.0))
         return connection if time.monotonic() - since > _MIN_IDLE_SECONDS else None
 
-    def drop(self, connection: Connection) -> None:
+    def drop(self, connection: HttpConnection) -> None:
         self.remove(connection)  # now: the transport reports its end later
         connection.drop()
 
-    def mark_idle(self, connection: Connection) -> None:
+    def mark_idle(self, connection: HttpConnection) -> None:
         if connection in self._peers:
             self._idle.setdefault(self._peers[connection], {})[connection] = time.monotonic()
 
-    def mark_busy(self, connection: Connection) -> None:
+    def mark_busy(self, connection: HttpConnection) -> None:
         peer = self._peers.get(connection, "")
-        others = self._idle.get(peer, {})
-        others.pop(connection, None)
-        if not others:
+        idle = self._idle.get(peer, {})
+        idle.pop(connection, None)
+        if not idle:
             self._idle.pop(peer, None)
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: HttpConnection) -> None:
         self.mark_busy(connection)
         peer = self._peers.pop(connection, None)
         if peer is not None:

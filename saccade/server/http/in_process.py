@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ class Answer(NamedTuple):
 async def post(app: ASGIApp, account: Account, client: str, path: str, body: bytes) -> Answer:
     """`client`: shares of the gate are counted under this name."""
     request_id = uuid.uuid4().hex
-    caller = Caller(request_id, account.name, time.perf_counter(), RequestRecord(), client, account)
+    caller = Caller(request_id, account.name, RequestRecord(), client, account)
     scope: dict[str, Any] = {
         "type": "http",
         "http_version": "1.1",

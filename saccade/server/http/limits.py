@@ -44,15 +44,15 @@ class ByteLease:
         of_client = gate.bytes_by_client[self._client]
         if of_client + count > gate.max_client_bytes:
             gate.on_refusal("client_share")
-            held = f"your open requests hold {of_client} bytes and those of one client may hold"
+            state = f"your open requests hold {of_client} bytes and those of one client may hold"
             limit = f"{gate.max_client_bytes} (--max-client-share of --max-inflight-mb)"
-            raise overloaded(429, f"{held} {limit}; try again when some have ended")
-        others = gate.total_bytes()
-        if others + count > gate.max_bytes:
+            raise overloaded(429, f"{state} {limit}; try again when some have ended")
+        total = gate.total_bytes()
+        if total + count > gate.max_bytes:
             gate.on_refusal("bytes")
-            held = f"requests of {others} bytes are in flight"
+            state = f"requests of {total} bytes are in flight"
             limit = f"at most {gate.max_bytes} may be (--max-inflight-mb)"
-            raise overloaded(503, f"{held} and {limit}; try again soon")
+            raise overloaded(503, f"{state} and {limit}; try again soon")
         gate.bytes_held += count
         gate.bytes_by_client[self._client] += count
         self._server_bytes += count
@@ -62,9 +62,9 @@ class ByteLease:
         """Hold so many outputs. ApiError 429 if they are not free now, 400 if they never can be."""
         gate = self.gate
         if answers > gate.max_open:
-            asked = f"the request asks for {answers} answers, n for each of its prompts"
+            request = f"the request asks for {answers} answers, n for each of its prompts"
             limit = f"at most {gate.max_open} may be open at once (--max-num-seqs plus --max-waiting)"
-            raise ApiError(400, f"{asked}, but {limit}; lower n or send fewer prompts", param="n")
+            raise ApiError(400, f"{request}, but {limit}; lower n or send fewer prompts", param="n")
         more = answers - self._num_outputs
         if more > 0:
             weight = self._account.settings.weight
@@ -76,15 +76,15 @@ class ByteLease:
             self._num_outputs = answers
 
     def hold_pixels(self, pixels: int) -> None:
-        """Of images that the engine shall encode. ApiError 429 if too many of the client's wait already."""
+        """Counts images that shall be encoded. ApiError 429 if too many of the client's wait already."""
         gate = self.gate
-        held = gate.pixels_by_client[self._client]
-        if pixels and held and held + pixels > gate.max_client_pixels:  # one request always fits
+        ahead = gate.pixels_by_client[self._client]
+        if pixels and ahead and ahead + pixels > gate.max_client_pixels:  # one request always fits
             gate.on_refusal("client_pixels")
-            waiting = f"your open requests wait for {held / 1e6:.1f} megapixels of pictures to be encoded"
+            state = f"your open requests wait for {ahead / 1e6:.1f} megapixels of pictures to be encoded"
             limit = f"{gate.max_client_pixels / 1e6:g} may wait (--max-waiting-megapixels)"
-            asked = f"this one brings {pixels / 1e6:.1f}"
-            raise overloaded(429, f"{waiting}, {asked} and {limit}; try again when some are answered")
+            request = f"this one brings {pixels / 1e6:.1f}"
+            raise overloaded(429, f"{state}, {request} and {limit}; try again when some are answered")
         gate.pixels_by_client[self._client] += pixels
         self._pixels += pixels
 
@@ -117,7 +117,7 @@ class ByteLease:
             del gate.bytes_by_client[self._client]
 
 
-class Upload:
+class HttpBody:
     """A body that can be taken once: a response that streams for minutes must not keep its images alive."""
 
     def __init__(self, data: bytes | bytearray, tally: TextTally) -> None:
@@ -170,19 +170,19 @@ class AdmissionGate:
         total = self.num_open + answers
         if total <= self.max_open:
             return
-        own = self.open_by_client[client]
+        client_open = self.open_by_client[client]
         is_crowded = total > 2 * self.max_open  # shares of clients that came one by one add up to more
-        if is_crowded or own + answers > self._share(client, weight):
+        if is_crowded or client_open + answers > self._share(client, weight):
             self.on_refusal("overloaded")
-            shared = f" ({own} of them yours)" if own < self.num_open else ""
-            asked = f"{self.num_open} answers are open{shared}, the request asks for {answers} more"
+            shared = f" ({client_open} of them yours)" if client_open < self.num_open else ""
+            state = f"{self.num_open} answers are open{shared}, the request asks for {answers} more"
             limit = f"{self.max_open} may be open (--max-num-seqs plus --max-waiting)"
-            raise overloaded(429, f"{asked} and {limit}; try again soon")
+            raise overloaded(429, f"{state} and {limit}; try again soon")
 
     def _share(self, client: str, weight: float) -> float:
         """Open outputs that are a client's own, however many others have."""
-        others = sum(other for name, other in self.weights.items() if name != client)
-        return self.max_open * weight / (weight + others)
+        other_weights = sum(other for name, other in self.weights.items() if name != client)
+        return self.max_open * weight / (weight + other_weights)
 
     def check_idle(self) -> None:
         """The conservation law: without open requests, nothing is counted."""
@@ -198,7 +198,7 @@ class AdmissionGate:
             lease.close()
 
 
-async def read_body(request: Request, options: ServerOptions, lease: ByteLease, tally: TextTally) -> Upload:
+async def read_body(request: Request, options: ServerOptions, lease: ByteLease, tally: TextTally) -> HttpBody:
     """The whole body."""
     _check_type(request)
     body = bytearray()  # not a list of chunks: a chunk of one byte would cost forty
@@ -209,7 +209,7 @@ async def read_body(request: Request, options: ServerOptions, lease: ByteLease, 
         body.extend(chunk)
 
     await receive_body(request, options, lease.gate, keep, "send smaller pictures or fewer")
-    return Upload(body, tally)  # no copy: of 60 MB it would stop the loop for 30 ms
+    return HttpBody(body, tally)  # no copy: of 60 MB it would stop the loop for 30 ms
 
 
 async def receive_body(
@@ -251,8 +251,8 @@ def _check_type(request: Request) -> None:
     """Against cross-site requests: a browser sends other content types without a preflight."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        given = f"this one is {quoted(kind)}" if kind else "this one says nothing"
-        message = f"the body must be JSON, but {given}; send the header Content-Type: application/json"
+        problem = f"this one is {quoted(kind)}" if kind else "this one says nothing"
+        message = f"the body must be JSON, but {problem}; send the header Content-Type: application/json"
         raise ApiError(415, message, code="unsupported_media_type")
 
 

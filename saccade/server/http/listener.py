@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from saccade.server.http.auth import peer_of
-from saccade.server.http.connections import Admission, Connection, Connections, at_most_every
+from saccade.server.http.connections import Access, HttpConnection, OpenConnections, at_most_every
 
 logger = logging.getLogger("saccade.server")
 
@@ -43,8 +43,8 @@ class Listener:
     def __init__(
         self,
         sock: socket.socket,
-        make_protocol: Callable[[Connection | None], asyncio.Protocol],
-        connections: Connections,
+        make_protocol: Callable[[HttpConnection | None], asyncio.Protocol],
+        connections: OpenConnections,
         tls: ssl.SSLContext | None = None,
         handshake_timeout: float = 15.0,
     ) -> None:
@@ -89,7 +89,7 @@ class Listener:
 
     def _begin_handshake(self, sock: socket.socket, address: tuple[str, int]) -> None:
         handshake = _Handshake(sock)
-        if self._connections.admit(handshake, peer_of(address)) is Admission.REFUSED:
+        if self._connections.admit(handshake, peer_of(address)) is Access.REFUSED:
             self._connections.refused()
             sock.close()
         else:
@@ -97,13 +97,12 @@ class Listener:
 
     def _open(self, sock: socket.socket, handshake: _Handshake | None) -> None:
         loop = asyncio.get_running_loop()
-        opening = loop.connect_accepted_socket(
-            partial(self._make_protocol, handshake),
-            sock,
-            ssl=self._tls,
-            ssl_handshake_timeout=self._handshake_timeout if self._tls else None,
-            ssl_shutdown_timeout=_SHUTDOWN_SECONDS if self._tls else None,
-        )
+        limits: dict[str, float] = {}
+        if self._tls is not None:
+            limits["ssl_handshake_timeout"] = self._handshake_timeout
+            limits["ssl_shutdown_timeout"] = _SHUTDOWN_SECONDS
+        make_protocol = partial(self._make_protocol, handshake)
+        opening = loop.connect_accepted_socket(make_protocol, sock, ssl=self._tls, **limits)
         task: asyncio.Task[object] = loop.create_task(opening)
         self._opening.add(task)
         task.add_done_callback(partial(self._opened, handshake))

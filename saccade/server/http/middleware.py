@@ -5,7 +5,6 @@ from __future__ import annotations
 import encodings.unicode_escape  # noqa: F401  of the access log: later there may be no descriptor to load it
 import logging
 import re
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,10 +52,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start = time.perf_counter()
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id"))
-        record = RequestRecord(client=_address(scope))
+        record = RequestRecord(_address(scope))
         scope[SEND_BODY] = send
         status = 0
 
@@ -81,30 +79,30 @@ class RequestMiddleware:
             _check_codings(scope["headers"])
             client = account.name or peer_of(scope.get("client"))
             record.client = _name_of(account) or record.client
-            scope["caller"] = Caller(request_id, account.name, start, record, client, account)
+            scope["caller"] = Caller(request_id, account.name, record, client, account)
             await self.app(scope, receive, send_with_headers)
         except ApiError as error:
-            record.error = str(error.code)
+            record.fail(str(error.code))
             self.on_refusal("unauthorized" if error.status == HTTPStatus.UNAUTHORIZED else str(error.code))
             await error.response(scope["path"], request_id)(scope, receive, send_with_headers)
         finally:
+            record.mark("ended")
             if path not in _POLLED and not is_open(path):
-                shown = path[:100].encode("unicode_escape").decode()
-                now = time.perf_counter()
+                short_path = path[:100].encode("unicode_escape").decode()
                 route = self._route_of(scope) if self.traces else UNMATCHED
-                ended = Ended(scope["method"], shown, route, status, request_id, start, now, record)
-                self._report(ended, headers)
+                request = Ended(scope["method"], short_path, route, status, request_id, record)
+                self._report(request, headers)
 
     def _route_of(self, scope: Scope) -> str:
         """Also of a request that was refused before it came to a route."""
-        found = (route for route in self.routes if isinstance(route, Route))
-        return next((route.path for route in found if route.matches(scope)[0] != Match.NONE), UNMATCHED)
+        routes = (route for route in self.routes if isinstance(route, Route))
+        return next((route.path for route in routes if route.matches(scope)[0] != Match.NONE), UNMATCHED)
 
-    def _report(self, ended: Ended, headers: Mapping[bytes, bytes]) -> None:
+    def _report(self, request: Ended, headers: Mapping[bytes, bytes]) -> None:
         if self.logs:
-            _log(ended)
+            _log(request)
         if self.traces is not None:
-            self.traces.report(ended, headers)
+            self.traces.report(request, headers)
 
 
 def _check_codings(headers: Headers) -> None:
@@ -119,38 +117,41 @@ def _check_codings(headers: Headers) -> None:
             raise ApiError(501, message, code="unsupported")
 
 
-def _log(ended: Ended) -> None:
-    ms = (ended.ended - ended.began) * 1e3
-    line = f"{ended.request_id} {ended.method} {ended.path} {ended.status or 'left'} {ms:.0f} ms"
+def _log(request: Ended) -> None:
+    ms = request.record.ms_between("arrived", "ended")
+    line = f"{request.request_id} {request.method} {request.path} {request.status or 'left'} {ms:.0f} ms"
     fields = {
-        "request_id": ended.request_id,
-        "method": ended.method,
-        "path": ended.path,
-        "status": ended.status,  # 0: the client disconnected before the response
+        "request_id": request.request_id,
+        "method": request.method,
+        "path": request.path,
+        "status": request.status,  # 0: the client disconnected before the response
         "ms": round(ms, 1),
-        **ended.record.fields(),
+        **request.record.fields(),
     }
-    logger.info("%s%s", line, ended.record.text(), extra={"fields": fields})
+    logger.info("%s%s", line, request.record.text(), extra={"fields": fields})
 
 
 def _address(scope: Scope) -> str:
-    return str(scope["client"][0]) if scope.get("client") else ""
+    return _host(scope.get("client"))
+
+
+def _host(peer: tuple[str, int] | None) -> str:
+    return str(peer[0]) if peer else ""
 
 
 def _name_of(account: Account) -> str:
-    """Of a key its number: the account's own name is made from the key."""
+    """A key is named by its number: the account's own name is made from the key."""
     label = account.settings.label
     return account.name if label == OTHER_LABEL else label
 
 
 def _connected(scope: Scope) -> str:
     """The other end of the connection. X-Forwarded-For may have changed `client`, and clients write that."""
-    peer = scope.get("state", {}).get(PEER)
-    return str(peer[0]) if peer else ""
+    return _host(scope.get("state", {}).get(PEER))
 
 
-def _request_id(given: bytes | None) -> str:
+def _request_id(header: bytes | None) -> str:
     """The id the client sent, if it is safe to write into a log and a header; otherwise a new one."""
-    if given is not None and _SAFE_ID.fullmatch(given):
-        return given.decode()
+    if header is not None and _SAFE_ID.fullmatch(header):
+        return header.decode()
     return uuid.uuid4().hex

@@ -20,14 +20,14 @@ class MultipartReader:
 
     def __init__(self, content_type: str) -> None:
         kind = content_type.partition(";")[0].strip().lower()
-        found = _BOUNDARY.search(content_type)
-        if kind != "multipart/form-data" or found is None:
+        boundary = _BOUNDARY.search(content_type)
+        if kind != "multipart/form-data" or boundary is None:
             message = "the body must be a form with a file; send it as multipart/form-data with a boundary"
             raise ApiError(415, message, code="unsupported_media_type")
         self.fields: dict[str, bytes] = {}
         self.filename: str | None = None  # None: no file has come
         self.is_complete = False
-        self._delimiter = b"\r\n--" + (found[1] or found[2]).encode("latin-1", "replace")
+        self._delimiter = b"\r\n--" + (boundary[1] or boundary[2]).encode("latin-1", "replace")
         self._buffer = bytearray(b"\r\n")  # the first delimiter has no line before it
         self._in_headers = False
         self._part: str | None = None  # name of the field whose value comes; None: before the first

@@ -7,6 +7,7 @@ Scripts cannot forge these headers. Clients that are no browser send no Origin a
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 
@@ -17,6 +18,7 @@ from saccade.server.http.auth import is_open
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _PROBES = ("/live", "/health", "/ready")  # allowed under any Host
+_PORT = re.compile(r":[0-9]*$")
 _READ_METHODS = ("GET", "HEAD")
 
 
@@ -45,7 +47,7 @@ class BrowserRules:
         raise ApiError(403, message, code="host_not_allowed")
 
     def _check_origin(self, host: str | None, origin: str | None, site: str | None) -> None:
-        if "*" in self._origins or origin in self._origins:
+        if not self._origins.isdisjoint(("*", origin)):
             return
         # Sec-Fetch-Site is the browser's own verdict. It also holds when a proxy changes the Host.
         if site:
@@ -61,18 +63,20 @@ class BrowserRules:
 
 def _known_hosts(server: ServerOptions) -> frozenset[str] | None:
     """Allowed Host names. None allows any: without --allowed-hosts only loopback names are known."""
-    if "*" in server.allowed_hosts or not (server.allowed_hosts or is_loopback(server.host)):
+    if "*" in server.allowed_hosts:
         return None
-    own = f"[{server.host}]" if ":" in server.host else server.host
-    return frozenset(name.lower() for name in (*_LOCAL_NAMES, own, *server.allowed_hosts))
+    if not server.allowed_hosts and not is_loopback(server.host):
+        return None
+    bound_host = f"[{server.host}]" if ":" in server.host else server.host
+    return frozenset(name.lower() for name in (*_LOCAL_NAMES, bound_host, *server.allowed_hosts))
 
 
 def is_loopback(host: str) -> bool:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:  # listening on the host reports the error
         return False
-    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in addresses)
 
 
 def _text(header: bytes | None) -> str | None:
@@ -80,5 +84,4 @@ def _text(header: bytes | None) -> str | None:
 
 
 def _without_port(host: str) -> str:
-    name, colon, port = host.rpartition(":")
-    return name if colon and (port.isdecimal() or not port) else host
+    return _PORT.sub("", host)

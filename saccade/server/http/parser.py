@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 from saccade.options.server import ServerOptions
 from saccade.server.errors import ApiError, overloaded
 from saccade.server.http.auth import address_of, peer_of
-from saccade.server.http.connections import Admission, Connection, Connections
+from saccade.server.http.connections import Access, HttpConnection, OpenConnections
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 256
@@ -44,7 +44,7 @@ _MAX_PROBE_SECONDS = 5.0
 _UPGRADE = (b"upgrade", b"http2-settings")
 
 
-class _Refused(Exception):
+class _RequestRefused(Exception):
     """Stops the parser."""
 
 
@@ -67,15 +67,15 @@ class BoundedHttp(HttpToolsProtocol):
         config: Config,
         state: ServerState,
         options: ServerOptions,
-        connections: Connections,
-        handshake: Connection | None = None,
+        connections: OpenConnections,
+        handshake: HttpConnection | None = None,
     ) -> None:
         """`handshake` has counted as a connection until now."""
         super().__init__(config, state, {})
         self._handshake = handshake
         self._options = options
         self._connections = connections
-        self._admission = Admission.REFUSED
+        self._admission = Access.REFUSED
         self._timer: asyncio.TimerHandle | None = None  # the current deadline of the client
         self._write_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # `cycle` is the latest, which may be pipelined
@@ -93,13 +93,13 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.client is not None and isinstance(found := address_of(self.client[0]), IPv4Address):
-            self.client = (str(found), self.client[1])  # not as IPv6: proxies are compared with it
+        if self.client is not None and isinstance(address := address_of(self.client[0]), IPv4Address):
+            self.client = (str(address), self.client[1])  # not as IPv6: proxies are compared with it
         self._response_transport = _ResponseTransport(transport.write, self._ends, self._close)
         if self._handshake is not None:
             self._connections.remove(self._handshake)
         self._admission = self._connections.admit(self, peer_of(self.client))
-        if self._admission is Admission.REFUSED:
+        if self._admission is Access.REFUSED:
             self._refuse_connection()
             transport.close()  # without reading: there may be very many of these
         else:
@@ -128,8 +128,10 @@ class BoundedHttp(HttpToolsProtocol):
     def _probe(self, pause: float) -> None:
         """Writes an interim response, which clients skip: only a write shows that a client has gone."""
         cycle = self._running
-        if cycle is None or cycle.response_started or self.scope["http_version"] != "1.1":
+        if cycle is None or cycle.response_started:
             return  # the response itself shows it
+        if self.scope["http_version"] != "1.1":
+            return
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._set_timer(pause, self._probe, min(2 * pause, _MAX_PROBE_SECONDS))
 
@@ -152,8 +154,10 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._unreported += len(data)
         self._feed(data)
-        is_between = not self._is_in_headers and not (self._is_busy and self.cycle.more_body)
-        self._unreported = 0 if is_between else max(0, self._unreported)
+        is_in_body = self._is_busy and self.cycle.more_body
+        if not self._is_in_headers and not is_in_body:
+            self._unreported = 0
+        self._unreported = max(0, self._unreported)
         if self._header_bytes + self._unreported > MAX_HEADER_BYTES:
             self._refuse_headers(f"longer than {MAX_HEADER_BYTES} bytes")
 
@@ -194,7 +198,7 @@ class BoundedHttp(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             message = f"more than {_MAX_PIPELINED} requests wait on this connection; read their answers first"
             self._refuse(ApiError(400, message, code="invalid_http"))
-            raise _Refused
+            raise _RequestRefused
         self._unset_keepalive_if_required()
         self._is_in_headers = True
         self._num_headers = 0
@@ -215,7 +219,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._count(len(name) + len(value) + 4)
         if self._num_headers > MAX_HEADERS:
             self._refuse_headers(f"more than {MAX_HEADERS}")
-            raise _Refused
+            raise _RequestRefused
         if self._is_in_headers:  # trailers are ignored: they arrive after admission
             super().on_header(name, value)
 
@@ -226,17 +230,17 @@ class BoundedHttp(HttpToolsProtocol):
             return  # a new parser reads it again
         if self._header_bytes > MAX_HEADER_BYTES:
             self._refuse_headers(f"longer than {MAX_HEADER_BYTES} bytes")
-            raise _Refused
-        if self._admission is Admission.PROBES_ONLY and not self._is_probe():
+            raise _RequestRefused
+        if self._admission is Access.PROBES_ONLY and not self._is_probe():
             self._refuse_connection()
-            raise _Refused
+            raise _RequestRefused
         super().on_headers_complete()
         self._cancel_timer()
         self._connections.mark_busy(self)
         cycle = self.cycle
         cycle.transport = self._response_transport  # type: ignore[assignment]
         cycle.waiting_for_100_continue &= self.scope["http_version"] == "1.1"
-        self._keeps_alive = cycle.keep_alive and self._admission is Admission.OPEN
+        self._keeps_alive = cycle.keep_alive and self._admission is Access.OPEN
         cycle.keep_alive = False  # until the body is complete: an unread body must not go on arriving
         if not self.pipeline:
             self._running = cycle
@@ -256,7 +260,7 @@ class BoundedHttp(HttpToolsProtocol):
             sizes = f"{self._num_chunks} chunks with {self._body_bytes} bytes"
             message = f"the body came in {sizes}; send chunks of {_BYTES_PER_CHUNK} bytes or more"
             self._refuse(ApiError(400, message, code="invalid_http"))
-            raise _Refused
+            raise _RequestRefused
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -321,7 +325,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         if not self._is_closing:
-            self._connections.on_refusal(error.code or "")
+            self._connections.on_refusal(str(error.code))
             self._write_error(error)
             self._close()
 
@@ -335,7 +339,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _close(self) -> None:
         """Half-closes and lingers: closing with unread input resets the connection and loses the response."""
-        if self._is_closing or self.transport.is_closing():
+        if self._ends():
             return
         self._is_closing = True
         self._connections.mark_idle(self)
@@ -348,11 +352,11 @@ class BoundedHttp(HttpToolsProtocol):
         seconds = self._options.write_timeout if unsent else _LINGER_SECONDS
         self._set_timer(seconds, self._abort_unless_read, unsent)
 
-    def _abort_unless_read(self, unsent: int) -> None:
+    def _abort_unless_read(self, before: int) -> None:
         """Aborts, unless the client is still reading."""
-        left = self.transport.get_write_buffer_size()
-        if 0 < left < unsent:
-            self._set_timer(self._options.write_timeout, self._abort_unless_read, left)
+        unsent = self.transport.get_write_buffer_size()
+        if 0 < unsent < before:
+            self._set_timer(self._options.write_timeout, self._abort_unless_read, unsent)
         else:
             self.transport.abort()
 

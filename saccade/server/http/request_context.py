@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from saccade.server.accounts import Account
-from saccade.server.http.limits import ByteLease, Upload
+from saccade.server.http.limits import ByteLease, HttpBody
 from saccade.server.http.response import ResponseWriter
 from saccade.server.request_record import RequestRecord
 
@@ -13,7 +13,6 @@ from saccade.server.request_record import RequestRecord
 class Caller(NamedTuple):
     request_id: str
     tenant: str
-    arrived: float  # time.perf_counter()
     record: RequestRecord  # for the log and the trace
     client: str = ""  # shares are per client: the tenant, or without one the address
     account: Account = Account()  # the tenant's weight and limits
@@ -21,6 +20,6 @@ class Caller(NamedTuple):
 
 class Exchange(NamedTuple):
     caller: Caller
-    upload: Upload
+    body: HttpBody
     lease: ByteLease
     writer: ResponseWriter

@@ -48,8 +48,9 @@ class TextTally:
         """`inputs`: fields of the route with token ids or several prompts; None: any field may be one."""
         self.limits = BodyLimits(max_chars, tuple(inputs or ()))
         self._max_bytes = max(_MIN_BYTES, max_chars * _BYTES_PER_CHAR)
-        has_inputs = inputs is None or bool(inputs)
-        self._max_values = MAX_VALUES if has_inputs else min(MAX_VALUES, max(_MIN_VALUES, max_chars))
+        self._max_values = MAX_VALUES
+        if inputs is not None and not inputs:
+            self._max_values = min(MAX_VALUES, max(_MIN_VALUES, max_chars))
         self._max_containers = max(_MAX_CONTAINERS, max_chars // _CHARS_PER_CONTAINER)
         self._total = 0  # with media
         self._rest = b""  # looked at again with the next chunk
@@ -79,9 +80,10 @@ class TextTally:
 
     @property
     def is_heavy(self) -> bool:
-        """To be checked where it delays no other request."""
-        has_many = self._values > _LIGHT_NUMBERS or self._containers + self._quotes // 2 > _LIGHT_VALUES
-        return has_many or self._bytes > _LIGHT_BYTES
+        """The body must be checked where it delays no other request."""
+        if self._values > _LIGHT_NUMBERS:
+            return True
+        return self._containers + self._quotes // 2 > _LIGHT_VALUES or self._bytes > _LIGHT_BYTES
 
     @property
     def is_large(self) -> bool:
@@ -89,19 +91,18 @@ class TextTally:
 
     def _skip_media(self, data: bytes) -> bytes:
         """What comes after the media that `data` begins with: all of it, if they turn out to be text."""
-        end = data.find(b'"')
-        media = data if end < 0 else data[:end]
+        media, quote, _ = data.partition(b'"')
         if _is_text(media):
             self._bytes += self._skipped
             self._is_media = False
             return data
-        self._is_media = end < 0
+        self._is_media = not quote
         self._rest = media[-_ESCAPE:] if self._is_media else b""
         self._skipped += len(media) - len(self._rest)
         return data[len(media) :]
 
     def _count(self, data: bytes) -> None:
-        """From a place that is not in media."""
+        """Counts from a place that is not in media."""
         *pieces, tail = self._split(data.lower())
         if pieces and not tail:
             self._skipped = 0
@@ -111,7 +112,8 @@ class TextTally:
             self._num_tries -= self._rest.count(b"data")  # they are counted again
             tail = tail[:-_OVERLAP]
         media = b"".join(pieces[2::3])
-        self._bytes += len(media) if _is_text(media) else 0
+        if _is_text(media):
+            self._bytes += len(media)
         del pieces[2::3]
         text = b"".join((*pieces, tail))
         self._bytes += len(text)
@@ -135,12 +137,17 @@ class TextTally:
             message = f"the body has more than {self._max_values} values, more than the context can hold"
             advice = "send less or raise --max-model-len"
             raise ApiError(400, f"{message}; {advice}", code="context_length_exceeded")
-        has_many = self._values > MAX_VALUES or self._quotes > 2 * _MAX_STRINGS
-        if has_many or self._containers > self._max_containers:
+        if (
+            self._values > MAX_VALUES
+            or self._quotes > 2 * _MAX_STRINGS
+            or self._containers > self._max_containers
+        ):
             values = f"{MAX_VALUES} values, {_MAX_STRINGS} strings or {self._max_containers} lists"
             message = f"the body holds more than {values} and objects; send a smaller request"
             raise ApiError(400, message, code="request_too_large")
 
 
 def _is_text(media: bytes) -> bool:
-    return not media.isascii() or (b"\\" in media and _NOT_ASCII.search(media) is not None)
+    if not media.isascii():
+        return True
+    return b"\\" in media and _NOT_ASCII.search(media) is not None

@@ -16,18 +16,19 @@ _MAX_BYTES = 16 << 20  # of a file; the authorities of a whole system have a fif
 
 
 class Certificate:
-    """With its chain and key, as their files were when they were read: loading it waits for no disk."""
+    """A chain and its key, as their files were when they were read: loading them waits for no disk."""
 
     def __init__(self, server: ServerOptions) -> None:
         """ConfigError if they cannot be used; a bad pair would spoil the one in use."""
-        cert, key = server.ssl_certfile, server.ssl_keyfile
-        assert cert is not None
+        assert server.ssl_certfile is not None
+        cert = server.ssl_certfile
+        key = server.ssl_keyfile or cert  # one file may have both
         try:
             self._chain = read_plain(cert, _MAX_BYTES)
-            self._key = self._chain if key is None else read_plain(key, _MAX_BYTES)
+            self._key = read_plain(key, _MAX_BYTES)
             self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         except OSError as error:
-            problem = f"ssl_certfile={cert} and ssl_keyfile={key or cert} cannot be used: {_reason(error)}"
+            problem = f"ssl_certfile={cert} and ssl_keyfile={key} cannot be used: {_reason(error)}"
             rule = "they must be a PEM certificate, with its chain, and its key"
             raise ConfigError(f"{problem}; {rule}") from None
 

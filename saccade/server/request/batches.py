@@ -29,18 +29,18 @@ class BatchOrder(NamedTuple):
 
 
 def read_batch(body: Mapping[str, Any], fields: FieldReader) -> BatchOrder:
-    given = fields.read(body, BATCH)
+    values = fields.read(body, BATCH)
     for name in ("input_file_id", "endpoint", "completion_window"):
-        if name not in given:
+        if name not in values:
             raise RequestError(f"{name} is missing", param=name)
-    for name, allowed in (("endpoint", URLS), ("completion_window", (WINDOW,))):
-        if given[name] not in allowed:
-            message = f"{name} must be one of {', '.join(allowed)}, not {quoted(given[name])}"
+    for name, choices in (("endpoint", URLS), ("completion_window", (WINDOW,))):
+        if values[name] not in choices:
+            message = f"{name} must be one of {', '.join(choices)}, not {quoted(values[name])}"
             raise RequestError(message, param=name)
-    metadata = given.get("metadata")
+    metadata = values.get("metadata")
     if metadata is not None:
         _check_metadata(metadata)
-    return BatchOrder(given["input_file_id"], given["endpoint"], metadata)
+    return BatchOrder(values["input_file_id"], values["endpoint"], metadata)
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:

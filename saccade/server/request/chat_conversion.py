@@ -50,14 +50,14 @@ class SourcePaths:
         return path
 
     def _of_message(self, match: re.Match[str]) -> str:
-        index, kind, part, rest = match.groups()
+        index, kind, part, ending = match.groups()
         message = self.messages[int(index)]
         if message.is_leaf and kind != "tool_calls":
             return message.path
         if kind is None:
-            return message.path + rest
+            return message.path + ending
         parts = message.content if kind == "content" else message.tool_calls
-        return parts[int(part)] + rest
+        return parts[int(part)] + ending
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 from saccade.errors import RequestError, quoted
@@ -373,10 +374,10 @@ class FieldReader:
         self,
         *,
         strict: bool,
-        defaults: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
         formats: OutputFormats | None = None,
     ) -> None:
-        self.defaults: Mapping[str, Any] = defaults or {}  # of sampling parameters
+        self.defaults = defaults  # of sampling parameters
         self.formats = formats  # how the model writes calls
         self.scope = ""  # tenant whose requests share cached schema checks
         self._strict = strict
@@ -390,27 +391,27 @@ class FieldReader:
 
     def read(self, body: Mapping[str, Any], table: Mapping[str, Schema]) -> dict[str, Any]:
         """The known fields that are set. RequestError if one has a wrong type or is unsupported."""
-        given = {name: value for name, value in body.items() if value is not None}
-        for name, value in given.items():
+        values = {name: value for name, value in body.items() if value is not None}
+        for name, value in values.items():
             if name in table:
                 _check(value, table[name], name)
             elif name in IGNORED:
                 self._log_once(name, "which has no effect")
             else:
                 self._check_unknown(name, value)
-        return {name: value for name, value in given.items() if name in table}
+        return {name: value for name, value in values.items() if name in table}
 
     def _check_unknown(self, name: str, value: Any) -> None:
         if name in INERT and value in INERT[name]:
             return
         if name in UNSUPPORTED:
             raise unsupported(name)
-        shown = name[:64]
+        short_name = name[:64]
         if self._strict:
             reason = "this server refuses unknown fields (--strict-params)"
-            message = f"the field {shown!r} is unknown, and {reason}"
-            raise RequestError(message, code="unknown_parameter", param=shown)
-        self._log_once(shown, "which is unknown and ignored")
+            message = f"the field {short_name!r} is unknown, and {reason}"
+            raise RequestError(message, code="unknown_parameter", param=short_name)
+        self._log_once(short_name, "which is unknown and ignored")
 
     def _log_once(self, name: str, what: str) -> None:
         if name not in self._logged and len(self._logged) < 1000:  # bounded: clients choose the names
@@ -425,7 +426,8 @@ def unsupported(name: str) -> RequestError:
 
 def _check(value: Any, schema: Schema, path: str) -> None:
     kinds = schema.get("type", ())
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    if isinstance(kinds, str):
+        kinds = (kinds,)
     if kinds and not any(_has_type(value, kind) for kind in kinds):
         expected = " or ".join(_TYPES[kind][1] for kind in kinds)
         raise RequestError(f"{path} must be {expected}, not {_shown(value)}", param=path)

@@ -18,6 +18,7 @@ from saccade.media.fetch import Fetcher, OnBytes
 from saccade.media.load import decode_data_url
 from saccade.options.engine import MediaPolicy
 from saccade.processor.images import reads_text_only
+from saccade.server.http.body_check import member
 from saccade.server.metrics import Metrics
 from saccade.server.request.media_files import StoredFiles
 from saccade.server.request.media_uuids import MAX_UUID_CHARS, UuidCache
@@ -36,7 +37,7 @@ class Link(NamedTuple):
 
     message: int
     part: int
-    url: str | None  # None: only a uuid is given
+    url: str  # empty: only a uuid or a stored file is named
     uuid: str | None
     kind: str = "image_url"  # or "video_url" or "file"
     file_id: str | None = None  # of a stored file
@@ -52,17 +53,20 @@ class Link(NamedTuple):
     @property
     def is_data(self) -> bool:
         """A URL with the bytes in it; for a file also bare base64."""
-        if self.url is None:
-            return False
-        is_link = ":" in self.url[:_SCHEME_CHARS] and self.url[:5].lower() != "data:"
-        return not is_link if self.kind == "file" else self.url[:5].lower() == "data:"
+        if self.url[:5].lower() == "data:":
+            return True
+        return self.kind == "file" and self.url != "" and ":" not in self.url[:_SCHEME_CHARS]
+
+    @property
+    def is_remote(self) -> bool:
+        """The bytes must be fetched."""
+        return self.url != "" and not self.is_data
 
     @property
     def claimed_format(self) -> str | None:
         """The format in a data URL, for metrics only: the format is read from the bytes."""
-        match = _DATA_FORMAT.match(self.url or "")
-        claimed = match[1].lower() if match else None
-        return "jpeg" if claimed == "jpg" else claimed
+        match = _DATA_FORMAT.match(self.url)
+        return match[1].lower().replace("jpg", "jpeg") if match else None
 
 
 class ChatLimits(NamedTuple):
@@ -76,16 +80,15 @@ def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
     links: list[Link] = []
     num_parts = len(messages)
     for index, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content = member(message, "content")
         parts = content if isinstance(content, list) else [content]
         num_parts += len(parts)
         if num_parts > limits.max_parts:
             count = f"more than {limits.max_parts} messages and parts"
             raise RequestError(f"the request has {count}, which is the limit (--max-parts)", param="messages")
         for position, part in enumerate(parts):
-            link = _link(part, index, position)
-            if link is not None:
-                links.append(link)
+            if member(part, "type") in _KINDS:
+                links.append(_link(part, index, position))
     num_videos = sum(link.is_video for link in links)
     num_images = len(links) - num_videos  # a document has at least one, and the processor counts its pages
     if num_images and limits.max_images is None:
@@ -95,26 +98,27 @@ def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
     return links
 
 
-def _link(part: Any, message_index: int, position: int) -> Link | None:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in _KINDS:
-        return None
+def _link(part: Mapping[str, Any], message_index: int, position: int) -> Link:
+    kind = part["type"]
     source = part.get(kind)
-    if kind == "file" and isinstance(source, Mapping):
-        url = source.get("file_data") or source.get("file_url")
-    else:
-        url = source.get("url") if isinstance(source, Mapping) else source
-    uuid = part.get("uuid")
-    link = Link(message_index, position, url if isinstance(url, str) and url else None, uuid, kind)
-    file_id = source.get("file_id") if isinstance(source, Mapping) else None
+    url = source
+    if isinstance(source, Mapping):
+        names = ("file_data", "file_url") if kind == "file" else ("url",)
+        url = next(filter(None, map(source.get, names)), None)
+    file_id = member(source, "file_id")
+    text = url if isinstance(url, str) else ""
+    link = Link(message_index, position, text, part.get("uuid"), kind, file_id)
     if file_id is not None and (url or not isinstance(file_id, str)):
         message = f"file_id must be a string and stand alone, without the {_KINDS[kind]}'s data or URL"
         raise RequestError(message, param=link.param)
-    link = link._replace(file_id=file_id)
-    if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID_CHARS):
-        param = link.param.removesuffix(kind) + "uuid"
-        raise RequestError(f"a uuid must be a string of 1 to {MAX_UUID_CHARS} characters", param=param)
+    if link.uuid is not None:
+        _check_uuid(link.uuid, link.param.removesuffix(kind) + "uuid")
     return link
+
+
+def _check_uuid(uuid: Any, param: str) -> None:
+    if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_CHARS:
+        raise RequestError(f"a uuid must be a string of 1 to {MAX_UUID_CHARS} characters", param=param)
 
 
 def _check_count(kind: str, count: int, maximum: int | None) -> None:
@@ -149,19 +153,17 @@ class MediaResolver:
                     if link.file_id is not None and (link.file_id, _STORED) not in tasks:
                         read = self._files.read(tenant, client, link.file_id, link.param, on_bytes)
                         tasks[link.file_id, _STORED] = group.create_task(read)
-                    if link.url is None or link.is_data or (link.url, link.kind) in tasks:
-                        continue
-                    task = group.create_task(self._fetch(link.url, link, how))
-                    tasks[link.url, link.kind] = task
+                    if link.is_remote and (link.url, link.kind) not in tasks:
+                        tasks[link.url, link.kind] = group.create_task(self._fetch(link, how))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return {key: task.result() for key, task in tasks.items()}
 
-    async def _fetch(self, url: str, link: Link, how: Mapping[str, Any]) -> bytes:
+    async def _fetch(self, link: Link, how: Mapping[str, Any]) -> bytes:
         start = time.perf_counter()
         size = None
         try:
-            data = await self._fetchers[link.kind].fetch(url, param=link.param, **how)
+            data = await self._fetchers[link.kind].fetch(link.url, param=link.param, **how)
             size = len(data)
             return data
         finally:
@@ -177,29 +179,32 @@ class MediaResolver:
                 continue
             parts = list(message["content"])
             kind = self._kind(link, data)
-            given = {**parts[link.part], "type": kind}
-            parts[link.part] = {**given, kind: _with_bytes(given, kind, data)}
+            source = {**parts[link.part], "type": kind}
+            parts[link.part] = {**source, kind: _with_bytes(source, kind, data)}
             resolved[link.message] = {**message, "content": parts}
         return resolved
 
     def remember(self, links: Sequence[Link], messages: Messages, owner: bytes) -> None:
         """Stores media with a uuid, after the prompt was built: only valid ones are stored."""
         for link in links:
-            if link.uuid is not None and (link.url is not None or link.file_id is not None):
-                part = messages[link.message]["content"][link.part]
-                data = part[part["type"]].get("file_data" if part["type"] == "file" else "url")
-                if isinstance(data, bytes):  # a list of frames stays a string
-                    self._uuids.put(owner, link.uuid, data)
+            if link.uuid is None or not (link.url or link.file_id):
+                continue
+            part = messages[link.message]["content"][link.part]
+            data = part[part["type"]].get("file_data" if part["type"] == "file" else "url")
+            if isinstance(data, bytes):  # a list of frames stays a string
+                self._uuids.put(owner, link.uuid, data)
 
     def _bytes(self, link: Link, fetched: Fetched, owner: bytes) -> bytes | None:
         """None leaves the part as it is: a data URL without a uuid, or something the processor refuses."""
         if link.file_id is not None:
             return fetched[link.file_id, _STORED]
-        if link.url is None:
-            return self._cached(link, owner) if link.uuid is not None else None
-        if not link.is_data:
+        if link.is_remote:
             return fetched[link.url, link.kind]
-        if link.uuid is None or (link.is_video and "," in link.url.partition(",")[2]):
+        if link.uuid is None:
+            return None
+        if not link.url:
+            return self._cached(link.uuid, link, owner)
+        if link.is_video and "," in link.url.partition(",")[2]:
             return None
         policy = self._policy
         if link.kind == "file":
@@ -209,16 +214,16 @@ class MediaResolver:
         return _named(link, lambda url: decode_data_url(url, policy))
 
     def _kind(self, link: Link, data: bytes) -> str:
-        """Of the part that the bytes stand in: a stored file may be an image."""
-        is_image = link.file_id is not None and link.kind == "file" and not is_pdf(data)
-        return "image_url" if is_image else link.kind
+        """The kind of part that the bytes stand in: a stored file may be an image."""
+        if link.kind == "file" and link.file_id is not None and not is_pdf(data):
+            return "image_url"
+        return link.kind
 
-    def _cached(self, link: Link, owner: bytes) -> bytes:
-        assert link.uuid is not None
-        data = self._uuids.get(owner, link.uuid)
+    def _cached(self, uuid: str, link: Link, owner: bytes) -> bytes:
+        data = self._uuids.get(owner, uuid)
         if data is None:
             kind = _KINDS[link.kind]
-            message = f"no {kind} is kept under the uuid {quoted(link.uuid)}; send it again with its data"
+            message = f"no {kind} is kept under the uuid {quoted(uuid)}; send it again with its data"
             raise RequestError(message, code="image_file_not_found", param=link.param)
         return data
 
@@ -227,13 +232,12 @@ def _with_bytes(part: Mapping[str, Any], kind: str, data: bytes) -> dict[str, An
     """What stands under a part's kind, with the bytes in place of the URL."""
     if kind == "file":
         return {"file_data": data}
-    source = part.get(kind)
-    return {"url": data, "detail": source.get("detail") if isinstance(source, Mapping) else None}
+    return {"url": data, "detail": member(part.get(kind), "detail")}
 
 
 def _named(link: Link, decode: Callable[[str], bytes]) -> bytes:
     """Errors name the part."""
     try:
-        return decode(link.url or "")
+        return decode(link.url)
     except RequestError as error:
         raise RequestError(error.message, code=error.code, param=link.param) from None

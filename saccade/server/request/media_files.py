@@ -37,8 +37,8 @@ class StoredFiles:
         """The path is made from a known record's id, never from what a client sent."""
         record = store.file(tenant, file_id, param)
         if record.purpose not in PURPOSES or record.purpose == BATCH:
-            allowed = ", ".join(PURPOSES[1:])
-            message = f"{record.id} has the purpose {record.purpose}; media need one of {allowed}"
+            purposes = ", ".join(PURPOSES[1:])
+            message = f"{record.id} has the purpose {record.purpose}; media need one of {purposes}"
             raise RequestError(message, param=param)
         limit = max(self._policy.document.max_bytes, self._policy.max_image_bytes)
         if record.size > limit:

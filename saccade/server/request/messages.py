@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
+from saccade.server.http.body_check import member
 from saccade.server.request import fields
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, document_options
@@ -28,6 +29,7 @@ _THINKING: Mapping[str, Mapping[str, bool]] = {
     "disabled": {"enable_thinking": False},
     "adaptive": {},
 }
+_SOURCES = {"base64": "data", "url": "url", "file": "file_id"}  # types, and what each has
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -41,24 +43,25 @@ def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: boo
     if body.get("thread") is not None:  # Anthropic's client then sends the whole conversation by itself
         message = f"thread is not supported by this server: {fields.STATELESS}"
         raise RequestError(message, code="thread_unsupported_request", param="thread")
-    given = reader.read(body, fields.MESSAGES)
-    if "messages" not in given:
+    values = reader.read(body, fields.MESSAGES)
+    messages = values.get("messages")
+    if messages is None:
         raise RequestError("messages is missing; send a list with at least one message", param="messages")
-    if needs_length and "max_tokens" not in given:
+    if needs_length and "max_tokens" not in values:
         raise RequestError("max_tokens is missing; say how long the answer may be", param="max_tokens")
     chat = ChatBuilder(SourcePaths(_NAMES, _ENDINGS))
-    system = given.get("system")
+    system = values.get("system")
     if isinstance(system, list):
         chat.add_parts("system", system, "system", _part)
     elif system:
         chat.add_message("system", system, "system")
-    for index, message in enumerate(given["messages"]):
+    for index, message in enumerate(messages):
         _add_message(chat, message, f"messages[{index}]")
-    if given["messages"] and given["messages"][-1]["role"] == "assistant":
+    if messages and messages[-1]["role"] == "assistant":
         reason = "this server begins a new answer and does not continue one"
         message = f"the last message must be the user's: {reason}"
         raise RequestError(message, code="unsupported", param="messages")
-    body = {**_as_chat(given), "messages": chat.messages}
+    body = {**_as_chat(values), "messages": chat.messages}
     if reader.formats is not None and reader.formats.closes_in_pieces:
         body.pop("thinking_token_budget", None)  # which this API's clients always send
     with chat.source_paths.renaming():
@@ -66,40 +69,42 @@ def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: boo
     return MessageRequest(request, chat.source_paths)
 
 
-def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
+def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
     """All fields but system and messages, under their names in a chat."""
-    chat = {name: given[name] for name in (*fields.CHAT_EXTRAS, "max_tokens") if name in given}
-    chat["stop"] = given.get("stop_sequences") or None
-    chat["response_format"] = _format(given.get("output_config"))
-    chat["reasoning_effort"] = given.get("output_config", {}).get("effort")
-    chat["chat_template_kwargs"] = {**_thinking(given), **chat.get("chat_template_kwargs", {})} or None
-    budget = given.get("thinking", {}).get("budget_tokens")
+    chat = {name: values[name] for name in (*fields.CHAT_EXTRAS, "max_tokens") if name in values}
+    if values.get("stop_sequences"):
+        chat["stop"] = values["stop_sequences"]
+    chat["response_format"] = _format(values.get("output_config"))
+    chat["reasoning_effort"] = values.get("output_config", {}).get("effort")
+    chat["chat_template_kwargs"] = {**_thinking(values), **chat.get("chat_template_kwargs", {})}
+    budget = values.get("thinking", {}).get("budget_tokens")
     if budget is not None:
         chat["thinking_token_budget"] = budget
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
-    choice = given.get("tool_choice", {"type": "auto"})
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(values.get("tools", ()))]
+    choice = values.get("tool_choice", {"type": "auto"})
     if not tools and choice.get("type") in ("auto", "none"):
         return chat
-    chat["tools"] = tools or None
+    if tools:
+        chat["tools"] = tools
     chat["tool_choice"] = _choice(choice)
     chat["parallel_tool_calls"] = choice.get("disable_parallel_tool_use") is not True
     return chat
 
 
-def _thinking(given: Mapping[str, Any]) -> Mapping[str, bool]:
-    """For the chat template."""
-    kind = given.get("thinking", {"type": "adaptive"}).get("type")
-    if not isinstance(kind, str) or kind not in _THINKING:
+def _thinking(values: Mapping[str, Any]) -> Mapping[str, bool]:
+    """What the chat template is told."""
+    kind = values.get("thinking", {"type": "adaptive"}).get("type")
+    if kind not in tuple(_THINKING):
         message = f"thinking must have the type {', '.join(_THINKING)}, not {quoted(kind)}"
         raise RequestError(message, param="thinking.type")
     return _THINKING[kind]
 
 
 def _format(config: Mapping[str, Any] | None) -> Any:
-    given = (config or {}).get("format")
-    if not isinstance(given, Mapping):
-        return given
-    return {**given, "json_schema": {"schema": given.get("schema")}}
+    form = member(config, "format")
+    if not isinstance(form, Mapping):
+        return form
+    return {**form, "json_schema": {"schema": form.get("schema")}}
 
 
 def _tool(tool: Any, path: str) -> dict[str, Any]:
@@ -116,7 +121,7 @@ def _choice(choice: Mapping[str, Any]) -> Any:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if not isinstance(kind, str) or kind not in _CHOICES:
+    if kind not in tuple(_CHOICES):
         raise RequestError("tool_choice must have the type auto, any, tool or none", param="tool_choice")
     return _CHOICES[kind]
 
@@ -125,7 +130,7 @@ def _choice(choice: Mapping[str, Any]) -> Any:
 
 
 def _add_message(chat: ChatBuilder, message: Any, path: str) -> None:
-    role = message.get("role") if isinstance(message, Mapping) else None
+    role = member(message, "role")
     if role not in ("user", "assistant"):
         raise RequestError(f"{path} must be an object with the role user or assistant", param=path)
     content = message.get("content")
@@ -145,16 +150,16 @@ def _add_blocks(chat: ChatBuilder, role: str, blocks: Sequence[Any], path: str) 
     thoughts: list[str] = []
     for index, block in enumerate(blocks):
         block_path = f"{path}[{index}]"
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "tool_result" and role == "user":
+        place = (role, member(block, "type"))
+        if place == ("user", "tool_result"):
             if parts:
                 chat.add_message(role, parts, path, part_paths)
                 parts = []
                 part_paths = []
             _add_result(chat, block, block_path)
-        elif kind == "tool_use" and role == "assistant":
+        elif place == ("assistant", "tool_use"):
             calls.append((block, block_path))
-        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
+        elif place in (("assistant", "thinking"), ("assistant", "redacted_thinking")):
             thoughts.append(_thought(block, block_path))
         else:
             parts.append(_part(block, block_path))
@@ -183,8 +188,10 @@ def _add_result(chat: ChatBuilder, block: Mapping[str, Any], path: str) -> None:
     content = block.get("content")
     call_id = block.get("tool_use_id")
     path = f"{path}.content"
-    if content is None or isinstance(content, str):
-        chat.add_message("tool", content or "", path, tool_call_id=call_id)
+    if content is None:
+        content = ""
+    if isinstance(content, str):
+        chat.add_message("tool", content, path, tool_call_id=call_id)
     elif isinstance(content, list):
         chat.add_parts("tool", content, path, _part, tool_call_id=call_id)
     else:
@@ -192,7 +199,7 @@ def _add_result(chat: ChatBuilder, block: Mapping[str, Any], path: str) -> None:
 
 
 def _part(block: Any, path: str) -> dict[str, Any]:
-    kind = block.get("type") if isinstance(block, Mapping) else None
+    kind = member(block, "type")
     if kind == "text":
         return {"type": "text", "text": block.get("text")}
     if kind == "image":
@@ -200,9 +207,9 @@ def _part(block: Any, path: str) -> dict[str, Any]:
         return {"type": "image_url", "image_url": source}
     if kind == "document":
         return _document(block, path)
-    own = "thinking and tool_use in an assistant's message, tool_result in a user's"
-    allowed = f"text, image and document, {own}"
-    message = f"a block of the type {quoted(kind)} cannot stand here; use {allowed}"
+    special = "thinking and tool_use in an assistant's message, tool_result in a user's"
+    kinds = f"text, image and document, {special}"
+    message = f"a block of the type {quoted(kind)} cannot stand here; use {kinds}"
     raise RequestError(message, param=f"{path}.type")
 
 
@@ -210,10 +217,11 @@ def _document(block: Mapping[str, Any], path: str) -> dict[str, Any]:
     """A PDF, or text. The title and the context precede it."""
     source = block.get("source")
     heading = "\n".join(text for text in (block.get("title"), block.get("context")) if isinstance(text, str))
-    if isinstance(source, Mapping) and source.get("type") == "text":
-        if not isinstance(source.get("data"), str):
+    if member(source, "type") == "text":
+        text = member(source, "data")
+        if not isinstance(text, str):
             raise RequestError("a text document needs a string under data", param=f"{path}.source")
-        return {"type": "text", "text": f"{heading}\n\n{source['data']}" if heading else source["data"]}
+        return {"type": "text", "text": f"{heading}\n\n{text}" if heading else text}
     file = _source(source, f"{path}.source", "document", "file_data")
     return {**document_options(block), "type": "file", "file": file, "heading": heading}
 
@@ -221,13 +229,12 @@ def _document(block: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _source(source: Any, path: str, what: str, name: str) -> dict[str, str]:
     """The data or URL under `name`, or a stored file. The media type of base64 data is dropped: the format is
     read from the bytes."""
-    kind = source.get("type") if isinstance(source, Mapping) else None
-    if kind == "base64" and isinstance(source.get("data"), str):
-        return {name: f"data:;base64,{source['data']}"}
-    if kind == "url" and isinstance(source.get("url"), str):
-        return {name: str(source["url"])}
-    if kind == "file" and isinstance(source.get("file_id"), str):
-        return {"file_id": source["file_id"]}
+    kind = member(source, "type")
+    text = member(source, _SOURCES.get(kind, "")) if isinstance(kind, str) else None
+    if isinstance(text, str):
+        if kind == "base64":
+            return {name: f"data:;base64,{text}"}
+        return {"file_id" if kind == "file" else name: text}
     forms = "{'type': 'base64', 'data': ...}, {'type': 'url', 'url': ...} or {'type': 'file', 'file_id': ...}"
     message = f"the {what}'s source must be {forms}"
     code = "invalid_image_url" if what == "image" else "invalid_document"

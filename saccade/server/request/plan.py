@@ -58,19 +58,19 @@ class PlanRequest:
 
 def read_plan(body: Mapping[str, Any], fields: FieldReader, usual_images: int) -> PlanRequest:
     """`usual_images`: of a request, where the body does not say."""
-    given = fields.read(body, PLAN)
-    for name, value in given.items():
+    values = fields.read(body, PLAN)
+    for name, value in values.items():
         _check_range(name, value)
-    numbers = (given.get(name) for name in ("gpu_memory_gib", "gpu_bandwidth", "gpu_tflops"))
-    values = {theirs: given[ours] for ours, theirs in _WORKLOAD.items() if ours in given}
-    workload = Workload(images=given.get("images", usual_images), **values)
-    if sizes := given.get("image"):
+    numbers = (values.get(name) for name in ("gpu_memory_gib", "gpu_bandwidth", "gpu_tflops"))
+    settings = {theirs: values[ours] for ours, theirs in _WORKLOAD.items() if ours in values}
+    workload = Workload(images=values.get("images", usual_images), **settings)
+    if sizes := values.get("image"):
         workload = replace(workload, sizes=_sizes(sizes))
     try:
-        hardware = find_hardware(given.get("gpu", DEFAULT)).having(*numbers)
+        hardware = find_hardware(values.get("gpu", DEFAULT)).having(*numbers)
     except ConfigError as error:
         raise plan_error(error) from None
-    return PlanRequest(given.get("model"), hardware, workload)
+    return PlanRequest(values.get("model"), hardware, workload)
 
 
 def _check_range(name: str, value: Any) -> None:
@@ -82,32 +82,31 @@ def _check_range(name: str, value: Any) -> None:
         raise RequestError(f"{name} is {value:g}; give a value from {low:,} to {high:,}", param=name)
 
 
-def _sizes(given: list[str]) -> tuple[SizeShare, ...]:
-    if len(given) > MAX_SIZES:
-        message = f"image has {len(given)} sizes and may have {MAX_SIZES}; give the most common ones"
+def _sizes(texts: list[str]) -> tuple[SizeShare, ...]:
+    if len(texts) > MAX_SIZES:
+        message = f"image has {len(texts)} sizes and may have {MAX_SIZES}; give the most common ones"
         raise RequestError(message, param="image")
-    return tuple(_size(index, text) for index, text in enumerate(given))
+    return tuple(_size(index, text) for index, text in enumerate(texts))
 
 
 def _size(index: int, text: str) -> SizeShare:
-    found = re.fullmatch(_SIZE, text, re.ASCII)
-    share = float((found and found[3]) or 1)
-    if found is None or not share:
+    match = re.fullmatch(_SIZE, text, re.ASCII)
+    if match is None or not float(match[3] or 1):
         example = "give WIDTHxHEIGHT or WIDTHxHEIGHT:SHARE with a share above 0, such as 1280x720:3"
         raise RequestError(f"image[{index}] is {quoted(text)}; {example}", param=f"image[{index}]")
-    return SizeShare(Size(int(found[1]), int(found[2])), share)
+    return SizeShare(Size(int(match[1]), int(match[2])), float(match[3] or 1))
 
 
 def plan_error(error: ConfigError) -> RequestError:
     """The same sentence with fields of the body for flags of the command. Flags of the server stay."""
-    named: list[str] = []
+    names: list[str] = []
 
     def field_of(flag: re.Match[str]) -> str:
         name = flag[1].replace("-", "_")
         if name not in PLAN:
             return flag[0]
-        named.append(name)
+        names.append(name)
         return name
 
     message = _FLAG.sub(field_of, str(error))
-    return RequestError(message, param=named[0] if named else None)
+    return RequestError(message, param=names[0] if names else None)

@@ -70,72 +70,72 @@ class RerankRequest:
 
 def read_embedding(body: Mapping[str, Any], reader: FieldReader, processor: Processor) -> EmbeddingRequest:
     check_task(processor.checkpoint.task, "embed")
-    given = reader.read(body, fields.EMBEDDING)
-    check_dimensions(given.get("dimensions"), processor)
-    encoding = given.get("encoding_format", "float")
+    values = reader.read(body, fields.EMBEDDING)
+    check_dimensions(values.get("dimensions"), processor)
+    encoding = values.get("encoding_format", "float")
     if encoding not in ("float", "base64"):
         message = f"encoding_format must be float or base64, not {quoted(encoding)}"
         raise RequestError(message, param="encoding_format")
     dim = token_dim(processor)
-    kwargs = template_kwargs(given.get("input_type"), dim)
-    options = pooling_options(given, embedding_pooling(processor))
-    adds = given.get("add_special_tokens", True)
-    pooling = PoolingRequest(options, _sources(given, reader, options, kwargs), adds, dim)
-    return EmbeddingRequest(pooling, encoding == "base64", given.get("dimensions"))
+    kwargs = template_kwargs(values.get("input_type"), dim)
+    options = pooling_options(values, embedding_pooling(processor))
+    adds = values.get("add_special_tokens", True)
+    pooling = PoolingRequest(options, _sources(values, reader, options, kwargs), adds, dim)
+    return EmbeddingRequest(pooling, encoding == "base64", values.get("dimensions"))
 
 
 def _sources(
-    given: Mapping[str, Any], reader: FieldReader, options: ResponseOptions, kwargs: Mapping[str, Any]
+    values: Mapping[str, Any], reader: FieldReader, options: ResponseOptions, kwargs: Mapping[str, Any]
 ) -> list[Source]:
-    if ("input" in given) == ("messages" in given):
+    if ("input" in values) == ("messages" in values):
         raise RequestError("give either input or messages", param="input")
-    if ("messages" in given or kwargs) and not given.get("add_special_tokens", True):
+    if ("messages" in values or kwargs) and not values.get("add_special_tokens", True):
         raise fields.unsupported("add_special_tokens")
-    if "messages" in given:
-        own = {**kwargs, **(given.get("chat_template_kwargs") or {})}
-        chat = {name: given[name] for name in given if name in fields.CHAT}
-        return [_chat({**chat, "chat_template_kwargs": own}, reader, options)]
-    inputs = given["input"]
+    if "messages" in values:
+        chat_kwargs = {**kwargs, **values.get("chat_template_kwargs", {})}
+        chat = {name: values[name] for name in values if name in fields.CHAT}
+        return [_chat({**chat, "chat_template_kwargs": chat_kwargs}, reader, options)]
+    inputs = values["input"]
     if isinstance(inputs, list) and inputs and all(isinstance(one, dict) for one in inputs):
         _check_count(len(inputs), "input")
-        return [_side_source(side, given, reader, options, kwargs) for side in sides_of(inputs)]
+        return [_side_source(side, values, reader, options, kwargs) for side in sides_of(inputs)]
     texts = prompts_of(inputs, "input")
     _check_count(len(texts), "input")
     if not kwargs:
         return list(texts)
     if not all(isinstance(text, str) for text in texts):
         raise RequestError("token ids are taken as they are; leave input_type out", param="input_type")
-    return [_side_source(str(text), given, reader, options, kwargs) for text in texts]
+    return [_side_source(str(text), values, reader, options, kwargs) for text in texts]
 
 
 def read_score(body: Mapping[str, Any], reader: FieldReader, processor: Processor) -> ScoreRequest:
-    given = reader.read(body, fields.SCORE)
-    names = next((pair for pair in _SCORE_FIELDS if pair[0] in given and pair[1] in given), None)
+    values = reader.read(body, fields.SCORE)
+    names = next((pair for pair in _SCORE_FIELDS if values.keys() >= {*pair}), None)
     if names is None:
         raise RequestError("give text_1 and text_2, or queries and documents", param="text_1")
-    pairs = paired(sides_of(given[names[0]]), sides_of(given[names[1]]))
-    return _score_request(pairs, given, reader, processor, names[1])
+    pairs = paired(sides_of(values[names[0]]), sides_of(values[names[1]]))
+    return _score_request(pairs, values, reader, processor, names[1])
 
 
 def read_rerank(body: Mapping[str, Any], reader: FieldReader, processor: Processor) -> RerankRequest:
-    given = reader.read(body, fields.RERANK)
+    values = reader.read(body, fields.RERANK)
     for name in ("query", "documents"):
-        if not given.get(name):
+        if not values.get(name):
             raise RequestError(f"{name} is missing or empty", param=name)
-    query = given["query"]
+    query = values["query"]
     whole = query if isinstance(query, dict) and "content" in query else sides_of(query)[0]
-    documents = sides_of(given["documents"])
+    documents = sides_of(values["documents"])
     pairs = [(whole, document) for document in documents]
-    score = _score_request(pairs, given, reader, processor, "documents")
-    top_n = given.get("top_n", 0)
+    score = _score_request(pairs, values, reader, processor, "documents")
+    top_n = values.get("top_n", 0)
     if top_n < 0:
         raise RequestError(f"top_n must be 0 (all) or more, but {top_n} was given", param="top_n")
-    return RerankRequest(score, documents, top_n or len(documents), given.get("return_documents", True))
+    return RerankRequest(score, documents, top_n or len(documents), values.get("return_documents", True))
 
 
 def _score_request(
     pairs: Sequence[tuple[Side, Side]],
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     reader: FieldReader,
     processor: Processor,
     param: str,
@@ -145,14 +145,14 @@ def _score_request(
     _check_count(len(pairs), param)
     try:
         if task == "embed":
-            options = pooling_options(given, embedding_pooling(processor))
+            options = pooling_options(values, embedding_pooling(processor))
             first, second = columns(pairs)
-            asking = {} if token_dim(processor) is None else QUERY_KWARGS
-            sources = [_side_source(side, given, reader, options, asking) for side in first]
-            sources += [_side_source(side, given, reader, options, {}) for side in second]
+            query_kwargs = {} if token_dim(processor) is None else QUERY_KWARGS
+            sources = [_side_source(side, values, reader, options, query_kwargs) for side in first]
+            sources += [_side_source(side, values, reader, options, {}) for side in second]
         else:
-            options = pooling_options(given, no_and_yes(processor))
-            sources = [_pair_source(pair, given, reader, options, processor) for pair in pairs]
+            options = pooling_options(values, no_and_yes(processor))
+            sources = [_pair_source(pair, values, reader, options, processor) for pair in pairs]
     except RequestError as error:
         raise error.renamed(error.param or param) from None
     pooling = PoolingRequest(options, sources, token_dim=token_dim(processor))
@@ -161,19 +161,19 @@ def _score_request(
 
 def _pair_source(
     pair: tuple[Side, Side],
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     reader: FieldReader,
     options: ResponseOptions,
     processor: Processor,
 ) -> ChatRequest:
-    messages = pair_messages(processor, *pair, given.get("instruction"))
-    kwargs = {"mm_processor_kwargs": given.get("mm_processor_kwargs"), "chat_template_kwargs": PAIR_KWARGS}
+    messages = pair_messages(processor, *pair, values.get("instruction"))
+    kwargs = {"mm_processor_kwargs": values.get("mm_processor_kwargs"), "chat_template_kwargs": PAIR_KWARGS}
     return _chat({"messages": messages, **kwargs}, reader, options)
 
 
 def _side_source(
     side: Side,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     reader: FieldReader,
     options: ResponseOptions,
     kwargs: Mapping[str, Any],
@@ -182,7 +182,7 @@ def _side_source(
     parts = content_of(side)
     if isinstance(side, str) and not kwargs:
         return side
-    how = {"mm_processor_kwargs": given.get("mm_processor_kwargs"), "chat_template_kwargs": kwargs}
+    how = {"mm_processor_kwargs": values.get("mm_processor_kwargs"), "chat_template_kwargs": kwargs}
     return _chat({"messages": [{"role": "user", "content": parts}], **how}, reader, options)
 
 

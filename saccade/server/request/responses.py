@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from saccade.errors import RequestError
+from saccade.server.http.body_check import member
 from saccade.server.request import fields
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, document_options
@@ -51,59 +52,61 @@ def read_response(body: Mapping[str, Any], reader: FieldReader) -> ResponseReque
             reason = f"{name} needs what a server keeps between requests, and this one keeps no state"
             message = f"{reason}; send the whole conversation as input"
             raise RequestError(message, code="unsupported", param=name)
-    given = reader.read(body, fields.RESPONSES)
-    if "input" not in given:
+    values = reader.read(body, fields.RESPONSES)
+    if "input" not in values:
         raise RequestError("input is missing; send a string or a list of items", param="input")
-    if "message.output_text.logprobs" in given.get("include", ()):
+    if "message.output_text.logprobs" in values.get("include", ()):
         message = "include asks for log probabilities, which only /v1/chat/completions gives"
         raise RequestError(message, code="unsupported", param="include")
     chat = ChatBuilder(SourcePaths(_NAMES, _ENDINGS))
-    _add_input(chat, given)
-    body = {**_as_chat(given), "messages": chat.messages}
+    _add_input(chat, values)
+    body = {**_as_chat(values), "messages": chat.messages}
     with chat.source_paths.renaming():
         request = read_chat(body, reader)
     params = request.response_options.params
-    echo = {**_echo(given), "temperature": params.temperature, "top_p": params.top_p}
+    echo = {**_echo(values), "temperature": params.temperature, "top_p": params.top_p}
     return ResponseRequest(request, chat.source_paths, echo)
 
 
-def _echo(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _echo(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Instructions do not count: like all text of the prompt they are limited by the context."""
-    sizes = {name: len(msgspec.json.encode(given[name])) for name in _ECHOED if name in given}
+    sizes = {name: len(msgspec.json.encode(values[name])) for name in _ECHOED if name in values}
     sizes.pop("instructions", None)
     if sum(sizes.values()) > MAX_ECHO_BYTES:
-        given_bytes = f"{', '.join(sizes)} have {sum(sizes.values())} bytes together"
+        sizes_text = f"{', '.join(sizes)} have {sum(sizes.values())} bytes together"
         limit = f"a response repeats at most {MAX_ECHO_BYTES} of what it was asked"
         largest = max(sizes, key=lambda name: sizes[name])
-        raise RequestError(f"{given_bytes}, but {limit}; send less", param=largest)
-    return {name: given.get(name, value) for name, value in _ECHOED.items()}
+        raise RequestError(f"{sizes_text}, but {limit}; send less", param=largest)
+    return {name: values.get(name, value) for name, value in _ECHOED.items()}
 
 
-def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
+def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
     """All fields but the input, under their names in a chat."""
     same = (*fields.CHAT_EXTRAS, "stop", "stream_options", "parallel_tool_calls")
-    chat = {name: given[name] for name in same if name in given}
-    chat["max_tokens"] = given.get("max_output_tokens")
-    chat["response_format"] = _format(given.get("text"))
-    chat["reasoning_effort"] = given.get("reasoning", {}).get("effort")
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
-    choice = given.get("tool_choice")
+    chat = {name: values[name] for name in same if name in values}
+    chat["max_tokens"] = values.get("max_output_tokens")
+    chat["response_format"] = _format(values.get("text"))
+    chat["reasoning_effort"] = values.get("reasoning", {}).get("effort")
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(values.get("tools", ()))]
+    choice = values.get("tool_choice")
     if not tools and choice in ("auto", "none"):  # some clients always send it
         return chat
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return {**chat, "tools": tools or None, "tool_choice": choice}
+    if member(choice, "type") == "function":
+        choice = {"type": "function", "function": {"name": member(choice, "name")}}
+    if tools:
+        chat["tools"] = tools
+    return {**chat, "tool_choice": choice}
 
 
 def _format(text: Mapping[str, Any] | None) -> Any:
-    given = (text or {}).get("format")
-    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
+    form = member(text, "format")
+    if member(form, "type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
 
 
 def _tool(tool: Any, path: str) -> dict[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+    if member(tool, "type") != "function":
         message = "tools of this server are functions: {'type': 'function', 'name': ...}"
         raise RequestError(message, code="unsupported", param=path)
     function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
@@ -113,15 +116,15 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
 # --- input --------------------------------------------------------------------------------------------------
 
 
-def _add_input(chat: ChatBuilder, given: Mapping[str, Any]) -> None:
-    if "instructions" in given:
-        chat.add_message("system", given["instructions"], "instructions")
-    if isinstance(given["input"], str):
-        chat.add_message("user", given["input"], "input")
+def _add_input(chat: ChatBuilder, values: Mapping[str, Any]) -> None:
+    if "instructions" in values:
+        chat.add_message("system", values["instructions"], "instructions")
+    if isinstance(values["input"], str):
+        chat.add_message("user", values["input"], "input")
         return
-    if not given["input"]:
+    if not values["input"]:
         raise RequestError("input must have at least one item", param="input")
-    for index, item in enumerate(given["input"]):
+    for index, item in enumerate(values["input"]):
         _add_item(chat, item, f"input[{index}]")
 
 
@@ -154,7 +157,7 @@ def _thought(item: Mapping[str, Any], path: str) -> str:
 
 
 def _has_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
+    return isinstance(member(part, "text"), str)
 
 
 def _add_content(chat: ChatBuilder, role: Any, content: Any, path: str, **fields: Any) -> None:
@@ -166,7 +169,7 @@ def _add_content(chat: ChatBuilder, role: Any, content: Any, path: str, **fields
 
 def _part(part: Any, path: str) -> dict[str, Any]:
     """A part of a chat. In the Responses API, `image_url` is a string, and `detail` a field next to it."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = member(part, "type")
     if kind in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text")}
     if kind == "refusal":

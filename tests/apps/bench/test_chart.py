@@ -85,7 +85,7 @@ def test_the_command_plots_a_search_for_goodput(tmp_path: Path, monkeypatch: pyt
         ttft = clients / 4 if clients else 1.0 if rate > 3 else 0.1
         return LoadResult([result(ttft)] * parts[0].jobs, [])
 
-    monkeypatch.setattr("saccade.cli.bench.run_load", fake_load)
+    monkeypatch.setattr("saccade.cli.bench_load.run_load", fake_load)
     plot = tmp_path / "a.svg"
     assert main(["bench", "image", "--model", "m", "--goodput", "--plot", str(plot)]) == 0
     assert "first token: p99 in milliseconds" in words(plot.read_text())

@@ -21,7 +21,7 @@ from saccade.apps.bench.load import LoadResult, Part, Result, Server, run_load
 from saccade.apps.bench.report import Figures, Slo, client_warning, figures, table
 from saccade.apps.bench.stream_client import RequestSample
 from saccade.apps.bench.workloads import WORKLOADS, RequestShape
-from saccade.cli import bench_arguments
+from saccade.cli import bench
 from saccade.cli.main import main
 from tests.helpers.fakes.fake_chat_server import fake_chat_server
 
@@ -213,7 +213,7 @@ def test_the_command_searches_for_goodput(capsys: pytest.CaptureFixture[str], mo
         late = 1.0 if (parts[0].rate or 0) > 3 else 0.1
         return LoadResult([result(float(i), late, 0.01) for i in range(parts[0].jobs)], [])
 
-    monkeypatch.setattr("saccade.cli.bench.run_load", fake_load)
+    monkeypatch.setattr("saccade.cli.bench_load.run_load", fake_load)
     assert main(["bench", "image", "--model", "m", "--goodput"]) == 0
     out = capsys.readouterr().out
     assert "goodput: 3.00 requests/s" in out or "goodput: 2.9" in out
@@ -265,7 +265,7 @@ def test_the_names_of_the_contract(workload: str, tmp_path: Path) -> None:
 
 
 def test_the_command_knows_all_workloads() -> None:
-    assert list(bench_arguments.WORKLOADS) == sorted([*WORKLOADS, "beside"])
+    assert list(bench.WORKLOADS) == sorted([*WORKLOADS, "beside"])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.engine.ipc.stream import News, RequestStream
 from saccade.errors import RequestError
-from saccade.server.generation import BilledPrompt, Generation, Timing
+from saccade.server.generation import BilledPrompt, Generation
 from saccade.server.http.request_context import Caller
 from saccade.server.http.response import ResponseWriter
 from saccade.server.metrics import Metrics
@@ -55,7 +55,7 @@ async def started(*streams: RequestStream) -> Generation:
     prompt: Any = SimpleNamespace(token_ids=[1], where={}, items=())
     billed = BilledPrompt(prompt, Bill(1, 0, 0, 1, ()))
     answers: Any = [FakeAnswer(index) for index in range(len(streams))]
-    generation = Generation([billed], answers, Timing(0.0, 0.0, 0.0), Metrics("m", dict))
+    generation = Generation([billed], answers, RequestRecord(), Metrics("m", dict))
     request: Any = SimpleNamespace(max_tokens=9)
     await generation.submit(FakeEngine(*streams), [request])
     return generation
@@ -85,7 +85,7 @@ class Wire:
         self.sent.append(message)
 
     def writer(self) -> ResponseWriter:
-        scope = {"type": "http", "path": self.path, "caller": Caller("id-1", "", 0.0, RequestRecord())}
+        scope = {"type": "http", "path": self.path, "caller": Caller("id-1", "", RequestRecord())}
         return ResponseWriter(scope, self.receive, self.send)
 
     def body(self) -> bytes:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from saccade.helpers.main import Refused, limit_memory, serve
+from saccade.helpers.main import AnswerRefused, limit_memory, serve
 
 
 def answer(body: bytes, fds: Sequence[int]) -> bytes:
@@ -32,7 +32,7 @@ def answer(body: bytes, fds: Sequence[int]) -> bytes:
     if body == b"fill":
         return bytes(1 << 30)
     if body == b"refuse":
-        raise Refused(b"no")
+        raise AnswerRefused(b"no")
     if body == b"fds":
         return b"".join(os.read(fd, 16) for fd in fds)
     if body == b"descriptors":

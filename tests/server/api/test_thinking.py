@@ -19,10 +19,11 @@ from saccade.processor.tokenizer import Tokenizer
 from saccade.server.api.chat import ChatEvents
 from saccade.server.api.messages import MessageEvents
 from saccade.server.api.responses import ResponseEvents
-from saccade.server.generation import BilledPrompt, Delta, Generation, Timing
+from saccade.server.generation import BilledPrompt, Delta, Generation
 from saccade.server.metrics import Metrics
 from saccade.server.request.chat import read_chat
 from saccade.server.request.fields import FieldReader
+from saccade.server.request_record import RequestRecord
 from saccade.types.bill import Bill
 from saccade.types.events import TokenEvent
 
@@ -45,7 +46,7 @@ def generation_of(tokenizer: Tokenizer) -> Generation:
     prompt: Any = SimpleNamespace(token_ids=[1], where={}, items=())
     outputs = [RequestOutputBuilder(0, tokenizer, SamplingParams())]
     billed = [BilledPrompt(prompt, Bill(1, 0, 0, 1, ()))]
-    return Generation(billed, outputs, Timing(0.0, 0.0, 0.0), Metrics("m", dict), thinking_format(tokenizer))
+    return Generation(billed, outputs, RequestRecord(), Metrics("m", dict), thinking_format(tokenizer))
 
 
 def play(shape: Any, generation: Generation, tokenizer: Tokenizer, text: str = TEXT) -> list[Any]:

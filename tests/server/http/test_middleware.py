@@ -12,6 +12,7 @@ from saccade.options.server import ServerOptions
 from saccade.server.http.auth import Tenants
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
+from saccade.server.request_record import TokenCounts
 
 
 def fields_of(
@@ -41,7 +42,7 @@ def fields_of(
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
     record = scope["caller"].record
-    record.has_outputs, record.prompt_tokens, record.completion_tokens = True, 12, 3
+    record.count(TokenCounts(12, 0, 0, 3), None)
     await send({"type": "http.response.start", "status": 200, "headers": []})
 
 

@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from saccade.errors import ConfigError, UsageError
 from saccade.options.server import ServerOptions
-from saccade.server.http.connections import Connections
+from saccade.server.http.connections import OpenConnections
 from saccade.server.http.listener import Listener
 from saccade.server.http.parser import BoundedHttp
 from saccade.server.http.tls import Certificate, tls_context
@@ -50,13 +50,13 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def serving(options: ServerOptions, test: Callable[[int, Connections], Awaitable[None]], maximum: int = 8) -> None:
+def serving(options: ServerOptions, test: Callable[[int, OpenConnections], Awaitable[None]], maximum: int = 8) -> None:
     """Runs `test` beside a listener, with its port."""
 
     async def run() -> None:
         config = uvicorn.Config(echo, ws="none", lifespan="off", log_config=None)
         config.load()
-        connections = Connections(maximum, 1.0, on_refusal=lambda reason: None)
+        connections = OpenConnections(maximum, 1.0, on_refusal=lambda reason: None)
         state = ServerState()
         sock = socket.create_server(("127.0.0.1", 0))
         listener = Listener(
@@ -90,7 +90,7 @@ async def get(port: int, context: ssl.SSLContext, path: str = "/live") -> httpx.
 
 
 def test_requests_are_answered_over_tls(files: dict[str, str]) -> None:
-    async def test(port: int, connections: Connections) -> None:
+    async def test(port: int, connections: OpenConnections) -> None:
         async with httpx.AsyncClient(verify=trusting(files)) as client:
             for _ in range(2):  # the second on the same connection
                 response = await client.get(f"https://127.0.0.1:{port}/live")
@@ -100,7 +100,7 @@ def test_requests_are_answered_over_tls(files: dict[str, str]) -> None:
 
 
 def test_bad_http_over_tls_is_answered_and_the_connection_closed(files: dict[str, str]) -> None:
-    async def test(port: int, connections: Connections) -> None:
+    async def test(port: int, connections: OpenConnections) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting(files))
         writer.write(b"nonsense\r\n\r\n")
         assert b"invalid_http" in await reader.read()  # to the end
@@ -112,7 +112,7 @@ def test_bad_http_over_tls_is_answered_and_the_connection_closed(files: dict[str
 def test_a_client_without_a_certificate_is_refused_where_all_need_one(files: dict[str, str], tmp_path: Path) -> None:
     own = make_certificate(tmp_path, "client")
 
-    async def test(port: int, connections: Connections) -> None:
+    async def test(port: int, connections: OpenConnections) -> None:
         assert (await get(port, trusting(files, own))).status_code == 200
         with pytest.raises(httpx.TransportError):
             await get(port, trusting(files))
@@ -125,7 +125,7 @@ def test_handshakes_that_never_end_count_as_connections_and_make_room(
 ) -> None:
     monkeypatch.setattr("saccade.server.http.connections._MIN_IDLE_SECONDS", -1.0)
 
-    async def test(port: int, connections: Connections) -> None:
+    async def test(port: int, connections: OpenConnections) -> None:
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         while connections.num_open != 2:
             await asyncio.sleep(0.01)
@@ -138,7 +138,7 @@ def test_handshakes_that_never_end_count_as_connections_and_make_room(
 
 
 def test_a_handshake_that_takes_too_long_ends(files: dict[str, str]) -> None:
-    async def test(port: int, connections: Connections) -> None:
+    async def test(port: int, connections: OpenConnections) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await reader.read() == b""
         writer.close()

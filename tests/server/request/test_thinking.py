@@ -37,7 +37,7 @@ OFF = {"enable_thinking": False, "thinking": False}
 @pytest.mark.parametrize(
     ("request_", "kwargs"),
     [
-        (chat(), None),
+        (chat(), {}),
         (chat(chat_template_kwargs={"enable_thinking": False}), OFF),
         (chat(reasoning_effort="high"), {"reasoning_effort": "high"}),
         (chat(reasoning_effort="none"), {"reasoning_effort": "none", **OFF}),
@@ -46,15 +46,13 @@ OFF = {"enable_thinking": False, "thinking": False}
             {"reasoning_effort": "high"},
         ),
         (message(thinking={"type": "disabled"}), OFF),
-        (message(thinking={"type": "adaptive"}), None),
+        (message(thinking={"type": "adaptive"}), {}),
         (message(thinking={"type": "enabled", "budget_tokens": 1024}), {"enable_thinking": True, "thinking": True}),
         (message(output_config={"effort": "low"}), {"reasoning_effort": "low"}),
         (response(reasoning={"effort": "minimal"}), {"reasoning_effort": "minimal"}),
     ],
 )
-def test_what_a_client_says_of_thinking_reaches_the_template(
-    request_: ChatRequest, kwargs: dict[str, Any] | None
-) -> None:
+def test_what_a_client_says_of_thinking_reaches_the_template(request_: ChatRequest, kwargs: dict[str, Any]) -> None:
     assert request_.chat_template_kwargs == kwargs
 
 
