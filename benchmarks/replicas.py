@@ -32,7 +32,7 @@ from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.replicas.replica_set import ReplicaSet
 from saccade.options.engine import Options
 from saccade.sampling_params import SamplingParams
-from saccade.scheduler.kv_cache import text_records
+from saccade.scheduler.block_hashes import text_records
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
 from saccade.types.prompt import Prompt, Span
 from saccade.types.request import Request

@@ -84,8 +84,11 @@ class AsyncEngineCore(EngineCore):
         return events
 
     def _plan_async_prefill(self, latency_bounded: bool) -> StepPlan | None:
-        self._hold()
-        return self.scheduler.schedule_async_prefill(self.clock(), latency_bounded=latency_bounded)
+        not_ready = self._not_ready()
+        now = self.clock()
+        return self.scheduler.schedule_async_prefill(
+            now, latency_bounded=latency_bounded, not_ready=not_ready
+        )
 
     @property
     def _runs_async_decode(self) -> bool:

@@ -14,16 +14,17 @@ of it. Where one prompt ends, nothing is fused:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
+from typing import NamedTuple
 
 from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
-from saccade.scheduler.fair_queue import LAST, Rank
 from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.step_policy import IMAGE_SHARE, Demand, StepLimits
+from saccade.scheduler.tenant_share import LAST, Rank
 from saccade.types.media import Key
 from saccade.types.step import Admission, ScheduledWindow
 
@@ -171,12 +172,21 @@ def demand_of(
     )
 
 
+class StepOutcome(NamedTuple):
+    """What planning one step showed that the next plan needs to know."""
+
+    needs_sync: bool = False  # only a preemption helps, and none may happen beside a running step
+    lacks_blocks: bool = False  # the waiting request that goes next found too few
+
+
 @dataclass(slots=True)
 class StepBuilder:
     """What a step has so far, and what it may still take."""
 
     now: float
     budget: StepBudget
+    lacks_blocks: bool  # the waiting request that goes next; from the step before until this one is filled
+    not_ready: frozenset[str] = frozenset()  # requests that sit this step out: their grammar is being made
     async_decode: frozenset[str] = frozenset()  # requests whose decode runs already, in a step planned before
     skip_decode: bool = False  # decoding requests sit this step out
     decode: list[ScheduledWindow] = field(default_factory=list)
@@ -190,3 +200,11 @@ class StepBuilder:
     @property
     def has_windows(self) -> bool:
         return bool(self.decode or self.prefill)
+
+    @property
+    def windows(self) -> Iterator[ScheduledWindow]:
+        return chain(self.decode, self.prefill)
+
+    @property
+    def outcome(self) -> StepOutcome:
+        return StepOutcome(self.is_short or self.needs_sync, self.lacks_blocks)

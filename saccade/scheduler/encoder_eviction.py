@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from saccade.scheduler.fair_queue import counted_as
+from saccade.scheduler.tenant_share import counted_as
 from saccade.types.media import Key
 from saccade.types.request import OTHER_LABEL, Tenant
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.encoder_cache import EncoderCache
-from saccade.scheduler.fair_queue import DECODED_PIXEL_COST, EMBEDDING_COST
 from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
+from saccade.scheduler.tenant_share import DECODED_PIXEL_COST, EMBEDDING_COST
 from saccade.types.media import Key, MediaItem
 from saccade.types.prompt import Span
+from saccade.types.step import StepResult
 
 _MAX_DECODED_FIRST = 64  # that a plan names
 
@@ -115,8 +116,8 @@ class EncoderScheduler:
         self._cache = cache
         self._own_budget = encoder_budget
         self._encoder_budget = encoder_budget * (1 + num_workers)
-        self.local_work: int | None = None  # embeddings that the engine itself makes; None: all in flight
-        self.decoded: frozenset[Key] = frozenset()  # of those that are decoded before they are encoded
+        self._local_work: int | None = None  # embeddings that the engine itself makes; None: all in flight
+        self._decoded: frozenset[Key] = frozenset()  # of those that are decoded before they are encoded
         self.waits_for_decoding = False  # some of them are to be decoded
         self._wanted: Counter[Key] = Counter()  # media of open requests
         self._left: dict[Key, None] = {}  # of requests that have ended since the last plan
@@ -133,13 +134,13 @@ class EncoderScheduler:
     @property
     def has_workers(self) -> bool:
         """Whether encoder workers are up, which make embeddings beside the engine."""
-        return self.local_work is not None
+        return self._local_work is not None
 
     @property
     def own_load(self) -> EncoderLoad:
         """The part of what is in flight that steps of this engine spend time on."""
-        if self.local_work is not None:
-            return EncoderLoad(self.local_work, min(self.local_work, 1))
+        if self._local_work is not None:
+            return EncoderLoad(self._local_work, min(self._local_work, 1))
         return EncoderLoad(self.work_in_flight, len(self._in_flight))
 
     @property
@@ -169,6 +170,11 @@ class EncoderScheduler:
             del self._wanted[key]
         self._left.clear()
         return unwanted
+
+    def observe(self, result: StepResult) -> None:
+        """What a step showed of encoder workers, and of images that are decoded first."""
+        self._local_work = result.local_work
+        self._decoded = result.decoded
 
     def begin_step(self, is_sliced: bool, max_work: int | None = None) -> None:
         """`is_sliced`: encoding advances a few layers a step; what is in flight cannot be used in this step.
@@ -313,7 +319,7 @@ class EncoderScheduler:
 
     def _waits_for_decoding(self, seq: ScheduledRequest, index: int) -> bool:
         item = seq.request.prompt.items[index]
-        return item.is_decoded_first and item.key not in self._cache and item.key not in self.decoded
+        return item.is_decoded_first and item.key not in self._cache and item.key not in self._decoded
 
     def _may_enter(self, seq: ScheduledRequest, index: int) -> bool:
         span = seq.spans[index]

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from saccade.errors import RequestError
+from saccade.scheduler.block_hashes import BlockHashes
 from saccade.scheduler.encoder_cache import EncoderCache, Holder
-from saccade.scheduler.fair_queue import TenantShare
-from saccade.scheduler.kv_cache import BlockHashes, BlockPool, CachedPrefix
+from saccade.scheduler.kv_cache import BlockPool, CachedPrefix
+from saccade.scheduler.tenant_share import TenantShare
 from saccade.types.events import FinishReason, TokenEvent, Usage
 from saccade.types.media import Key
 from saccade.types.prompt import Span

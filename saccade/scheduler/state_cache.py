@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 
-from saccade.scheduler.kv_cache import BlockHashes, CachedPrefix
+from saccade.scheduler.block_hashes import BlockHashes
+from saccade.scheduler.kv_cache import CachedPrefix
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types.step import ScheduledWindow, StateCheckpoint
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from saccade.errors import RequestError
-from saccade.scheduler.kv_cache import BlockHashes, BlockPool, CachedBlock
+from saccade.scheduler.block_hashes import BlockHashes
+from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.kv_host_cache import HostCache
+from saccade.scheduler.prefix_index import CachedBlock
 from saccade.types.step import KVCopy, StepPlan
 from tests.helpers.engine.async_scheduling import PACE, AheadRig, add
 from tests.helpers.engine.scheduling import BLOCK, FakeImage, Rig, make_prompt, unchecked

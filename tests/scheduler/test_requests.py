@@ -102,7 +102,7 @@ def test_a_full_queue_refuses_with_the_numbers() -> None:
 
 def commit_token(rig: Rig, request_id: str, token: int) -> None:
     plan = rig.scheduler.schedule(rig.now)
-    for event in rig.scheduler.commit(plan, StepResult({request_id: Sample(token, None)}), rig.now):
+    for event in rig.scheduler.commit(plan, StepResult({request_id: Sample(token, None)}), rig.now, 0.5):
         rig.take(event)
 
 

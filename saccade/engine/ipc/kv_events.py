@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from saccade.scheduler.kv_cache import text_records
+from saccade.scheduler.block_hashes import text_records
 from saccade.scheduler.kv_event_log import BlocksRemoved, BlocksStored, KVEvent
 
 MediaKey = tuple[str, int]  # an image's content key in hex, and its start relative to that of the block

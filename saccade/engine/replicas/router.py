@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from saccade.options.engine import SchedulerConfig
+from saccade.scheduler.block_hashes import BlockHashes
 from saccade.scheduler.cache_log import CacheChanges, entry_of
-from saccade.scheduler.fair_queue import EMBEDDING_COST
-from saccade.scheduler.kv_cache import BlockHashes
+from saccade.scheduler.tenant_share import EMBEDDING_COST
 from saccade.types.prompt import Span
 from saccade.types.request import Request
 

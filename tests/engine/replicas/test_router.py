@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from saccade.engine.replicas import router as routing
 from saccade.engine.replicas.router import LOAD_FACTOR, LOAD_SLACK, Placement, Router, demand_of
 from saccade.sampling_params import Pooling
+from saccade.scheduler.block_hashes import BlockHashes
 from saccade.scheduler.cache_log import CacheChanges, entry_of
-from saccade.scheduler.kv_cache import BlockHashes
 from tests.helpers.engine.random_workloads import PARTS
 from tests.helpers.engine.scheduling import BLOCK, FakeImage, Part, Rig, key_of, make_config, make_request
 
