@@ -152,7 +152,7 @@ class SamplingParams:
             _require(value is None or _is_int(value), name, value, "a whole number or nothing")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
-        for name in _FLOATS:
+        for name in FLOATS:
             value = getattr(self, name)
             _require(_is_number(value) and math.isfinite(value), name, value, "a finite number")
         is_stop = self.stop is None or isinstance(self.stop, (str, list, tuple))
@@ -315,7 +315,9 @@ _OPTIONAL_INTS = (
     *("seed", "max_tokens", "logprobs", "truncate_prompt_tokens", "thinking_token_budget"),
     *("prompt_logprobs", "best_of"),
 )
-_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+OF_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What generation_config.json sets under the same name."""
 
 
 def _as_ints(ids: Any) -> Any:

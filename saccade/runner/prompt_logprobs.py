@@ -23,12 +23,12 @@ def prompt_rows(window: ScheduledWindow, state: RequestState, hidden: Tensor, he
     count = min(window.end, state.num_prompt - 1) - window.start
     tokens = state.tokens(window.start + 1, window.start + 1 + count)
     targets = to_device(torch.from_numpy(tokens), hidden.device)
-    asked = state.request.params.prompt_logprobs or 0
-    found = []
+    num_top = state.request.params.prompt_logprobs or 0
+    parts = []
     for first in range(0, count, _ROWS):
         end = min(count, first + _ROWS)
-        found.append(_packed(head(hidden[first:end]).float(), targets[first:end], asked))
-    return found
+        parts.append(_packed(head(hidden[first:end]).float(), targets[first:end], num_top))
+    return parts
 
 
 def take_prompt_logprobs(state: RequestState) -> bytes:
@@ -46,9 +46,9 @@ def _packed(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
     A placeholder's id may be above the vocabulary: such a token is never predicted.
     """
     vocabulary = logits.shape[-1]
-    found = top_logprobs(logits.log_softmax(-1), tokens.clamp(max=vocabulary - 1), count)
+    top = top_logprobs(logits.log_softmax(-1), tokens.clamp(max=vocabulary - 1), count)
     is_known = tokens < vocabulary
-    chosen = found.chosen.where(is_known, -torch.inf)
-    ranks = found.ranks.where(is_known, vocabulary)
-    columns = (chosen[:, None].view(torch.int32), ranks[:, None], found.ids, found.values.view(torch.int32))
+    of_token = top.of_token.where(is_known, -torch.inf)
+    ranks = top.ranks.where(is_known, vocabulary)
+    columns = (of_token[:, None].view(torch.int32), ranks[:, None], top.ids, top.values.view(torch.int32))
     return torch.cat([column.int() for column in columns], dim=1).to("cpu", non_blocking=True)

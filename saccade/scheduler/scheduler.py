@@ -322,9 +322,7 @@ class Scheduler:
             return self._finish(seq, "stop", now, sample)
         if seq.num_tokens >= seq.max_total_tokens:
             return self._finish(seq, "length", now, sample)
-        # As TokenEvent(...), in half the time: a step makes one for every running request.
-        event = (seq.request_id, token, logprobs, None, None, None, None, None, of_prompt)
-        return tuple.__new__(TokenEvent, event)
+        return TokenEvent.going_on(seq.request_id, token, logprobs, of_prompt)
 
     def _end_failed(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         caches = (self._encoder_cache, self._kv_cache)

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": {"errors", "types", "options.engine"},
     "kernels": set(),
     "kernels.launch": {"util.torch_utils"},
-    "kernels.ops": {"kernels.launch"},
+    "kernels.ops": {"kernels", "kernels.launch"},
     "kernels.attention": {"kernels.launch", "util.torch_utils"},
     "kernels.gemm": {"kernels.launch", "kernels.ops"},
     "kernels.gdn": {"kernels.launch"},
@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "runner.cuda": NOUNS | MODELS | KERNELS | {"checkpoint", "runner", "util.torch_utils"},
     "runner": NOUNS
     | MODELS
-    | {"checkpoint", "helpers", "structured", "util.torch_utils", "runner.cuda", "runner.encoder"}
+    | {"checkpoint", "helpers", "kernels", "structured", "util.torch_utils", "runner.cuda", "runner.encoder"}
     | {"runner.embedding_tiers"},
     "engine": NOUNS | {"checkpoint", "scheduler", "runner", "runner.encoder"},
     "engine.ipc": NOUNS | {"helpers", "util.logs", "checkpoint", "engine", "engine.encoders", "scheduler"},
