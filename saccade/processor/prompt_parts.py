@@ -1,4 +1,4 @@
-"""A raw prompt as a caller writes it: its keys, token ids, images and videos. Checks them; decodes nothing."""
+"""A raw prompt as a caller writes it: its keys, token ids, images and videos. Checks them, decodes none."""
 
 from __future__ import annotations
 

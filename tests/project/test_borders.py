@@ -76,7 +76,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine.encoders": NOUNS | {"util.logs", "engine", "engine.ipc", "runner", "runner.encoder"},
     "engine.ray_cluster": NOUNS | {"util.logs", "engine.ipc", "engine.encoders", "runner.encoder"},
     "engine.replicas": NOUNS | {"engine", "engine.ipc", "scheduler"},
-    "llm": NOUNS | {"processor", "structured", "engine"},
+    "offline_engine": NOUNS | {"processor", "structured", "engine"},
+    "llm": NOUNS | {"processor", "structured", "engine", "offline_engine"},
     "async_llm": NOUNS | {"processor", "engine.ipc"},
     "server.http": {"errors", "types", "util.plain_files", "options.engine", "options.server", "server"},
     "server.request": NOUNS
@@ -109,6 +110,7 @@ ALLOWED: dict[str, set[str]] = {
         "processor",
         "processor.families",
         "llm",
+        "offline_engine",
         "server",
         "apps.evaluation",
         "apps.bench",
