@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from saccade.scheduler.budget import StepBuilder
@@ -21,22 +22,14 @@ class FirstWindow(NamedTuple):
     limit: WindowLimit  # how far it gets after that
 
 
+@dataclass(slots=True, eq=False)
 class Admitter:
-    def __init__(
-        self,
-        queue: FairQueue,
-        running: RunningRequests,
-        windows: WindowPlanner,
-        kv_cache: BlockPool,
-        state_cache: StateCache,
-        encoder_cache: EncoderCache,
-    ) -> None:
-        self._queue = queue
-        self._running = running
-        self._windows = windows
-        self._kv_cache = kv_cache
-        self._state_cache = state_cache
-        self._encoder_cache = encoder_cache
+    _queue: FairQueue
+    _running: RunningRequests
+    _windows: WindowPlanner
+    _kv_cache: BlockPool
+    _state_cache: StateCache
+    _encoder_cache: EncoderCache
 
     def admit_waiting(self, draft: StepBuilder, before: Rank = LAST) -> None:
         """Admit requests of tenants that come `before` a rank. A running one that lacks blocks goes first."""

@@ -38,16 +38,16 @@ class StepBudget:
     def __init__(self, limits: StepLimits, demand: Demand) -> None:
         self.total = limits.tokens
         self.num_prefills = 0  # so far
-        self._max_prefills = limits.max_prefills if limits.max_prefills is not None else limits.tokens
-        left = max(limits.tokens - demand.decoding, 1)
-        self._ending = left  # prefill tokens in a step in which a prompt ends
-        self._going_on = left  # where none does
+        self._max_prefills = limits.tokens if limits.max_prefills is None else limits.max_prefills
+        spare = max(limits.tokens - demand.decoding, 1)
+        self._ending = spare  # prefill tokens in a step in which a prompt ends
+        self._going_on = spare  # where none does
         if limits.prefill_tokens is not None:
             # Every prompt that can end in this step does.
             ends_text = 0 < sum(demand.text_tokens.values()) <= limits.prefill_tokens
-            going_on = limits.mixed_tokens if limits.mixed_tokens and not ends_text else limits.prefill_tokens
-            self._ending = min(left, limits.prefill_tokens)
-            self._going_on = min(left, going_on)
+            self._ending = self._going_on = min(spare, limits.prefill_tokens)
+            if limits.mixed_tokens and not ends_text:
+                self._going_on = min(spare, limits.mixed_tokens)
         self._prefill = max(self._ending, self._going_on)
         self._all_prefill = self._prefill
         self._text = demand.text_tokens if limits.text_first else {}
@@ -61,16 +61,16 @@ class StepBudget:
             return self.total if self._ending >= 0 else 0  # one token is an end too: not beside fused prefill
         if self.num_prefills >= self._max_prefills:
             return 0
-        rest = seq.num_tokens - start
-        left = min(self.total, self._prefill)
+        length = seq.num_tokens - start  # to the end of its prompt
+        tokens = min(self.total, self._prefill)
         if seq.has_images_ahead:
-            left = min(left, self._left_for_images(seq.share.name))
-        if rest <= min(left, self._ending):
-            return rest
-        left = min(left, self._going_on)
-        if left <= self._ending:
-            return left
-        return min(left, max(rest - _LAST_TOKENS, 0))
+            tokens = min(tokens, self._left_for_images(seq.share.name))
+        if length <= min(tokens, self._ending):
+            return length
+        tokens = min(tokens, self._going_on)
+        if tokens <= self._ending:
+            return tokens
+        return min(tokens, max(length - _LAST_TOKENS, 0))
 
     def _left_for_images(self, tenant: str) -> int:
         text = self._text.get(tenant)
@@ -86,7 +86,8 @@ class StepBudget:
             self._prefill -= end - start
             self._ending -= end - start
             self._going_on -= end - start
-            self._images[seq.share.name] += end - start if seq.has_images_ahead else 0
+            if seq.has_images_ahead:
+                self._images[seq.share.name] += end - start
         if end == seq.num_tokens:
             self._prefill = self._going_on = self._ending
 

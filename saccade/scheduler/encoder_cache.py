@@ -206,6 +206,6 @@ class EncoderCache:
         flight = sum(entry.slots for entry in entries.values() if entry.is_in_flight)
         assert self.slots_in_flight == flight, "slots in flight miscounted"
         assert self._used_slots <= self._slots, f"{self._used_slots} slots used of {self._slots}"
-        held = {holder: key for key, entry in entries.items() for holder in entry.holders}
-        assert held == self._held, "holders and entries disagree"
+        by_holder = {holder: key for key, entry in entries.items() for holder in entry.holders}
+        assert by_holder == self._held, "holders and entries disagree"
         assert not self._evicted.keys() & entries.keys(), "an entry is about to be dropped by the runner"

@@ -202,8 +202,8 @@ class FairEviction:
         Tenants with a label of their own are counted apart: throw-away names keep no account from them.
         """
         is_other = tenant.label == OTHER_LABEL
-        own = [name for name in self._accounts if name != _SHARED]
-        alike = [name for name in own if self._accounts[name].is_other == is_other]
+        names = [name for name in self._accounts if name != _SHARED]
+        alike = [name for name in names if self._accounts[name].is_other == is_other]
         if tenant.name == _SHARED or len(alike) < _MAX_TENANTS:
             return self._accounts.setdefault(tenant.name, _Account(is_other=is_other))
         idle = [name for name in alike if self._is_unproven(self._accounts[name])]

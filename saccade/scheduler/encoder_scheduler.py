@@ -185,7 +185,8 @@ class EncoderScheduler:
         self.encode = []
         # What earlier steps left in flight counts too: the budget bounds the encoder's memory.
         maximum = self._encoder_budget if self.has_workers and is_sliced else self._own_budget
-        maximum = maximum if max_work is None else min(max_work, maximum)
+        if max_work is not None:
+            maximum = min(max_work, maximum)
         self._budget = maximum - self.work_in_flight
         self._encode_queue.turn()
         self._space_queue.turn()
@@ -195,21 +196,22 @@ class EncoderScheduler:
         entered: list[int] = []
         space = self._cache.space
         budget = self._budget
-        seen: set[Key] = set()
+        keys: set[Key] = set()
         for index in range(seq.next_span, len(seq.spans)):
             span = seq.spans[index]
             if span.start >= end:
                 break
             if self._keeps_spans_whole and start < span.start and end < span.start + span.length:
                 return WindowLimit(span.start, tuple(entered))
-            if span.pinned_until <= start or index in seq.held:
+            if span.pinned_until <= start or index in seq.pins:
                 continue
-            if span.key not in seen:
+            if span.key not in keys:
                 if not self._may_enter(seq, index):
                     return WindowLimit(max(start, span.start), tuple(entered), stops_at_image=True)
-                seen.add(span.key)
+                keys.add(span.key)
                 space -= self._cache.space_taken_by(span.key, span.num_embeds)
-                budget -= 0 if span.key in self._cache else span.encode_cost
+                if span.key not in self._cache:
+                    budget -= span.encode_cost
                 if space < 0 or budget < 0:  # earlier spans of this window take what it needs
                     return WindowLimit(max(start, span.start), tuple(entered), stops_at_image=True)
             entered.append(index)
@@ -218,26 +220,26 @@ class EncoderScheduler:
     def enter(self, seq: ScheduledRequest, spans: Iterable[int]) -> None:
         """Pin the embeddings of spans that `window_limit` allowed, and encode those that are missing."""
         # Resident ones are pinned first: they must not be evicted to make space for the others.
-        missing = [index for index in spans if not self._pin(seq, index)]
-        for index in missing:
+        to_encode = [index for index in spans if not self._pin(seq, index)]
+        for index in to_encode:
             if not self._pin(seq, index):  # the same image may come twice in one window
                 span = seq.spans[index]
                 tenant = seq.request.tenant
                 is_reserved = self._cache.reserve(span.key, span.num_embeds, seq.holder(index), tenant=tenant)
                 assert is_reserved, "a span was entered without space for it"
                 self._start(seq, index)
-        seq.held.update(spans)
+        seq.pins.update(spans)
         self._space_queue.serve(seq)
 
     def look_ahead(
-        self, ahead: Iterable[tuple[ScheduledRequest, int]], kept: KeptImages | None = None
+        self, ahead: Iterable[tuple[ScheduledRequest, int]], images: KeptImages | None = None
     ) -> None:
         """Start encoding what will be needed next, in order, unpinned: a waiting request must hold no space.
 
-        No idle entry is evicted that an earlier span still needs. With several tenants none of `kept` is; but
-        a running request evicts those of waiting ones before it starves: they may wait for its seat.
+        No idle entry is evicted that an earlier span still needs. With several tenants none of `images` is;
+        but a running request evicts those of waiting ones before it starves: they may wait for its seat.
         """
-        wanted = kept.of_running | kept.of_waiting if kept else set()
+        keep = images.of_running | images.of_waiting if images else set()
         is_full = False
         for seq, index in ahead:
             span = seq.spans[index]
@@ -247,15 +249,15 @@ class EncoderScheduler:
                     continue
                 if not self._can_encode(seq, span):
                     return
-                if self._reserve(seq, span, wanted) or (
-                    kept and starves and self._reserve(seq, span, kept.of_running)
+                if self._reserve(seq, span, keep) or (
+                    images and starves and self._reserve(seq, span, images.of_running)
                 ):
                     self._start(seq, index)
-                elif kept is None:
+                elif images is None:
                     return
                 else:
                     is_full = True
-            wanted.add(span.key)
+            keep.add(span.key)
 
     def _reserve(self, seq: ScheduledRequest, span: Span, keep: Collection[Key]) -> bool:
         return self._cache.reserve(span.key, span.num_embeds, None, keep=keep, tenant=seq.request.tenant)
@@ -293,8 +295,8 @@ class EncoderScheduler:
 
     def lacks_cache_space(self, seq: ScheduledRequest) -> bool:
         """Whether the image of a request's next token is missing and does not fit beside what is pinned."""
-        missing = (span for i, span in enumerate(seq.spans) if i >= seq.next_span and i not in seq.held)
-        span = next(missing, None)
+        ahead = range(seq.next_span, len(seq.spans))
+        span = next((seq.spans[index] for index in ahead if index not in seq.pins), None)
         if span is None or span.start > seq.num_computed or span.key in self._cache:
             return False
         return span.num_embeds > self._cache.space

@@ -156,8 +156,8 @@ class FairQueue:
 
     def first_waiting(self, count: int) -> Iterator[ScheduledRequest]:
         """The first waiting request of each tenant, then the second of each, and so on."""
-        waiting = (queue.waiting for queue in self._in_order() if queue.waiting)
-        lists = list(islice(waiting, count))  # the first requests of further tenants come too late
+        lists_in_order = (queue.waiting for queue in self._in_order() if queue.waiting)
+        lists = list(islice(lists_in_order, count))  # the first requests of further tenants come too late
         if len(lists) == 1:
             return islice(lists[0], count)
         rounds = chain.from_iterable(zip_longest(*lists))
@@ -248,8 +248,8 @@ class FairQueue:
 
     def max_waiting(self, tenant: Tenant, limit: int) -> float:
         """Its share of the queue, which is its own however long the queue is."""
-        others = sum(queue.share.weight for name, queue in self._queues.items() if name != tenant.name)
-        return limit * tenant.weight / (tenant.weight + others)
+        other_weights = sum(queue.share.weight for name, queue in self._queues.items() if name != tenant.name)
+        return limit * tenant.weight / (tenant.weight + other_weights)
 
     def waiting_of(self, tenant: Tenant) -> int:
         queue = self._queues.get(tenant.name)

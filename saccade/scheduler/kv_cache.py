@@ -287,10 +287,10 @@ class BlockPool:
         self.prefixes.check()
         free = set(self._free)
         idle = set(self._idle)
-        used = self.users().keys()
+        in_use = self.users().keys()
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & idle or free & used or idle & used), "a block is in two states"
-        assert len(free) + len(idle) + len(used) == self.num_blocks, "a block is lost"
+        assert not (free & idle or free & in_use or idle & in_use), "a block is in two states"
+        assert len(free) + len(idle) + len(in_use) == self.num_blocks, "a block is lost"
         assert min(self._users, default=0) >= 0, "a block has fewer than no users"
         findable = {cached.block for cached in self.prefixes.by_digest.values()}
         assert idle <= findable, "an idle block cannot be found"

@@ -10,6 +10,7 @@ Nothing is preempted beside a step that runs: it must keep its blocks. The next 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from saccade.scheduler.budget import StepBuilder
 from saccade.scheduler.encoder_lookahead import deadlocked
@@ -19,12 +20,12 @@ from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.running import RunningRequests
 
 
+@dataclass(slots=True, eq=False)
 class Preemption:
-    def __init__(self, running: RunningRequests, queue: FairQueue, encoder: EncoderScheduler) -> None:
-        self._running = running
-        self._queue = queue
-        self._encoder = encoder
-        self.count = 0
+    _running: RunningRequests
+    _queue: FairQueue
+    _encoder: EncoderScheduler
+    count: int = 0
 
     def make_way(self, draft: StepBuilder, can_start: Callable[[ScheduledRequest], bool]) -> None:
         """Where seats or blocks are lacking, a tenant above its share may have to give one back."""

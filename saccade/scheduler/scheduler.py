@@ -166,27 +166,27 @@ class Scheduler:
     ) -> StepPlan | None:
         """Prefill and encoding beside an async decode step that runs; None when there is nothing to do."""
         (decode,) = self._plans
-        served = frozenset([window.request_id for window in decode.decode])
-        if self._open.keys() <= served and not self._encoder.is_busy:
+        decoding = frozenset([window.request_id for window in decode.decode])
+        if self._open.keys() <= decoding and not self._encoder.is_busy:
             return None  # nearly every step of many decodes: nothing else is open or under way
-        return self._plan(now, latency_bounded, not_ready, served)
+        return self._plan(now, latency_bounded, not_ready, decoding)
 
     def _plan(
-        self, now: float, bounded: bool, not_ready: frozenset[str], served: frozenset[str] = _NONE
+        self, now: float, bounded: bool, not_ready: frozenset[str], decoding: frozenset[str] = _NONE
     ) -> StepPlan | None:
-        """`served`: requests whose decode runs already. None where nothing is to be done beside them."""
+        """`decoding`: requests whose decode runs already. None where nothing is to be done beside them."""
         self._queue.begin_step()
         seats = self._running.seats
-        fuses = can_fuse(served, self._running.in_order, self._queue.first_waiting(seats))
+        fuses = can_fuse(decoding, self._running.in_order, self._queue.first_waiting(seats))
         demand = demand_of(self._candidates(), self._num_steps, self._encoder, fuses, bounded, seats)
         limits = self.policy.limits(demand)
         budget = StepBudget(limits, demand)
         draft = StepBuilder(
-            now, budget, self._outcome.lacks_blocks, not_ready, served, skip_decode=limits.skip_decode
+            now, budget, self._outcome.lacks_blocks, not_ready, decoding, skip_decode=limits.skip_decode
         )
         self._kv_cache.host.begin_step(limits.max_restored_blocks)
         self._fill(draft, limits)
-        moves = draft.has_windows or served or self._kv_cache.host.is_restoring
+        moves = draft.has_windows or decoding or self._kv_cache.host.is_restoring
         if limits.encode_layers is not None and not (moves or self._encoder_cache.slots_in_flight):
             # Waiting requests hold the cache space that a running one needs. Whole images go in.
             limits = limits._replace(encode_layers=None)
@@ -196,7 +196,7 @@ class Scheduler:
         layers = self.policy.encode_layers(limits, demand, budget.num_prefills, self._encoder.own_load)
         ahead = next_up(self._candidates, self._kv_cache, self._encoder, limits)
         encodes = self._encoder.encode or (layers != 0 and self._encoder_cache.slots_in_flight > 0)
-        if served and not (draft.has_windows or draft.admitted or encodes or ahead.is_new):
+        if decoding and not (draft.has_windows or draft.admitted or encodes or ahead.is_new):
             return None
         fused = sum(window.end - window.start for window in draft.prefill)
         samples = any(window.samples for window in draft.windows)
@@ -208,8 +208,8 @@ class Scheduler:
             encode_layers=layers,
             prefetch=ahead.prefetch,
             decode_first=ahead.decode_first,
-            kind="async_prefill" if served else "sync",
-            fuse_with_next=bool(served and fused) and not samples and self.policy.fuses(demand, fused),
+            kind="async_prefill" if decoding else "sync",
+            fuse_with_next=bool(decoding and fused) and not samples and self.policy.fuses(demand, fused),
         )
 
     def _planned(self, **parts: Any) -> StepPlan:
@@ -235,8 +235,8 @@ class Scheduler:
         self._admitter.admit_waiting(draft)
         if is_sliced:
             is_shared = self._queue.num_tenants > 1
-            kept = encoded_ahead(self._candidates(), self._encoder) if is_shared else None
-            self._encoder.look_ahead(spans_ahead(self._candidates(), self._kv_cache), kept)
+            images = encoded_ahead(self._candidates(), self._encoder) if is_shared else None
+            self._encoder.look_ahead(spans_ahead(self._candidates(), self._kv_cache), images)
 
     def _candidates(self) -> Iterator[ScheduledRequest]:
         """Running requests, and as many waiting ones as could run at once."""

@@ -215,8 +215,9 @@ class WorkersPolicy:
     ) -> int | None:
         if limits.encode_layers == _ALL_LAYERS:
             return _ALL_LAYERS
-        own = demand._replace(queued=EncoderLoad()) if demand.has_workers else demand
-        return self._inner.encode_layers(limits, own, num_prefills, load)
+        if demand.has_workers:
+            demand = demand._replace(queued=EncoderLoad())
+        return self._inner.encode_layers(limits, demand, num_prefills, load)
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
         return self._inner.fuses(demand, prefill_tokens)

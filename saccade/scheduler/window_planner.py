@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from saccade.scheduler.budget import StepBuilder
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
@@ -12,20 +14,13 @@ from saccade.scheduler.state_cache import StateCache
 from saccade.types.step import Admission, ScheduledWindow
 
 
+@dataclass(slots=True, eq=False)
 class WindowPlanner:
-    def __init__(
-        self,
-        kv_cache: BlockPool,
-        state_cache: StateCache,
-        encoder_cache: EncoderCache,
-        encoder: EncoderScheduler,
-        queue: FairQueue,
-    ) -> None:
-        self._kv_cache = kv_cache
-        self._state_cache = state_cache
-        self._encoder_cache = encoder_cache
-        self._encoder = encoder
-        self._queue = queue
+    _kv_cache: BlockPool
+    _state_cache: StateCache
+    _encoder_cache: EncoderCache
+    _encoder: EncoderScheduler
+    _queue: FairQueue
 
     def limit(self, seq: ScheduledRequest, start: int, draft: StepBuilder) -> WindowLimit:
         """How far the tokens and the encoder of this step let it go. Takes nothing."""
