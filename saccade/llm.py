@@ -25,6 +25,8 @@ from saccade.sampling_params import BeamSearchParams, SamplingParams
 from saccade.types.bill import Bill
 from saccade.types.prompt import Prompt
 
+__all__ = ["LLM", "OfflineEngine"]
+
 _CHAT_ARGUMENTS = (
     *("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
     "mm_processor_kwargs",

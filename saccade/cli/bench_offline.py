@@ -26,7 +26,7 @@ from saccade.apps.bench.workloads import WORKLOADS, Job, Shape
 from saccade.cli.bench import Subject
 from saccade.cli.bench_arguments import engine_options
 from saccade.errors import RequestError
-from saccade.offline_engine import OfflineEngine
+from saccade.llm import OfflineEngine
 from saccade.outputs import RequestOutput
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import RequestError
+from saccade.llm import OfflineEngine
 from saccade.media.load import load_image
-from saccade.offline_engine import OfflineEngine
 from saccade.options.engine import MediaPolicy, Options
 from saccade.outputs import CompletionOutput, RequestOutput
 from saccade.sampling_params import SamplingParams

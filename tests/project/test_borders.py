@@ -110,7 +110,6 @@ ALLOWED: dict[str, set[str]] = {
         "processor",
         "processor.families",
         "llm",
-        "offline_engine",
         "server",
         "apps.evaluation",
         "apps.bench",
