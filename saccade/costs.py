@@ -29,9 +29,9 @@ def dtype_bytes(dtype: str) -> int:
     return _DTYPE_BYTES[dtype]
 
 
-def kv_dtype(asked: str, dtype: str) -> str:
-    """In which keys and values are stored: `Options.kv_cache_dtype` of a model of this dtype."""
-    return FP8 if asked.startswith("fp8") else dtype
+def kv_dtype(option: str, dtype: str) -> str:
+    """The dtype of stored keys and values: `Options.kv_cache_dtype` of a model of this dtype."""
+    return FP8 if option.startswith("fp8") else dtype
 
 
 def kept_tokens(tokens: int, pruning: float) -> int:
@@ -124,8 +124,8 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
     if vision.is_gated:
         mlp = 2 * hidden + 2 * wide
     merger = 2 * hidden + max(hidden, text.hidden_size // vision.spatial_merge_size**2)
-    kept = text.embedding_size // vision.spatial_merge_size**2 if vision.deepstack_layers else 0
-    values = max(2 * vision.patch_dim, vision.patch_dim + hidden, max(5 * hidden, mlp, merger) + kept)
+    features = text.embedding_size // vision.spatial_merge_size**2 if vision.deepstack_layers else 0
+    values = max(2 * vision.patch_dim, vision.patch_dim + hidden, max(5 * hidden, mlp, merger) + features)
     angles = 4 * hidden // vision.num_heads  # cosine and sine of a head's pairs, in float32
     return values * dtype_bytes(dtype) + angles
 
@@ -332,8 +332,8 @@ def saved_bytes(text: TextConfig, dtype: str, *, fp8: int, int4: Int4Bytes) -> i
 
 def fp8_params(text: TextConfig, *, in_blocks: bool) -> int:
     """Those of the decoder's layers that are in FP8. In blocks a delta net's gates, for one, are not."""
-    kept = [gemm for gemm in _gemms(text) if stays_fp8(gemm.parts, gemm.inputs, in_blocks=in_blocks)]
-    return sum(gemm.times * gemm.inputs * (gemm.outputs or sum(gemm.parts)) for gemm in kept)
+    gemms = [gemm for gemm in _gemms(text) if stays_fp8(gemm.parts, gemm.inputs, in_blocks=in_blocks)]
+    return sum(gemm.times * gemm.inputs * (gemm.outputs or sum(gemm.parts)) for gemm in gemms)
 
 
 class _Gemm(NamedTuple):

@@ -125,7 +125,7 @@ class OfflineEngine:
             max_tokens = params.max_tokens or space
             requests = self._requests.build(request_id, prompt, params, max_tokens, priority=priority)
             outputs = self.processor.output_builders(prompt, params)
-            opened = _OpenRequest(
+            request = _OpenRequest(
                 request_id=request_id,
                 prompt=prompt,
                 prompt_token_ids=list(prompt.token_ids),
@@ -140,8 +140,8 @@ class OfflineEngine:
         except BaseException:
             core.release_if_idle()  # its images may have been prefetched
             raise
-        self._open[request_id] = opened
-        self._awaited |= {child_id(request_id, output.index): (opened, output) for output in outputs}
+        self._open[request_id] = request
+        self._awaited |= {child_id(request_id, output.index): (request, output) for output in outputs}
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -165,17 +165,17 @@ class OfflineEngine:
             self.core.launch_if_full(latency_bounded=False)
 
     def abort_request(self, request_id: str) -> None:
-        opened = self._open.get(request_id)
-        if opened is not None:
-            self._close(opened)
+        request = self._open.get(request_id)
+        if request is not None:
+            self._close(request)
             with self._in_step():
-                for output in opened.outputs:
+                for output in request.outputs:
                     self.core.abort(child_id(request_id, output.index))
 
-    def _close(self, opened: _OpenRequest) -> None:
-        del self._open[opened.request_id]
-        for output in opened.outputs:
-            del self._awaited[child_id(opened.request_id, output.index)]
+    def _close(self, request: _OpenRequest) -> None:
+        del self._open[request.request_id]
+        for output in request.outputs:
+            del self._awaited[child_id(request.request_id, output.index)]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._open)
@@ -183,12 +183,12 @@ class OfflineEngine:
     def step(self) -> list[RequestOutput]:
         """One scheduler step; the outputs so far of the requests it touched."""
         touched = self._advance(RequestOutputBuilder.push, latency_bounded=True)
-        return [self._output(opened) for opened in touched]
+        return [self._output(request) for request in touched]
 
     def finished_after_step(self) -> list[RequestOutput]:
         """One step, for callers that want whole outputs only: unfinished requests cost nothing to report."""
         touched = self._advance(RequestOutputBuilder.add, latency_bounded=False)
-        return [self._output(opened) for opened in touched if opened.is_finished]
+        return [self._output(request) for request in touched if request.is_finished]
 
     def _advance(
         self, take: Callable[[RequestOutputBuilder, TokenEvent], object], *, latency_bounded: bool
@@ -211,42 +211,42 @@ class OfflineEngine:
         for event in events:
             if event.request_id not in self._awaited:
                 continue
-            opened, output = self._awaited[event.request_id]
+            request, output = self._awaited[event.request_id]
             if output.finish_reason is not None:  # by a stop string in an earlier token of this step
                 output.usage = output.usage or event.usage
                 continue
             take(output, event)
-            touched[opened.request_id] = opened
+            touched[request.request_id] = request
             if output.is_finished:
-                self._end(opened, output, event)
-                if opened.is_finished:
-                    finished.append(opened)
-        for opened in finished:
-            self._close(opened)
+                self._end(request, output, event)
+                if request.is_finished:
+                    finished.append(request)
+        for request in finished:
+            self._close(request)
         return list(touched.values())
 
-    def _end(self, opened: _OpenRequest, output: RequestOutputBuilder, event: TokenEvent) -> None:
-        opened.num_unfinished -= 1
+    def _end(self, request: _OpenRequest, output: RequestOutputBuilder, event: TokenEvent) -> None:
+        request.num_unfinished -= 1
         if event.error:
-            opened.error = event.error.located(opened.prompt.where)
+            request.error = event.error.located(request.prompt.where)
         if event.finish_reason is None:  # a stop string, which only text can see
             last_event = self.core.abort(event.request_id)
             output.usage = last_event.usage if last_event else None
 
-    def _output(self, opened: _OpenRequest) -> RequestOutput:
+    def _output(self, request: _OpenRequest) -> RequestOutput:
         """Made for every stream in every step, so what does not change is made once and shared."""
-        bill = opened.bill
-        usage = opened.outputs[0].usage
+        bill = request.bill
+        usage = request.outputs[0].usage
         return RequestOutput(
-            request_id=opened.request_id,
-            prompt=opened.prompt.text,
-            prompt_token_ids=opened.prompt_token_ids,
-            outputs=completions(opened.outputs, opened.n),
-            finished=opened.is_finished,
-            bill=bill.settled(usage, {"prepare": opened.prepare_ms}) if usage else bill,
-            error=opened.error,
+            request_id=request.request_id,
+            prompt=request.prompt.text,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=completions(request.outputs, request.n),
+            finished=request.is_finished,
+            bill=bill.settled(usage, {"prepare": request.prepare_ms}) if usage else bill,
+            error=request.error,
             num_cached_tokens=usage.cached_tokens if usage else 0,
-            prompt_logprobs=opened.outputs[0].prompt_logprobs(opened.prompt_token_ids),
+            prompt_logprobs=request.outputs[0].prompt_logprobs(request.prompt_token_ids),
         )
 
     def bill(self, prompt: Prompt) -> Bill:

@@ -142,13 +142,13 @@ class EngineCore:
 
     def add_all(self, requests: Iterable[Request]) -> None:
         """All of them or none: where one is refused, those before it are taken back."""
-        added: list[str] = []
+        request_ids: list[str] = []
         try:
             for request in requests:
                 self.add(request)
-                added.append(request.request_id)
+                request_ids.append(request.request_id)
         except BaseException:
-            for request_id in added:
+            for request_id in request_ids:
                 self.abort(request_id)
             raise
 

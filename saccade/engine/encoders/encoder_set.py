@@ -95,8 +95,8 @@ class EncoderSet:
         return Load(
             num_ready=len(stats),
             num_starting=states.count("starting"),
-            queued_work=sum(own.get("patches", 0) for own in stats),
-            use=sum(own.get("use", 0.0) for own in stats),
+            queued_work=sum(each.get("patches", 0) for each in stats),
+            use=sum(each.get("use", 0.0) for each in stats),
         )
 
     async def grow(self) -> None:

@@ -83,11 +83,11 @@ class SocketChannel:
         try:
             self._send(number, Encode(number, item, job.start, num_bytes))
             try:
-                done = job.reply.result(max(deadline - monotonic(), 0.0))
+                reply = job.reply.result(max(deadline - monotonic(), 0.0))
             except TimeoutError:
                 raise EncoderLate(f"no embedding within {seconds:.1f} s") from None
-            view = self._memory[job.start : job.start + min(done.num_bytes, num_bytes)]
-            yield RemoteEmbedding(view, done.shape, done.dtype, done.times)
+            view = self._memory[job.start : job.start + min(reply.num_bytes, num_bytes)]
+            yield RemoteEmbedding(view, reply.shape, reply.dtype, reply.times)
         finally:
             self._leave(number, job)
 

@@ -85,9 +85,11 @@ class ReplicaSet:
 
     async def control(self, action: ControlAction, prefix: str | None = None) -> str | bool | None:
         """In all replicas; of a reset, whether all did it, of a profile, all files."""
-        done = await asyncio.gather(*(client.control(action, prefix) for client in self._places.used_workers))
-        files = [str(one) for one in done if isinstance(one, str)]
-        return ", ".join(files) if files else all(one is not False for one in done)
+        answers = await asyncio.gather(
+            *(client.control(action, prefix) for client in self._places.used_workers)
+        )
+        files = [str(one) for one in answers if isinstance(one, str)]
+        return ", ".join(files) if files else all(one is not False for one in answers)
 
     @property
     def info(self) -> EngineInfo | None:

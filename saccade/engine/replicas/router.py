@@ -48,14 +48,14 @@ class PromptDemand(NamedTuple):
     images: tuple[ImageDemand, ...]  # each once
 
     def work_on(self, replica: ReplicaState) -> int:
-        known = 0  # tokens of the prefix
+        prefix = 0  # tokens
         for entry in self.blocks:
             if not replica.knows(entry):
                 break
-            known += self.block_size
-        work = self.num_tokens - known
+            prefix += self.block_size
+        work = self.num_tokens - prefix
         for image in self.images:
-            if image.end > known and not replica.knows(image.entry):
+            if image.end > prefix and not replica.knows(image.entry):
                 work += image.work
         return work
 
@@ -183,11 +183,11 @@ class Router:
             turn = (index - self._next) % len(self.replicas)
             return works[index] + QUEUE_WEIGHT * loads[index], loads[index], turn
 
-        chosen = min(works, key=rank)
-        self._next = chosen + 1
+        best = min(works, key=rank)
+        self._next = best + 1
         entries = tuple(entry for prompt in demand.prompts for entry in prompt.entries)
-        placement = Placement(chosen, demand.num_requests, works[chosen], demand.num_outputs, entries)
-        self.replicas[chosen].add(placement)
+        placement = Placement(best, demand.num_requests, works[best], demand.num_outputs, entries)
+        self.replicas[best].add(placement)
         return placement
 
     def _fits(self, index: int, demand: Demand, max_requests: int | None) -> bool:
