@@ -1,7 +1,7 @@
 """From logits to tokens, for all requests of a step. Stateless: noise is a function of (seed, position).
 
 So a seeded request gives the same text whatever it is batched with, and a preempted one goes on as it began.
-`sampler_reference.py` does the same for one row, slowly; a test compares the two.
+`reference_sampler.py` of the tests does the same for one row, slowly, and they compare the two.
 """
 
 from __future__ import annotations

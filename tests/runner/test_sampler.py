@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from saccade import SamplingParams
 from saccade.runner.sampler import Row, sample, uniform
-from saccade.runner.sampler_reference import reference_sample
+from tests.helpers.engine.reference_sampler import reference_sample
 
 VOCABULARY = 23
 

@@ -183,5 +183,5 @@ def test_steps_of_no_time_at_all_break_nothing() -> None:
 def test_a_rate_never_falls_below_the_least() -> None:
     rate = Rate(100.0, minimum=40.0)
     for _ in range(5):
-        rate.learn(16, seconds=1e6, allowed=STEP)
+        rate.learn(16, seconds=1e6, limit=STEP)
     assert rate.value == 40.0

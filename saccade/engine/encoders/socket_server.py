@@ -96,18 +96,18 @@ class _Engine:
         )
         return True
 
-    def _done(self, job: Encode, outcome: Outcome) -> None:
+    def _done(self, order: Encode, outcome: Outcome) -> None:
         """An embedding that is too large for its place is not written, only told of."""
         if outcome.embedding is None:
             assert outcome.error is not None
-            self._send(Failed(job.job, outcome.error))
+            self._send(Failed(order.job, outcome.error))
             return
         data = outcome.embedding.contiguous().view(torch.uint8).flatten()
-        if data.numel() <= job.num_bytes:
-            self._memory[job.start : job.start + data.numel()].copy_(data)
+        if data.numel() <= order.num_bytes:
+            self._memory[order.start : order.start + data.numel()].copy_(data)
         assert outcome.times is not None
         dtype = str(outcome.embedding.dtype).removeprefix("torch.")
-        self._send(Encoded(job.job, tuple(outcome.embedding.shape), dtype, data.numel(), outcome.times))
+        self._send(Encoded(order.job, tuple(outcome.embedding.shape), dtype, data.numel(), outcome.times))
 
     def _send(self, message: Reply) -> None:
         """An engine that is gone, or does not read, is forgotten by the thread that reads from it."""

@@ -1,4 +1,4 @@
-"""What `sampler.py` does, for one row in plain Python: tests compare the two."""
+"""What `saccade/runner/sampler.py` does, for one row in plain Python."""
 
 from __future__ import annotations
 
