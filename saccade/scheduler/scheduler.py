@@ -154,9 +154,10 @@ class Scheduler:
 
     def schedule_async_decode(self) -> StepPlan | None:
         """The next decode step, before the tokens of running steps are known; None where the host samples."""
-        needs_sync = self._outcome.needs_sync
-        self._outcome = self._outcome._replace(needs_sync=False)
-        if needs_sync or not self._plans or not all(seq.samples_on_device for seq in self._running.in_order):
+        if self._outcome.needs_sync:
+            self._outcome = self._outcome._replace(needs_sync=False)
+            return None
+        if not self._plans or not all(seq.samples_on_device for seq in self._running.in_order):
             return None
         windows = async_decode_windows(self._kv_cache, self._plans, self._open)
         return self._planned(decode=windows, encode_layers=0, kind="async_decode") if windows else None
@@ -252,7 +253,7 @@ class Scheduler:
             if seq.request_id in draft.async_decode:
                 draft.budget.total -= 1
                 continue
-            if self._windows.waits_for_blocks(seq, draft):
+            if not seq.is_decoding and self._windows.waits_for_blocks(seq, draft):
                 order.passed.append(seq)
                 continue
             start = seq.num_computed

@@ -32,7 +32,7 @@ class WindowPlanner:
 
         True where more of that comes from host memory in the next steps: until then it computes nothing.
         """
-        if seq.is_decoding or self._state_cache.is_needed:
+        if self._state_cache.is_needed:
             return False
         prefix = seq.rematch_prefix(self._kv_cache)
         if prefix.num_blocks:
