@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from saccade.engine.replicas import router as routing
-from saccade.engine.replicas.router import Demand, ImageDemand, Placement, PromptDemand, Router
+from saccade.engine.replicas.router import CallDemand, ImageDemand, PromptDemand, RoutedCall, Router
 from saccade.scheduler.cache_log import CacheChanges
 
 RATE = 40_000.0  # tokens of work a second
@@ -52,10 +52,10 @@ class Outcome(NamedTuple):
     p99_ms: float
 
 
-def demand(image: int) -> Demand:
+def demand(image: int) -> CallDemand:
     blocks = tuple(f"{image}/{index}".encode() for index in range(4))
     picture = ImageDemand(f"{image}".encode(), IMAGE_TOKENS, IMAGE_TOKENS)
-    return Demand((PromptDemand(IMAGE_TOKENS + 32, BLOCK, blocks, (picture,)),), 1, OUTPUTS)
+    return CallDemand((PromptDemand(IMAGE_TOKENS + 32, BLOCK, blocks, (picture,)),), 1, OUTPUTS)
 
 
 def arrivals(load: float, replicas: int, seed: int, count: int) -> Iterator[tuple[float, int]]:
@@ -75,11 +75,11 @@ class Simulation:
         self.router = Router(replicas)
         self.free_at = [0.0] * replicas
         self.kept: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(replicas)]
-        self.events: list[tuple[float, int, Placement]] = []  # first tokens and ends, by time
+        self.events: list[tuple[float, int, RoutedCall]] = []  # first tokens and ends, by time
         self.waits: list[float] = []
         self.encodes = 0
 
-    def route(self, image: int) -> Placement:
+    def route(self, image: int) -> RoutedCall:
         count = len(self.free_at)
         live = [len(self.waits) % count] if self.policy.takes_turns else list(range(count))
         wanted = demand(image)

@@ -162,7 +162,7 @@ class AsyncLLM:
         request_id: str,
         priority: int,
         number: int,
-    ) -> tuple[_Running, list[Request]]:
+    ) -> tuple[_RunningCall, list[Request]]:
         start = time.perf_counter()
         filled = with_structure(params or SamplingParams(**self.defaults))
         self.processor.check_params(filled)
@@ -173,7 +173,7 @@ class AsyncLLM:
         max_tokens = filled.max_tokens or space
         if params is None:  # a default length is no reason to refuse a prompt
             max_tokens = min(max_tokens, space)
-        running = _Running(request_id, prompt, self._bill(prompt), prepare_ms, self.processor, filled)
+        running = _RunningCall(request_id, prompt, self._bill(prompt), prepare_ms, self.processor, filled)
         unique = f"{request_id}-{number}"  # one that was aborted may still be ending in the engine
         return running, self._requests.build(unique, prompt, filled, max_tokens, priority=priority)
 
@@ -187,7 +187,7 @@ class AsyncLLM:
         return self.processor.bill(prompt, limits.block_size, limits.slot_bytes)
 
 
-class _Running:
+class _RunningCall:
     """The outputs of one request."""
 
     def __init__(

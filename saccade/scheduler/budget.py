@@ -23,7 +23,7 @@ from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
-from saccade.scheduler.step_policy import IMAGE_SHARE, Demand, StepLimits
+from saccade.scheduler.step_policy import IMAGE_SHARE, StepDemand, StepLimits
 from saccade.scheduler.tenant_share import LAST, Rank
 from saccade.types.media import Key
 from saccade.types.step import Admission, ScheduledWindow
@@ -35,7 +35,7 @@ _LAST_TOKENS = 16  # of a prompt that did not end where it might have been fused
 class StepBudget:
     """Tokens that are left in a step, by the kind of window that asks."""
 
-    def __init__(self, limits: StepLimits, demand: Demand) -> None:
+    def __init__(self, limits: StepLimits, demand: StepDemand) -> None:
         self.total = limits.tokens
         self.num_prefills = 0  # so far
         self._max_prefills = limits.tokens if limits.max_prefills is None else limits.max_prefills
@@ -132,7 +132,7 @@ def demand_of(
     can_fuse: bool,
     latency_bounded: bool,
     seats: int,
-) -> Demand:
+) -> StepDemand:
     """`seats`: requests that may still start to run."""
     decoding = text_decoding = prompts = work = 0
     backlog = _Backlog(encoder, seats)
@@ -155,7 +155,7 @@ def demand_of(
             work = work or seq.spans[seq.next_span].encode_cost
             first = min(first, seq.share.rank)
     before_images = sum([text_tokens[name] for name, rank in ranks.items() if rank <= first])
-    return Demand(
+    return StepDemand(
         step=step,
         decoding=decoding,
         text_decoding=text_decoding,

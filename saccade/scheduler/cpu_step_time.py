@@ -16,7 +16,7 @@ _SLOWER = 4.0
 _MIN_SHARE = 0.25  # of a step's time is for prefill, however long decode takes
 
 
-class Rate:
+class LearnedRate:
     """Something a second."""
 
     def __init__(self, first: float, minimum: float) -> None:
@@ -38,8 +38,8 @@ class CpuStepTime:
         self._seconds = time.seconds
         self._max_tokens = max_tokens
         self._layers = layers
-        self._prefill_rate = Rate(time.prompt_tokens_per_s, MIN_PREFILL_TOKENS / time.seconds)
-        self._layer_rate = Rate(time.layers_per_s, 1 / time.seconds)
+        self._prefill_rate = LearnedRate(time.prompt_tokens_per_s, MIN_PREFILL_TOKENS / time.seconds)
+        self._layer_rate = LearnedRate(time.layers_per_s, 1 / time.seconds)
         self._decodes: dict[int, float] = {}  # seconds of a step that only decodes, by the bits of how many
 
     @property

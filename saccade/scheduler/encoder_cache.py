@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from saccade.scheduler.cache_log import CacheLog
-from saccade.scheduler.encoder_eviction import Charge, FairEviction
+from saccade.scheduler.encoder_eviction import FairEviction, SlotCharge
 from saccade.types.media import Key
 from saccade.types.request import NO_TENANT, Tenant, family_of
 
@@ -23,7 +23,7 @@ Holder = tuple[str, int]
 class _Entry:
     slots: int
     holders: set[Holder]
-    charge: Charge
+    charge: SlotCharge
     is_in_flight: bool = True
 
     @property

@@ -28,13 +28,13 @@ class WindowLimit(NamedTuple):
     stops_at_image: bool = False  # whose embeddings are missing
 
 
-class _Refused(NamedTuple):
+class _RefusedRequest(NamedTuple):
     """A request that waits for the encoder or for cache space."""
 
     seq: ScheduledRequest
     counter: float  # of its tenant when it was first refused
 
-    def is_before(self, other: _Refused) -> bool:
+    def is_before(self, other: _RefusedRequest) -> bool:
         share = self.seq.share
         if share is other.seq.share:
             return self.seq.place < other.seq.place
@@ -50,15 +50,17 @@ class _FifoTurn:
     """
 
     def __init__(self) -> None:
-        self._head: _Refused | None = None  # the first in the queue
-        self._next_head: _Refused | None = None
+        self._head: _RefusedRequest | None = None  # the first in the queue
+        self._next_head: _RefusedRequest | None = None
 
     def turn(self) -> None:
         self._head = self._next_head
         self._next_head = None
 
     def refuse(self, seq: ScheduledRequest) -> None:
-        refused = self._head if self._head and self._head.seq is seq else _Refused(seq, seq.share.counter)
+        refused = (
+            self._head if self._head and self._head.seq is seq else _RefusedRequest(seq, seq.share.counter)
+        )
         if self._head is None or refused.is_before(self._head):
             self._head = refused
         if self._next_head is None or refused.is_before(self._next_head):
@@ -66,7 +68,7 @@ class _FifoTurn:
 
     def put_first(self, seq: ScheduledRequest) -> None:
         """Before all others in the next step, whatever their tenants' counters."""
-        self._next_head = _Refused(seq, -math.inf)
+        self._next_head = _RefusedRequest(seq, -math.inf)
 
     def serve(self, seq: ScheduledRequest) -> None:
         """It has what it was queued for."""
@@ -77,7 +79,7 @@ class _FifoTurn:
         """Not one that pins space which the head may wait for: it frees that by going on."""
         if self._head is None or self._head.seq is seq:
             return False
-        return self._head.is_before(_Refused(seq, seq.share.counter)) and not seq.blocks_cache
+        return self._head.is_before(_RefusedRequest(seq, seq.share.counter)) and not seq.blocks_cache
 
 
 class KeptImages(NamedTuple):

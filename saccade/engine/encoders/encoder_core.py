@@ -24,7 +24,7 @@ _LAYERS = 4  # between two heartbeats
 _IDLE_SECONDS = 0.5
 
 
-class Outcome(NamedTuple):
+class EncoderOutcome(NamedTuple):
     embedding: Tensor | None  # [slots, hidden] on the worker's device; None: see the error
     times: MediaTimes | None
     error: RequestError | None
@@ -35,7 +35,7 @@ class EncoderJob:
     engine: Hashable  # which connection it came over
     item: MediaItem
     begin: Callable[[], None]  # called in the thread of `step`, like `done`
-    done: Callable[[Outcome], None]
+    done: Callable[[EncoderOutcome], None]
 
 
 class EncoderCore:
@@ -90,9 +90,9 @@ class EncoderCore:
 
     def _deliver(self, images: Encoded) -> None:
         for key, embedding in images.embeddings.items():
-            self._finish(key, Outcome(embedding, images.times[key], None))
+            self._finish(key, EncoderOutcome(embedding, images.times[key], None))
         for key, error in images.errors.items():
-            self._finish(key, Outcome(None, None, error))
+            self._finish(key, EncoderOutcome(None, None, error))
 
     def _admit(self) -> None:
         while job := self._next():
@@ -115,7 +115,7 @@ class EncoderCore:
                 self._queues[engine] = queue
             return job
 
-    def _finish(self, key: Key, outcome: Outcome) -> None:
+    def _finish(self, key: Key, outcome: EncoderOutcome) -> None:
         self._num_encoded += outcome.error is None
         for job in self._running.pop(key):
             job.done(outcome)

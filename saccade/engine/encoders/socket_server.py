@@ -14,7 +14,7 @@ from typing import BinaryIO
 import torch
 
 from saccade.engine.encoders.arena import mapped
-from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, Outcome
+from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, EncoderOutcome
 from saccade.engine.encoders.messages import Begun, Encode, Encoded, Failed, Reply, Welcome, encode_in
 from saccade.engine.ipc.messages import WireError, frame, read_body
 
@@ -96,7 +96,7 @@ class _Engine:
         )
         return True
 
-    def _done(self, order: Encode, outcome: Outcome) -> None:
+    def _done(self, order: Encode, outcome: EncoderOutcome) -> None:
         """An embedding that is too large for its place is not written, only told of."""
         if outcome.embedding is None:
             assert outcome.error is not None
