@@ -58,9 +58,9 @@ class _FifoTurn:
         self._next_head = None
 
     def refuse(self, seq: ScheduledRequest) -> None:
-        refused = (
-            self._head if self._head and self._head.seq is seq else _RefusedRequest(seq, seq.share.counter)
-        )
+        refused = _RefusedRequest(seq, seq.share.counter)
+        if self._head and self._head.seq is seq:
+            refused = self._head
         if self._head is None or refused.is_before(self._head):
             self._head = refused
         if self._next_head is None or refused.is_before(self._next_head):
@@ -251,9 +251,10 @@ class EncoderScheduler:
                     continue
                 if not self._can_encode(seq, span):
                     return
-                if self._reserve(seq, span, keep) or (
-                    images and starves and self._reserve(seq, span, images.of_running)
-                ):
+                is_reserved = self._reserve(seq, span, keep)
+                if not is_reserved and images and starves:
+                    is_reserved = self._reserve(seq, span, images.of_running)
+                if is_reserved:
                     self._start(seq, index)
                 elif images is None:
                     return
