@@ -43,7 +43,7 @@ def schedule_and_commit_ms(
         planned = time.perf_counter()
         result = StepResult({work.request_id: Sample(step % 1000, None) for work in plan.windows})
         resumed = time.perf_counter()
-        scheduler.commit(plan, result, 0.0)
+        scheduler.commit(plan, result, 0.0, 0.0)
         scheduler.index()
         times.append((time.perf_counter() - resumed + planned - start) * 1e3)
     return statistics.median(times[1:])  # the first step is the prefill

@@ -39,8 +39,8 @@ class AsyncLLM:
     The engine starts with the first request. A generator that is left early aborts its request.
     """
 
-    def __init__(self, model: str | None = None, **given: Any) -> None:
-        opts = options(model=model, **given)
+    def __init__(self, model: str | None = None, **fields: Any) -> None:
+        opts = options(model=model, **fields)
         checkpoint = open_checkpoint(opts.model, weights=opts.load_format != "dummy", options=opts)
         opts = replace(opts, tokenizer=str(checkpoint.tokenizer_path))
         self.processor = Processor(checkpoint, MediaPolicy.of(opts))
@@ -162,18 +162,18 @@ class AsyncLLM:
         request_id: str,
         priority: int,
         number: int,
-    ) -> tuple[_Running, list[Request]]:
-        begun = time.perf_counter()
+    ) -> tuple[_RunningCall, list[Request]]:
+        start = time.perf_counter()
         filled = with_structure(params or SamplingParams(**self.defaults))
         self.processor.check_params(filled)
         length = self._limits.max_model_len
         prompt = self.processor.truncated(await asyncio.to_thread(make), filled, length)
-        prepare_ms = (time.perf_counter() - begun) * 1e3
-        left = max(1, length - len(prompt))
-        max_tokens = filled.max_tokens or left
+        prepare_ms = (time.perf_counter() - start) * 1e3
+        space = max(1, length - len(prompt))
+        max_tokens = filled.max_tokens or space
         if params is None:  # a default length is no reason to refuse a prompt
-            max_tokens = min(max_tokens, left)
-        running = _Running(request_id, prompt, self._bill(prompt), prepare_ms, self.processor, filled)
+            max_tokens = min(max_tokens, space)
+        running = _RunningCall(request_id, prompt, self._bill(prompt), prepare_ms, self.processor, filled)
         unique = f"{request_id}-{number}"  # one that was aborted may still be ending in the engine
         return running, self._requests.build(unique, prompt, filled, max_tokens, priority=priority)
 
@@ -187,7 +187,7 @@ class AsyncLLM:
         return self.processor.bill(prompt, limits.block_size, limits.slot_bytes)
 
 
-class _Running:
+class _RunningCall:
     """The outputs of one request."""
 
     def __init__(

@@ -29,9 +29,9 @@ def dtype_bytes(dtype: str) -> int:
     return _DTYPE_BYTES[dtype]
 
 
-def kv_dtype(asked: str, dtype: str) -> str:
-    """In which keys and values are stored: `Options.kv_cache_dtype` of a model of this dtype."""
-    return FP8 if asked.startswith("fp8") else dtype
+def kv_dtype(option: str, dtype: str) -> str:
+    """The dtype of stored keys and values: `Options.kv_cache_dtype` of a model of this dtype."""
+    return FP8 if option.startswith("fp8") else dtype
 
 
 def kept_tokens(tokens: int, pruning: float) -> int:
@@ -124,8 +124,8 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
     if vision.is_gated:
         mlp = 2 * hidden + 2 * wide
     merger = 2 * hidden + max(hidden, text.hidden_size // vision.spatial_merge_size**2)
-    kept = text.embedding_size // vision.spatial_merge_size**2 if vision.deepstack_layers else 0
-    values = max(2 * vision.patch_dim, vision.patch_dim + hidden, max(5 * hidden, mlp, merger) + kept)
+    features = text.embedding_size // vision.spatial_merge_size**2 if vision.deepstack_layers else 0
+    values = max(2 * vision.patch_dim, vision.patch_dim + hidden, max(5 * hidden, mlp, merger) + features)
     angles = 4 * hidden // vision.num_heads  # cosine and sine of a head's pairs, in float32
     return values * dtype_bytes(dtype) + angles
 
@@ -332,18 +332,18 @@ def saved_bytes(text: TextConfig, dtype: str, *, fp8: int, int4: Int4Bytes) -> i
 
 def fp8_params(text: TextConfig, *, in_blocks: bool) -> int:
     """Those of the decoder's layers that are in FP8. In blocks a delta net's gates, for one, are not."""
-    kept = [gemm for gemm in _gemms(text) if stays_fp8(gemm.parts, gemm.inputs, in_blocks=in_blocks)]
-    return sum(gemm.times * gemm.inputs * (gemm.outputs or sum(gemm.parts)) for gemm in kept)
+    gemms = [gemm for gemm in _gemms(text) if stays_fp8(gemm.parts, gemm.inputs, in_blocks=in_blocks)]
+    return sum(gemm.times * gemm.inputs * (gemm.outputs or sum(gemm.parts)) for gemm in gemms)
 
 
-class _Gemm(NamedTuple):
+class _LinearShape(NamedTuple):
     times: int  # in all layers
     inputs: int
     parts: tuple[int, ...]  # rows of the tensors that it is stored as
     outputs: int = 0  # where they are not the sum of the parts
 
 
-def _gemms(text: TextConfig) -> Iterator[_Gemm]:
+def _gemms(text: TextConfig) -> Iterator[_LinearShape]:
     """Of the decoder's layers. Routers and MLA's expansion are none."""
     hidden, wide, moe = text.hidden_size, text.intermediate_size, text.experts
     dense = text.num_layers - (len(moe.layers) if moe else 0)
@@ -352,34 +352,34 @@ def _gemms(text: TextConfig) -> Iterator[_Gemm]:
         mlps += [(len(moe.layers) * (moe.count + moe.stacked_shared), moe.width)]
         mlps += [(len(moe.layers), 0 if moe.stacked_shared else moe.shared)]
     for count, width in mlps:
-        yield _Gemm(count, hidden, (width, width))
-        yield _Gemm(count, width, (hidden,))
+        yield _LinearShape(count, hidden, (width, width))
+        yield _LinearShape(count, width, (hidden,))
     yield from _latent_gemms(text, text.mla) if text.mla else _attention_gemms(text)
 
 
-def _attention_gemms(text: TextConfig) -> Iterator[_Gemm]:
+def _attention_gemms(text: TextConfig) -> Iterator[_LinearShape]:
     hidden, layers, crossing = text.hidden_size, text.num_kv_layers, text.num_cross_layers
     q, kv = text.num_heads * text.head_dim, text.num_kv_heads * text.head_dim
-    yield _Gemm(layers + crossing, q, (hidden,))
-    yield _Gemm(crossing, hidden, (q,))
-    yield _Gemm(crossing, hidden, (kv, kv))
+    yield _LinearShape(layers + crossing, q, (hidden,))
+    yield _LinearShape(crossing, hidden, (q,))
+    yield _LinearShape(crossing, hidden, (kv, kv))
     if text.linear is None:
-        yield _Gemm(layers, hidden, (q, kv, kv))
+        yield _LinearShape(layers, hidden, (q, kv, kv))
         return
     linear = text.linear
     values = linear.value_heads * linear.value_dim
-    yield _Gemm(layers, hidden, (text.head_dim, kv, kv), 2 * (q + kv))  # query and gate, head by head
-    yield _Gemm(len(linear.layers), hidden, (linear.channels, values))
-    yield _Gemm(len(linear.layers), hidden, (linear.value_heads, linear.value_heads))
-    yield _Gemm(len(linear.layers), values, (hidden,))
+    yield _LinearShape(layers, hidden, (text.head_dim, kv, kv), 2 * (q + kv))  # query and gate, head by head
+    yield _LinearShape(len(linear.layers), hidden, (linear.channels, values))
+    yield _LinearShape(len(linear.layers), hidden, (linear.value_heads, linear.value_heads))
+    yield _LinearShape(len(linear.layers), values, (hidden,))
 
 
-def _latent_gemms(text: TextConfig, mla: MLAConfig) -> Iterator[_Gemm]:
+def _latent_gemms(text: TextConfig, mla: MLAConfig) -> Iterator[_LinearShape]:
     queries = text.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     rank = mla.q_lora_rank or 0
-    yield _Gemm(text.num_layers, text.hidden_size, (rank or queries, text.head_dim))
-    yield _Gemm(text.num_layers, rank, (queries,))
-    yield _Gemm(text.num_layers, text.num_heads * mla.v_head_dim, (text.hidden_size,))
+    yield _LinearShape(text.num_layers, text.hidden_size, (rank or queries, text.head_dim))
+    yield _LinearShape(text.num_layers, rank, (queries,))
+    yield _LinearShape(text.num_layers, text.num_heads * mla.v_head_dim, (text.hidden_size,))
 
 
 def fp8_input_bytes_per_token(text: TextConfig) -> int:

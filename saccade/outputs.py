@@ -39,14 +39,14 @@ PromptLogprobs = list[TokenLogprobs | None]
 
 
 def unpack_prompt_logprobs(packed: bytes, count: int) -> list[Logprobs]:
-    """Of a prompt's tokens from the second on, as the engine sends them: four bytes a value.
+    """Those of a prompt's tokens from the second on, as the engine sends them: four bytes a value.
 
     | log probability | rank |  `count` most likely tokens  |  their log probabilities  |    for each
     """
-    found = []
+    entries = []
     for logprob, rank, *top in struct.iter_unpack(f"=fi{count}i{count}f", packed):
-        found.append(Logprobs(logprob, rank, tuple(zip(top[:count], top[count:], strict=True))))
-    return found
+        entries.append(Logprobs(logprob, rank, tuple(zip(top[:count], top[count:], strict=True))))
+    return entries
 
 
 def prompt_logprobs(
@@ -129,5 +129,5 @@ class PoolingRequestOutput(Generic[Pooled]):
     @classmethod
     def of(cls, request: RequestOutput, outputs: Pooled | None) -> PoolingRequestOutput[Pooled]:
         ids = request.prompt_token_ids
-        told = (ids, True, request.bill, request.error, request.num_cached_tokens)
-        return cls(request.request_id, outputs, *told)
+        facts = (ids, True, request.bill, request.error, request.num_cached_tokens)
+        return cls(request.request_id, outputs, *facts)

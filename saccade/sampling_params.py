@@ -145,38 +145,30 @@ class SamplingParams:
         return is_pooled or self.prompt_logprobs is not None
 
     def _check_types(self) -> None:
-        for name in ("n", "top_k", "min_tokens"):
+        for name in _INTS:
             _require(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")
         for name in _OPTIONAL_INTS:
             value = getattr(self, name)
             _require(value is None or _is_int(value), name, value, "a whole number or nothing")
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in _BOOLS:
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
-        for name in _FLOATS:
+        for name in FLOATS:
+            _require(_is_finite(getattr(self, name)), name, getattr(self, name), "a finite number")
+        for name, (types, words) in _OPTIONAL_TYPES.items():
             value = getattr(self, name)
-            _require(_is_number(value) and math.isfinite(value), name, value, "a finite number")
-        is_stop = self.stop is None or isinstance(self.stop, (str, list, tuple))
-        _require(is_stop, "stop", self.stop, "a string or a list of strings")
+            _require(value is None or isinstance(value, types), name, value, words)
         for stop in self.stop_strings:
             _require(isinstance(stop, str) and stop != "", "stop", stop, "a string that is not empty")
-        is_text = self.structured is None or isinstance(self.structured, str)
-        _require(is_text, "structured", self.structured, "a string")
         outputs = self.structured_outputs
-        is_outputs = outputs is None or isinstance(outputs, (StructuredOutputsParams, Mapping))
-        _require(is_outputs, "structured_outputs", outputs, "StructuredOutputsParams or a dict of its fields")
         is_one = outputs is None or self.structured is None
         _require(is_one, "structured_outputs", outputs, "left out where structured is given")
         self._check_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             self._check_ids("allowed_token_ids", self.allowed_token_ids)
-        words = self.bad_words or ()
-        is_list = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
-        _require(is_list, "bad_words", words, "a list of strings")
-        _require(all(word.strip() for word in words), "bad_words", words, "words, not white space")
-        is_pooling = self.pooling is None or isinstance(self.pooling, Pooling)
-        _require(is_pooling, "pooling", self.pooling, "left out; use embed or score")
-        is_map = self.logit_bias is None or isinstance(self.logit_bias, Mapping)
-        _require(is_map, "logit_bias", self.logit_bias, "a map from token ids to numbers")
+        bad = self.bad_words or ()
+        is_list = isinstance(bad, (list, tuple)) and all(isinstance(word, str) for word in bad)
+        _require(is_list, "bad_words", bad, "a list of strings")
+        _require(all(word.strip() for word in bad), "bad_words", bad, "words, not white space")
 
     def _check_ids(self, name: str, ids: Any) -> None:
         _require(isinstance(ids, Sequence) and not isinstance(ids, str), name, ids, "a list of token ids")
@@ -185,67 +177,44 @@ class SamplingParams:
             _require(is_id, name, token, "a list of whole numbers that are token ids")
 
     def _check_ranges(self) -> None:
-        _require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
-        _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(self.top_k >= -1, "top_k", self.top_k, "-1 or more")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2")
-        penalty = self.repetition_penalty
-        allowed = "from 0.01 to 100 (1 changes nothing)"
-        _require(0.01 <= penalty <= 100, "repetition_penalty", penalty, allowed)
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
+        for name, (low, high, words) in _RANGES.items():
+            value = getattr(self, name)
+            _require(value is None or low <= value <= high, name, value, words)
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
         _require(fits, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
-        _require(self.seed is None or abs(self.seed) <= MAX_SEED, "seed", self.seed, "a 64-bit number")
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, count, f"from 0 to {MAX_LOGPROBS}")
         best_of = self.best_of
         in_range = best_of is None or self.n <= best_of <= MAX_N
         _require(in_range, "best_of", best_of, f"from n={self.n} to {MAX_N}")
+        _require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, _TRUNCATION)
 
     def _check_sizes(self) -> None:
-        count = len(self.stop_strings)
-        _require(count <= MAX_STOP_STRINGS, "stop", f"{count} strings", f"at most {MAX_STOP_STRINGS} strings")
-        count = max(map(len, self.stop_strings), default=0)
-        allowed = f"strings of at most {MAX_STOP_CHARS} characters"
-        _require(count <= MAX_STOP_CHARS, "stop", f"one of {count}", allowed)
+        self._check_list("stop", self.stop_strings, MAX_STOP_STRINGS, "strings", MAX_STOP_CHARS)
         count = len(self.stop_token_ids)
-        allowed = f"at most {MAX_STOP_STRINGS} ids"
-        _require(count <= MAX_STOP_STRINGS, "stop_token_ids", f"{count} ids", allowed)
-        self._check_limits()
+        _require(
+            count <= MAX_STOP_STRINGS, "stop_token_ids", f"{count} ids", f"at most {MAX_STOP_STRINGS} ids"
+        )
+        if self.allowed_token_ids is not None:
+            count = len(self.allowed_token_ids)
+            words = f"1 to {MAX_ALLOWED_TOKENS} token ids"
+            _require(1 <= count <= MAX_ALLOWED_TOKENS, "allowed_token_ids", f"{count} ids", words)
+        self._check_list("bad_words", self.bad_words or (), MAX_BAD_WORDS, "words", MAX_BAD_WORD_CHARS)
         bias = self.logit_bias or {}
-        allowed = f"at most {MAX_LOGIT_BIAS} tokens"
-        _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(bias)} tokens", allowed)
+        words = f"at most {MAX_LOGIT_BIAS} tokens"
+        _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(bias)} tokens", words)
         for token, value in bias.items():
             _require(_is_int(token) and token >= 0, "logit_bias", token, "a map from token ids")
             _require(_is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")
 
-    def _check_limits(self) -> None:
-        budget = self.thinking_token_budget
-        _require(budget is None or budget >= 0, "thinking_token_budget", budget, "0 or more")
-        cut = self.truncate_prompt_tokens
-        allowed = "1 or more, or -1 for what fits"
-        _require(cut is None or cut == -1 or cut >= 1, "truncate_prompt_tokens", cut, allowed)
-        tokens = self.allowed_token_ids
-        count = len(tokens or ())
-        allowed = f"1 to {MAX_ALLOWED_TOKENS} token ids"
-        is_sized = tokens is None or 1 <= count <= MAX_ALLOWED_TOKENS
-        _require(is_sized, "allowed_token_ids", f"{count} ids", allowed)
-        words = self.bad_words or ()
-        count = len(words)
-        _require(count <= MAX_BAD_WORDS, "bad_words", f"{count} words", f"at most {MAX_BAD_WORDS} words")
-        count = max(map(len, words), default=0)
-        allowed = f"words of at most {MAX_BAD_WORD_CHARS} characters"
-        _require(count <= MAX_BAD_WORD_CHARS, "bad_words", f"one of {count}", allowed)
+    def _check_list(self, name: str, texts: Sequence[str], max_count: int, kind: str, max_chars: int) -> None:
+        count = len(texts)
+        _require(count <= max_count, name, f"{count} {kind}", f"at most {max_count} {kind}")
+        length = max(map(len, texts), default=0)
+        _require(length <= max_chars, name, f"one of {length}", f"{kind} of at most {max_chars} characters")
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """Of `LLM.beam_search`."""
+    """What `LLM.beam_search` takes."""
 
     beam_width: int
     max_tokens: int
@@ -258,8 +227,7 @@ class BeamSearchParams:
         _require(is_width, "beam_width", self.beam_width, f"from 1 to {maximum}")
         is_length = _is_int(self.max_tokens) and self.max_tokens >= 1
         _require(is_length, "max_tokens", self.max_tokens, "1 or more")
-        is_penalty = _is_number(self.length_penalty) and math.isfinite(self.length_penalty)
-        _require(is_penalty, "length_penalty", self.length_penalty, "a finite number")
+        _require(_is_finite(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")
 
 
 REFUSED: Mapping[str, str] = {
@@ -280,42 +248,74 @@ INERT: Mapping[str, str] = {
 """vLLM's parameters that are accepted and change nothing, and why."""
 
 
-def _without_foreign(given: dict[str, Any]) -> dict[str, Any]:
-    """`given` without vLLM's parameters that ask for nothing here. RequestError for those that do."""
-    for name in given.keys() & REFUSED.keys():
-        value = given.pop(name)
+def _without_foreign(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` without vLLM's parameters that ask for nothing here. RequestError for those that do."""
+    for name in values.keys() & REFUSED.keys():
+        value = values.pop(name)
         if value:
             message = f"{name}={quoted(value)} is not supported: {REFUSED[name]}"
             raise RequestError(message, code="unsupported", param=name)
-    for name in given.keys() & INERT.keys():
-        given.pop(name)
+    for name in values.keys() & INERT.keys():
+        values.pop(name)
         logger.info("SamplingParams %s changes nothing here: %s", name, INERT[name])
-    if (structure := given.pop("guided_decoding", None)) is not None:
-        given["structured_outputs"] = structure
-    return given
+    if (structure := values.pop("guided_decoding", None)) is not None:
+        values["structured_outputs"] = structure
+    return values
 
 
 def _naming_unknown(init: Callable[..., None]) -> Callable[..., None]:
     names = [item.name for item in fields(SamplingParams)]
 
-    def checked_init(self: SamplingParams, *args: object, **given: Any) -> None:
-        for name in _without_foreign(given):
+    def checked_init(self: SamplingParams, *args: object, **values: Any) -> None:
+        for name in _without_foreign(values):
             if name not in names:
                 near = get_close_matches(name, names, n=1)
                 hint = f"do you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
                 raise TypeError(f"SamplingParams has no {name!r}: {hint}")
-        init(self, *args, **given)
+        init(self, *args, **values)
 
     return checked_init
 
 
 SamplingParams.__init__ = _naming_unknown(SamplingParams.__init__)  # type: ignore[method-assign]
 
+_INTS = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTS = (
     *("seed", "max_tokens", "logprobs", "truncate_prompt_tokens", "thinking_token_budget"),
     *("prompt_logprobs", "best_of"),
 )
-_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_BOOLS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_TRUNCATION = "1 or more, or -1 for what fits"
+_RANGES: Mapping[str, tuple[float, float, str]] = {  # the lowest, the highest, and both in words
+    "n": (1, MAX_N, f"from 1 to {MAX_N}"),
+    "temperature": (0, math.inf, "0 or more"),
+    "top_p": (math.ulp(0), 1, "above 0 and at most 1"),
+    "top_k": (-1, math.inf, "-1 or more"),
+    "min_p": (0, 1, "from 0 to 1"),
+    "presence_penalty": (-2, 2, "from -2 to 2"),
+    "frequency_penalty": (-2, 2, "from -2 to 2"),
+    "repetition_penalty": (0.01, 100, "from 0.01 to 100 (1 changes nothing)"),
+    "max_tokens": (1, math.inf, "1 or more"),
+    "min_tokens": (0, math.inf, "0 or more"),
+    "seed": (-MAX_SEED, MAX_SEED, "a 64-bit number"),
+    "logprobs": (0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
+    "prompt_logprobs": (0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
+    "thinking_token_budget": (0, math.inf, "0 or more"),
+    "truncate_prompt_tokens": (-1, math.inf, _TRUNCATION),
+}
+_OPTIONAL_TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "stop": ((str, list, tuple), "a string or a list of strings"),
+    "structured": (str, "a string"),
+    "structured_outputs": (
+        (StructuredOutputsParams, Mapping),
+        "StructuredOutputsParams or a dict of its fields",
+    ),
+    "pooling": (Pooling, "left out; use embed or score"),
+    "logit_bias": (Mapping, "a map from token ids to numbers"),
+}
+OF_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What generation_config.json sets under the same name."""
 
 
 def _as_ints(ids: Any) -> Any:
@@ -336,6 +336,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _require(condition: bool, name: str, given: object, allowed: str) -> None:
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(condition: bool, name: str, value: object, words: str) -> None:
     if not condition:
-        raise RequestError(f"{name} must be {allowed}, but {quoted(given)} was given", param=name)
+        raise RequestError(f"{name} must be {words}, but {quoted(value)} was given", param=name)

@@ -18,9 +18,10 @@ from saccade.processor.beam_search import search
 from saccade.processor.messages import cut_at_mark, mark_end
 from saccade.processor.request_builder import RequestBuilder
 from saccade.runner.batch import RequestState
-from saccade.runner.sampler import Row, reference_sample, sample
+from saccade.runner.sampler import Row, sample
 from saccade.sampling_params import INERT, REFUSED
 from saccade.types.step import Admission, Logprobs
+from tests.helpers.engine.reference_sampler import reference_sample
 from tests.helpers.engine.scheduling import make_prompt
 
 FREE = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

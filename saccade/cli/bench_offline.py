@@ -26,7 +26,7 @@ from saccade.apps.bench.workloads import WORKLOADS, ClientJob, RequestShape
 from saccade.cli.bench import engine_options
 from saccade.cli.bench_load import Subject
 from saccade.errors import RequestError
-from saccade.llm import Engine
+from saccade.llm import OfflineEngine
 from saccade.outputs import RequestOutput
 
 
@@ -42,7 +42,7 @@ def offline(args: argparse.Namespace) -> Iterator[Subject]:
         )
 
 
-def run_offline(engine: Engine, parts: Sequence[Part], progress: bool = False) -> LoadResult:
+def run_offline(engine: OfflineEngine, parts: Sequence[Part], progress: bool = False) -> LoadResult:
     total = sum(part.jobs for part in parts)
     with tqdm(total=total, desc="preparing", unit="", disable=not progress, leave=False) as bar:
         sources = [_Source.of(part, place, bar.update) for place, part in enumerate(parts)]
@@ -63,7 +63,7 @@ def _attempt(llm: LLM, shape: RequestShape, images: int, seed: int) -> Attempt:
 
 
 class _Chat(NamedTuple):
-    """A body, as `Engine.add_chat` takes it."""
+    """A body, as `OfflineEngine.add_chat` takes it."""
 
     messages: list[dict[str, Any]]
     params: SamplingParams
@@ -143,7 +143,7 @@ class _Stream:
 
 
 class _Driver:
-    def __init__(self, engine: Engine, sources: Sequence[_Source], tick: Callable[[], object]) -> None:
+    def __init__(self, engine: OfflineEngine, sources: Sequence[_Source], tick: Callable[[], object]) -> None:
         self.results: list[Result] = []
         self._engine = engine
         self._sources = sources

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import RequestError
-from saccade.llm import Engine
+from saccade.llm import OfflineEngine
 from saccade.media.load import load_image
 from saccade.options.engine import MediaPolicy, Options
 from saccade.outputs import CompletionOutput, RequestOutput
@@ -41,7 +41,7 @@ def converse(
     policy = MediaPolicy.of(opts)
     for image in images:
         load_image(Path(image), policy)
-    engine = Engine(opts, progress=sys.stderr.isatty())
+    engine = OfflineEngine(opts, progress=sys.stderr.isatty())
     try:
         params = SamplingParams(**{"temperature": 0.0, **engine.defaults, **sampling})
         conversation = Conversation(engine, params, list(images), policy)
@@ -87,7 +87,7 @@ def _handle(conversation: Conversation, line: str) -> None:
 class Conversation:
     """Messages so far and the images for the next question."""
 
-    engine: Engine
+    engine: OfflineEngine
     params: SamplingParams
     images: list[str]
     policy: MediaPolicy

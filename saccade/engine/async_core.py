@@ -84,8 +84,11 @@ class AsyncEngineCore(EngineCore):
         return events
 
     def _plan_async_prefill(self, latency_bounded: bool) -> StepPlan | None:
-        self._hold()
-        return self.scheduler.schedule_async_prefill(self.clock(), latency_bounded=latency_bounded)
+        not_ready = self._not_ready()
+        now = self.clock()
+        return self.scheduler.schedule_async_prefill(
+            now, latency_bounded=latency_bounded, not_ready=not_ready
+        )
 
     @property
     def _runs_async_decode(self) -> bool:
@@ -104,8 +107,8 @@ class AsyncEngineCore(EngineCore):
             self._drain()
         super().add(request)
         try:
-            if missing := self.scheduler.missing(request.request_id):
-                self.runner.prefetch_media(missing)
+            if items := self.scheduler.missing(request.request_id):
+                self.runner.prefetch_media(items)
         except BaseException:  # interrupted: the caller will not learn that it was added
             super().abort(request.request_id)
             raise
@@ -136,9 +139,9 @@ class AsyncEngineCore(EngineCore):
         The event that is returned is the request's last one, also where it has just ended by itself.
         """
         self._drain()
-        told = [event for event in self._events if event.request_id == request_id]
+        events = [event for event in self._events if event.request_id == request_id]
         self._events = [event for event in self._events if event.request_id != request_id]
-        return super().abort(request_id) or next((event for event in told if event.finish_reason), None)
+        return super().abort(request_id) or next((event for event in events if event.finish_reason), None)
 
     @contextmanager
     def _atomic(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ GROW_AFTER = 3  # observations in a row
 SHRINK_AFTER = 30
 
 
-class Load(NamedTuple):
+class WorkerLoad(NamedTuple):
     """What all workers of a kind have to do at one moment."""
 
     num_ready: int
@@ -38,7 +38,7 @@ class Autoscaler:
     def is_needed(self) -> bool:
         return self._min < self._max
 
-    def decide(self, load: Load) -> int:
+    def decide(self, load: WorkerLoad) -> int:
         """Workers to add: 1, 0 or -1."""
         is_high = bool(load.num_ready) and _is_high(load)
         is_low = load.num_ready > 1 and _is_low(load, load.num_ready - 1)
@@ -54,10 +54,10 @@ class Autoscaler:
         return 0
 
 
-def _is_high(load: Load) -> bool:
+def _is_high(load: WorkerLoad) -> bool:
     return load.queued_work > HIGH_WORK * load.num_ready or load.use > HIGH_USE * load.num_ready
 
 
-def _is_low(load: Load, num_workers: int) -> bool:
+def _is_low(load: WorkerLoad, num_workers: int) -> bool:
     """Whether so few would have little to do."""
     return load.queued_work < LOW_WORK * num_workers and load.use < LOW_USE * num_workers

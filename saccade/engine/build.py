@@ -64,8 +64,8 @@ def build_core(
         links = EncoderLinks(replica.encoders, connect, replica.count)
         each = plan_encoder(options, config, largest).total_bytes
         encoders = Encoders(len(replica.encoders), placement.encoders_beside * each)
-    stored = quantization_of(config.raw, path) if path else None
-    plan = plan_memory(options, config, largest, None, placement.memory_parts, encoders, stored)
+    quantization = quantization_of(config.raw, path) if path else None
+    plan = plan_memory(options, config, largest, None, placement.memory_parts, encoders, quantization)
     for reason in plan.reasons:
         logger.info("%s", reason)
     files = (path, config, image_processor)

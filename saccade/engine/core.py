@@ -98,13 +98,12 @@ class EngineCore:
             return events
 
     def _plan(self, now: float, latency_bounded: bool) -> StepPlan:
-        self._hold(max(_MIN_PATIENCE, min(self._step_seconds / 4, _MAX_PATIENCE)))
-        return self.scheduler.schedule(now, latency_bounded=latency_bounded)
+        not_ready = self._not_ready(max(_MIN_PATIENCE, min(self._step_seconds / 4, _MAX_PATIENCE)))
+        return self.scheduler.schedule(now, latency_bounded=latency_bounded, not_ready=not_ready)
 
-    def _hold(self, patience: float = 0.0) -> None:
-        """Requests whose grammar is not ready within `patience` seconds sit the next step out."""
-        if self._grammars:
-            self.scheduler.not_ready = self._grammars.not_ready(self.scheduler.num_open, patience)
+    def _not_ready(self, patience: float = 0.0) -> frozenset[str]:
+        """Requests whose grammar is not ready within `patience` seconds: they sit the next step out."""
+        return self._grammars.not_ready(self.scheduler.num_open, patience) if self._grammars else frozenset()
 
     @contextmanager
     def _atomic(self) -> Iterator[None]:
@@ -126,7 +125,7 @@ class EngineCore:
         now = self.clock()
         self._step_seconds = now - start
         self._trace.record(plan, result, now - start)
-        return self._ended(self.scheduler.commit(plan, result, now))
+        return self._ended(self.scheduler.commit(plan, result, now, now - start))
 
     def _ended(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """The same; what ended needs no grammar any more."""
@@ -143,13 +142,13 @@ class EngineCore:
 
     def add_all(self, requests: Iterable[Request]) -> None:
         """All of them or none: where one is refused, those before it are taken back."""
-        added: list[str] = []
+        request_ids: list[str] = []
         try:
             for request in requests:
                 self.add(request)
-                added.append(request.request_id)
+                request_ids.append(request.request_id)
         except BaseException:
-            for request_id in added:
+            for request_id in request_ids:
                 self.abort(request_id)
             raise
 

@@ -7,16 +7,12 @@ from typing import Any
 
 from saccade.errors import ConfigError, RequestError
 from saccade.options.engine import Options
-from saccade.sampling_params import SamplingParams
+from saccade.sampling_params import OF_CHECKPOINT, SamplingParams
 
 _FILE = "generation_config.json"
 _OVERRIDE = "override_generation_config"
 _FIELDS: Mapping[str, str] = {  # generation_config.json -> SamplingParams
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+    **{name: name for name in OF_CHECKPOINT},
     "max_new_tokens": "max_tokens",
 }
 _LARGEST = 2**31 - 1  # integers cross to the engine process as int32

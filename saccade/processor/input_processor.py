@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-from PIL import Image
 
-from saccade.costs import blocks_for, max_chars
+from saccade.costs import max_chars
 from saccade.errors import ConfigError, RequestError
 from saccade.media.hashing import identity, salt_of
 from saccade.media.video_sources import Video
@@ -21,26 +19,25 @@ from saccade.processor.dialects.parser import OutputFormat, OutputFormats, outpu
 from saccade.processor.documents import open_documents
 from saccade.processor.families import built_in_template
 from saccade.processor.families.base import HasMarkup, LengthBound, cross_attended
-from saccade.processor.images import ImageInput, Images, PrefetchMedia, bill_item, reads_text_only
+from saccade.processor.images import ImageInput, Images, PrefetchMedia, reads_text_only
 from saccade.processor.messages import Form, cleaned, cut_at_mark, form_of, mark_end, read_messages
 from saccade.processor.output import RequestOutputBuilder
+from saccade.processor.prompt_bill import bill_of
+from saccade.processor.prompt_parts import Ids, checked_ids, media_inputs, prompt_parts
 from saccade.processor.request_builder import RequestBuilder
 from saccade.processor.tasks import check_task
 from saccade.processor.template import MAX_CHARS, RESERVED, SHOWN_CHARS
 from saccade.processor.template_pool import TemplatePool
 from saccade.processor.tokenizer import Tokenizer
-from saccade.processor.video import largest_item, split_kwargs, video_bill_item, videos_for
+from saccade.processor.video import largest_item, split_kwargs, videos_for
 from saccade.processor.video_prompt import build_video_prompt
 from saccade.sampling_params import SamplingParams
-from saccade.types.bill import Bill, BillItem
-from saccade.types.media import Geometry, Key, MediaItem, short_key
+from saccade.types.bill import Bill
+from saccade.types.media import Geometry, Key, MediaItem
 from saccade.types.prompt import Prompt, Span
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
 _MAX_CHARS = 64 << 20  # of a rendered chat, whatever context config.json claims
 _MARKER_TOKENS = 16  # at the end of a prompt, where a marker of thinking may be
-
-Ids = npt.NDArray[np.int64]
 
 
 class Rendered(NamedTuple):
@@ -113,11 +110,8 @@ class Processor:
 
     def output_builders(self, prompt: Prompt, params: SamplingParams) -> list[RequestOutputBuilder]:
         """For Python callers: they get the thinking apart."""
-        how = self.format_of(prompt)
-        return [
-            RequestOutputBuilder(i, self.tokenizer, params, output_format=how)
-            for i in range(params.num_outputs)
-        ]
+        make = partial(RequestOutputBuilder, output_format=self.format_of(prompt))
+        return [make(i, self.tokenizer, params) for i in range(params.num_outputs)]
 
     def format_of(self, prompt: Prompt) -> OutputFormat:
         """How the model writes what follows a prompt, as its chat template tells."""
@@ -134,15 +128,14 @@ class Processor:
 
         `salt` comes from `salt_of` for a server's request; Python callers put `cache_salt` into the prompt.
         """
-        given: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
-        _check_prompt(given)
-        text = given.get("prompt")
-        ids = given.get("prompt_token_ids")
-        make_ids = partial(self._given_ids, ids) if text is None else partial(self._encode, text)
-        images, videos = _given_media(given.get("multi_modal_data"))
-        own = given.get("cache_salt")
-        salt = salt_of(salt.hex(), own) if own else salt
-        return self._build(make_ids, images, videos, given.get("mm_processor_kwargs"), salt, text)
+        parts = prompt_parts(prompt)
+        text = parts.get("prompt")
+        ids = parts.get("prompt_token_ids")
+        make_ids = partial(self._checked_ids, ids) if text is None else partial(self._encode, text)
+        images, videos = media_inputs(parts.get("multi_modal_data"))
+        if cache_salt := parts.get("cache_salt"):
+            salt = salt_of(salt.hex(), cache_salt)
+        return self._build(make_ids, images, videos, parts.get("mm_processor_kwargs"), salt, text)
 
     def from_chat(
         self,
@@ -186,7 +179,7 @@ class Processor:
         """
         clean = self.tokenizer.shield
         messages = self.open_documents(messages, allow_paths=allow_paths)
-        extra = self._template_kwargs(chat_template_kwargs)
+        extra = self._template_kwargs(chat_template_kwargs or {})
         chat = read_messages(messages, self.form(), clean, allow_paths=allow_paths)
         if chat.images and not self.takes_images:
             raise reads_text_only(len(chat.images), chat.images[0].param)  # before the template fails on one
@@ -202,8 +195,8 @@ class Processor:
                 **extra,
             )
         except RequestError as error:
-            said = " ".join(self.tokenizer.unshield(error.message).split())
-            raise RequestError(said[:SHOWN_CHARS], code=error.code, param=error.param) from None
+            message = " ".join(self.tokenizer.unshield(error.message).split())
+            raise RequestError(message[:SHOWN_CHARS], code=error.code, param=error.param) from None
         return Rendered(cut_at_mark(text) if continue_final_message else text, chat.images, chat.videos)
 
     def open_documents(self, messages: Any, *, allow_paths: bool = False) -> Any:
@@ -215,8 +208,8 @@ class Processor:
     ) -> Prompt:
         """Second half of `from_chat`: tokenize, resolve the media and expand their placeholders."""
         make_ids = partial(self.tokenizer.encode_template, rendered.text)
-        shown = self.tokenizer.unshield(rendered.text)
-        return self._build(make_ids, rendered.images, rendered.videos, mm_processor_kwargs, salt, shown)
+        text = self.tokenizer.unshield(rendered.text)
+        return self._build(make_ids, rendered.images, rendered.videos, mm_processor_kwargs, salt, text)
 
     def form(self) -> Form:
         """Which contents the template takes, probed once. The probe also starts a process for later chats."""
@@ -228,14 +221,14 @@ class Processor:
         """End the template processes."""
         self._templates.close()
 
-    def _template_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        named = self.tokenizer.named_tokens
-        taken = sorted((RESERVED | set(named)) & set(given or {}))
-        if taken:
-            message = f"chat_template_kwargs cannot set {', '.join(taken)}"
-            raise RequestError(message, param=f"chat_template_kwargs.{taken[0]}")
+    def _template_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = self.tokenizer.named_tokens
+        clashes = sorted((RESERVED | set(tokens)) & set(kwargs))
+        if clashes:
+            message = f"chat_template_kwargs cannot set {', '.join(clashes)}"
+            raise RequestError(message, param=f"chat_template_kwargs.{clashes[0]}")
         defaults = self.policy.template_kwargs
-        return {**named, **defaults, **cleaned(given or {}, self.tokenizer.shield)}
+        return {**tokens, **defaults, **cleaned(kwargs, self.tokenizer.shield)}
 
     def _check_template_kwargs(self) -> None:
         """Those of the operator, at start."""
@@ -256,20 +249,20 @@ class Processor:
             message = f"truncate_prompt_tokens is {count}, but {reason}; send less text"
             raise RequestError(message, code="unsupported", param="truncate_prompt_tokens")
         ids = list(prompt.token_ids[-count:])
-        cut = self.from_prompt({"prompt_token_ids": ids}, salt=prompt.salt)
-        return replace(cut, text=self.tokenizer.decode(ids, skip_special_tokens=False))
+        shorter = self.from_prompt({"prompt_token_ids": ids}, salt=prompt.salt)
+        return replace(shorter, text=self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse token ids outside the vocabulary, and sampling where the model is not served for it."""
         if params.pooling is None:
             check_task(self.checkpoint.task, "generate")
         size = self.checkpoint.config.text.vocab_size
-        named = {
+        lists = {
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
             "allowed_token_ids": params.allowed_token_ids or (),
         }
-        for name, ids in named.items():
+        for name, ids in lists.items():
             wrong = [token for token in ids if token >= size]
             if wrong:
                 message = f"{name} holds {wrong[0]}, but this model's ids go from 0 to {size - 1}"
@@ -280,21 +273,8 @@ class Processor:
             raise RequestError("the prompt is empty; give at least one character of text", param="prompt")
         return self.tokenizer.encode(text)
 
-    def _given_ids(self, given: Any) -> Ids:
-        try:
-            ids = np.array(given, np.int64)
-        except (TypeError, ValueError, OverflowError):
-            ids = np.empty((0, 0), np.int64)
-        if ids.ndim != 1 or not len(ids) or not _are_whole(given):
-            message = "prompt_token_ids must be a list of token ids that is not empty"
-            raise RequestError(message, param="prompt_token_ids")
-        vocab_size = self.checkpoint.config.text.vocab_size
-        wrong = ids[(ids < 0) | (ids >= vocab_size)]
-        # A placeholder's id may be above the vocabulary that the model can sample from.
-        if len(wrong) and len(wrong := wrong[~np.isin(wrong, self.family.placeholder_ids)]):
-            message = f"prompt_token_ids holds {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}"
-            raise RequestError(message, param="prompt_token_ids")
-        return ids
+    def _checked_ids(self, ids: Any) -> Ids:
+        return checked_ids(ids, self.checkpoint.config.text.vocab_size, self.family.placeholder_ids)
 
     def _build(
         self,
@@ -336,27 +316,29 @@ class Processor:
             where=where,
         )
 
-    def _starts(self, ids: Ids, given: int) -> Ids:
+    def _starts(self, ids: Ids, num_images: int) -> Ids:
         """Indices of the placeholders, as many as images."""
         starts = np.flatnonzero(ids == self.family.image_token_id)
-        if len(starts) != given:
-            found = f"the prompt has {len(starts)} image placeholders ({self.placeholder})"
-            raise RequestError(f"{found}, but {given} images were given")
+        if len(starts) != num_images:
+            reason = f"the prompt has {len(starts)} image placeholders ({self.placeholder})"
+            raise RequestError(f"{reason}, but {num_images} images were given")
         return starts
 
-    def _check_videos(self, ids: Ids, given: int) -> None:
+    def _check_videos(self, ids: Ids, num_videos: int) -> None:
         """Check that the placeholders match the videos, and the limit on videos."""
         token = self.checkpoint.config.video_token_id
-        if given and self.videos is None:
+        if num_videos and self.videos is None:
             raise takes_no_video()
-        allowed = self.videos.max_per_prompt if self.videos else 0
-        if given > allowed:
-            limit = f"at most {allowed} videos per prompt are allowed (limit_mm_per_prompt video={allowed})"
-            raise RequestError(f"{limit}, but {given} were given")
-        count = 0 if token is None else int((ids == token).sum())
-        if count != given and token is not None:
-            found = f"the prompt has {count} video placeholders ({self.tokenizer.token(token)})"
-            raise RequestError(f"{found}, but {given} videos were given", param="video")
+        maximum = self.videos.max_per_prompt if self.videos else 0
+        if num_videos > maximum:
+            limit = f"at most {maximum} videos per prompt are allowed (limit_mm_per_prompt video={maximum})"
+            raise RequestError(f"{limit}, but {num_videos} were given")
+        if token is None:
+            return
+        count = int((ids == token).sum())
+        if count != num_videos:
+            reason = f"the prompt has {count} video placeholders ({self.tokenizer.token(token)})"
+            raise RequestError(f"{reason}, but {num_videos} videos were given", param="video")
 
     def _with_videos(
         self,
@@ -372,20 +354,20 @@ class Processor:
         options = self.videos.options(frames)
         starts = np.flatnonzero(ids == rules.token_id).tolist()
         groups = [self.videos.resolve(video, options, salt) for video in videos]
-        made = build_video_prompt(ids, images, starts, groups, rules, self._caption)
-        given = [(video, item) for video, found in zip(videos, groups, strict=True) for item in found.items]
-        positions, next_position = made.positions(rules.merge_size)
+        layout = build_video_prompt(ids, images, starts, groups, rules, self._caption)
+        parts = [(video, item) for video, group in zip(videos, groups, strict=True) for item in group.items]
+        positions, next_position = layout.positions(rules.merge_size)
         return Prompt(
-            token_ids=made.token_ids.tolist(),
-            spans=tuple(made.spans),
-            items=tuple(made.items),
+            token_ids=layout.token_ids.tolist(),
+            spans=tuple(layout.spans),
+            items=tuple(layout.items),
             positions=positions,
             next_position=next_position,
-            identity=made.identity(),
+            identity=layout.identity(),
             salt=salt,
             text=text,
-            videos=tuple(made.videos),
-            where=_where(given),
+            videos=tuple(layout.videos),
+            where=_where(parts),
         )
 
     def _caption(self, seconds: float) -> Sequence[int]:
@@ -396,105 +378,30 @@ class Processor:
         """Replace each placeholder by its image's tokens."""
         pieces: list[Ids] = []
         spans: list[Span] = []
-        done = 0  # ids copied
+        copied_end = 0  # of `ids`
         length = 0  # of the expanded prompt
         for start, item in zip(starts.tolist(), items, strict=True):
             image = self.family.expand(item.geometry)
-            pieces += [ids[done:start], image.token_ids]
-            first = length + start - done
+            pieces += [ids[copied_end:start], image.token_ids]
+            first = length + start - copied_end
             spans.append(Span(first, len(image.token_ids), item.key, item.geometry.slots, image.is_embed))
-            done = start + 1
+            copied_end = start + 1
             length = first + len(image.token_ids)
-        expanded = np.concatenate([*pieces, ids[done:]])
+        expanded = np.concatenate([*pieces, ids[copied_end:]])
         return expanded, cross_attended(spans) if image.is_cross_attended else spans
 
     def bill(self, prompt: Prompt, block_size: int, slot_bytes: int = 0) -> Bill:
-        """What the prompt costs, from its headers alone. `slot_bytes`: encoder cache bytes per embedding."""
-        media = sum(span.length for span in prompt.spans)
-        pinned = [span for span in prompt.spans if span.is_cross_attended]
-        kept = {short_key(span.key): span.num_embeds * slot_bytes for span in pinned}
-        listed = _bill_items(prompt, block_size)
-        items = tuple(replace(item, encoder_cache_bytes=kept.get(item.key, 0)) for item in listed)
-        video_tokens = sum(item.tokens for item in items if item.kind == "video")
-        return Bill(
-            text_tokens=len(prompt) - media,
-            image_tokens=media - video_tokens,
-            video_tokens=video_tokens,
-            kv_blocks=blocks_for(len(prompt), block_size),
-            items=items,
-            encoder_cache_bytes=sum(kept.values()),
-        )
+        return bill_of(prompt, block_size, slot_bytes)
 
 
-def _where(given: Iterable[tuple[ImageInput | Video, MediaItem]]) -> dict[Key, str]:
+def _where(parts: Iterable[tuple[ImageInput | Video, MediaItem]]) -> dict[Key, str]:
     """Content key -> path in the request; the first path if there are several."""
     where: dict[Key, str] = {}
-    for part, item in given:
+    for part, item in parts:
         where.setdefault(item.key, part.param)
     return where
-
-
-def _bill_items(prompt: Prompt, block_size: int) -> Iterator[BillItem]:
-    """One per image and per video, in prompt order."""
-    runs = {run.first: run for run in prompt.videos}
-    index = 0
-    while index < len(prompt.items):
-        run = runs.get(index)
-        if run is None:
-            yield bill_item(prompt.items[index], block_size)
-        else:
-            yield video_bill_item(prompt.items[index : index + run.groups], run, block_size)
-        index += run.groups if run else 1
 
 
 def takes_no_video(param: str | None = None) -> RequestError:
     message = "this model takes no videos; send pictures, or ask a model that does"
     return RequestError(message, code="unsupported", param=param)
-
-
-def _check_prompt(given: Any) -> None:
-    if not isinstance(given, Mapping):
-        raise RequestError(f"a prompt is a string or a mapping, not {type(given).__name__}", param="prompt")
-    unknown = sorted(str(name) for name in set(given) - set(_PROMPT_KEYS))
-    if unknown:
-        raise RequestError(f"unknown prompt key {', '.join(unknown)}; the keys are {', '.join(_PROMPT_KEYS)}")
-    if (given.get("prompt") is None) == (given.get("prompt_token_ids") is None):
-        raise RequestError("give either prompt or prompt_token_ids", param="prompt")
-
-
-def _given_media(data: Any) -> tuple[list[ImageInput], list[Video]]:
-    if not data:
-        return [], []
-    if not isinstance(data, Mapping):
-        message = "multi_modal_data must be a mapping such as {'image': picture}"
-        raise RequestError(message, param="multi_modal_data")
-    unknown = sorted(str(name) for name in set(data) - {"image", "video"})
-    if unknown:
-        message = f"multi_modal_data takes image and video, not {', '.join(unknown)}"
-        raise RequestError(message, param="multi_modal_data")
-    videos = data.get("video")
-    is_video = isinstance(videos, (list, tuple)) and len(videos) > 0 and all(map(_is_frame, videos))
-    images = [ImageInput(*one) for one in _listed(data.get("image"), "multi_modal_data.image")]
-    if is_video:  # a list of decoded images is one video
-        return images, [Video(videos, "multi_modal_data.video")]
-    return images, [Video(*one) for one in _listed(videos, "multi_modal_data.video")]
-
-
-def _is_frame(value: Any) -> bool:
-    return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim < 4)
-
-
-def _listed(given: Any, where: str) -> list[tuple[Any, str]]:
-    """One or a list of them, each with its path in the request."""
-    if given is None:
-        return []
-    if not isinstance(given, (list, tuple)):
-        return [(given, where)]
-    return [(one, f"{where}[{index}]") for index, one in enumerate(given)]
-
-
-def _are_whole(given: Any) -> bool:
-    if isinstance(given, np.ndarray):
-        return bool(np.issubdtype(given.dtype, np.integer))
-    kinds = set(map(type, given))  # thousands of ids, one or two types
-    return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds)

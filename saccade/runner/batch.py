@@ -120,18 +120,18 @@ class RequestState:
             only = _bits((forced,))  # it outranks whatever else limits the next token
             return Row(request.params, self._prompt_ids, self._output(), frozenset(), request.seed, only)
         end_ids = request.eos_token_ids | frozenset(request.params.stop_token_ids)
-        allowed = self.grammar.allowed() if self.grammar else None
-        if self.grammar and allowed is not None and self.grammar.must_end(allowed):
+        bits = self.grammar.allowed() if self.grammar else None
+        if self.grammar and bits is not None and self.grammar.must_end(bits):
             end_ids = frozenset()  # the schema outranks min_tokens
-        if (named := self._allowed_bits) is not None:
-            allowed = named if allowed is None else allowed[: len(named)] & named[: len(allowed)]
+        if (of_request := self._allowed_bits) is not None:
+            bits = of_request if bits is None else bits[: len(of_request)] & of_request[: len(bits)]
         return Row(
             params=request.params,
             prompt_ids=self._prompt_ids,
             output_ids=self._output(),
             end_ids=end_ids,
             seed=request.seed,
-            allowed=allowed,
+            allowed=bits,
             forbidden=self._forbidden(),
         )
 

@@ -48,7 +48,7 @@ def _packed(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
     vocabulary = logits.shape[-1]
     top = top_logprobs(logits.log_softmax(-1), tokens.clamp(max=vocabulary - 1), count)
     is_known = tokens < vocabulary
-    logprobs = top.chosen.where(is_known, -torch.inf)
+    of_token = top.of_token.where(is_known, -torch.inf)
     ranks = top.ranks.where(is_known, vocabulary)
-    columns = (logprobs[:, None].view(torch.int32), ranks[:, None], top.ids, top.values.view(torch.int32))
+    columns = (of_token[:, None].view(torch.int32), ranks[:, None], top.ids, top.values.view(torch.int32))
     return torch.cat([column.int() for column in columns], dim=1).to("cpu", non_blocking=True)

@@ -206,15 +206,15 @@ class Runner:
             self.encoder.prefetch(plan.prefetch)
         if plan.decode_first:
             self.encoder.decode_first(plan.decode_first)
-        done = self.encoder.poll()
-        self.embeddings.update(done.embeddings)
-        self._coordinates.update(done.coordinates)
+        images = self.encoder.poll()
+        self.embeddings.update(images.embeddings)
+        self._coordinates.update(images.coordinates)
         return StepResult(
             {},
-            done.times,
-            done.errors,
+            images.times,
+            images.errors,
             slice=advanced,
-            restored=frozenset(done.restored),
+            restored=frozenset(images.restored),
             local_work=self.encoder.local_work,
             decoded=self.encoder.decoded_first(),
         )

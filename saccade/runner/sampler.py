@@ -1,14 +1,14 @@
 """From logits to tokens, for all requests of a step. Stateless: noise is a function of (seed, position).
 
 So a seeded request gives the same text whatever it is batched with, and a preempted one goes on as it began.
-`reference_sample` does the same for one row, slowly; a test compares the two.
+`reference_sampler.py` of the tests does the same for one row, slowly, and they compare the two.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from saccade.kernels.sampling_rows import MIN_P, PARAMETERS, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 from saccade.sampling_params import SamplingParams
 from saccade.types.step import Logprobs, Sample
 
 Added = tuple[Tensor, Tensor]
 
 _NEVER = float("-inf")
+_PARAMETERS = attrgetter(*PARAMETERS)
+_PENALTIES = attrgetter("repetition_penalty", "frequency_penalty", "presence_penalty")
 _CANDIDATES = 4096  # most likely tokens, tried for top-k and top-p before the whole vocabulary is sorted
 
 
@@ -41,8 +44,8 @@ class Row:
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
     """One token per row. `logits` is [rows, vocabulary] in float32 and may be changed in place."""
-    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    values = logits[wanted].log_softmax(-1) if wanted else None  # before anything below changes logits
+    reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    values = logits[reported].log_softmax(-1) if reported else None  # before anything below changes logits
     _adjust(logits, rows)
     tokens = logits.argmax(-1)
     random = [i for i, row in enumerate(rows) if not row.params.is_greedy]
@@ -51,11 +54,12 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
         inputs = SamplingInputs.of([(rows[i].params, rows[i].seed, len(rows[i].output_ids)) for i in random])
         numbers = torch.from_numpy(inputs.values).to(logits.device)
         tokens[index] = sample_rows(logits[index], numbers, inputs.has_filters)
-    chosen: list[int] = tokens.tolist()
+    token_ids: list[int] = tokens.tolist()
     if values is None:
-        return [Sample(token, None) for token in chosen]
-    logprobs = dict(zip(wanted, _logprobs(values, tokens[wanted], [rows[i] for i in wanted]), strict=True))
-    return [Sample(token, logprobs.get(i)) for i, token in enumerate(chosen)]
+        return [Sample(token, None) for token in token_ids]
+    logprobs = _logprobs(values, tokens[reported], [rows[i] for i in reported])
+    by_row = dict(zip(reported, logprobs, strict=True))
+    return [Sample(token, by_row.get(i)) for i, token in enumerate(token_ids)]
 
 
 # --- adjusting logits ---------------------------------------------------------------------------------------
@@ -83,9 +87,8 @@ def _adjust(logits: Tensor, rows: Sequence[Row]) -> None:
 def _added(tokens: Collection[int], values: Iterable[float], logits: Tensor) -> Added:
     """Tokens of the vocabulary, and what is added to their logits."""
     pairs = [(token, value) for token, value in zip(tokens, values, strict=True) if token < logits.shape[-1]]
-    ids, added = zip(*pairs, strict=True) if pairs else ((), ())
-    index = torch.tensor(ids, dtype=torch.int64, device=logits.device)
-    return index, torch.tensor(added, dtype=logits.dtype, device=logits.device)
+    index = torch.tensor([token for token, _ in pairs], dtype=torch.int64, device=logits.device)
+    return index, torch.tensor([value for _, value in pairs], dtype=logits.dtype, device=logits.device)
 
 
 def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
@@ -99,19 +102,18 @@ def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
     index = torch.tensor(list(masks), device=logits.device)
     words = torch.from_numpy(packed).to(logits.device)  # [n, words]
     bits = (words[:, :, None] >> torch.arange(32, device=logits.device)) & 1  # [n, words, 32]
-    allowed = bits.flatten(1)[:, : logits.shape[-1]].bool()  # [n, V]
-    logits[index] = logits[index].masked_fill(~allowed, _NEVER)
+    is_allowed = bits.flatten(1)[:, : logits.shape[-1]].bool()  # [n, V]
+    logits[index] = logits[index].masked_fill(~is_allowed, _NEVER)
 
 
 def _penalise(logits: Tensor, where: list[int], rows: Sequence[Row]) -> None:
     """Repetition counts prompt and output, presence and frequency the output. Touches only these tokens."""
-    found = [_counts(row, logits.shape[-1]) for row in rows]
-    lengths = [len(tokens) for tokens, _ in found]
-    index = torch.from_numpy(np.stack([np.repeat(where, lengths), np.concatenate([t for t, _ in found])]))
-    asked = [row.params for row in rows]
-    penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in asked]
-    counted = np.concatenate([counts for _, counts in found])
-    values = np.concatenate([np.repeat(np.array(penalties).T, lengths, axis=1), counted[None]])
+    pairs = [_counts(row, logits.shape[-1]) for row in rows]
+    lengths = [len(tokens) for tokens, _ in pairs]
+    index = torch.from_numpy(np.stack([np.repeat(where, lengths), np.concatenate([t for t, _ in pairs])]))
+    penalties = np.array([_PENALTIES(row.params) for row in rows]).T
+    occurrences = np.concatenate([counts for _, counts in pairs])
+    values = np.concatenate([np.repeat(penalties, lengths, axis=1), occurrences[None]])
     entries = tuple(index.to(logits.device))  # (row, token)
     repetition, frequency, presence, counts = torch.from_numpy(values).to(logits.device, logits.dtype)
     part = logits[entries]
@@ -139,15 +141,23 @@ def _counts(row: Row, vocabulary: int) -> tuple[npt.NDArray[np.int64], npt.NDArr
 class SamplingInputs(NamedTuple):
     """What sampling needs beside the logits, as one array: the device then never waits for the host."""
 
-    values: npt.NDArray[np.float64]  # [5, rows]: temperature, top_k, top_p, min_p, a uniform number in [0, 1)
+    values: npt.NDArray[np.float64]  # [COUNT, rows], see `sampling_rows`
     has_filters: bool  # whether some row asks for top_k or top_p, which costs sorting the vocabulary
 
     @classmethod
-    def of(cls, asked: Sequence[tuple[SamplingParams, int, int]]) -> SamplingInputs:
+    def of(cls, rows: Sequence[tuple[SamplingParams, int, int]]) -> SamplingInputs:
         """From each row's parameters, seed and number of output tokens."""
-        rows = np.array([(p.temperature, p.top_k, p.top_p, p.min_p, uniform(*at)) for p, *at in asked]).T
-        rows[1, rows[1] <= 0] = np.inf
-        return cls(rows, any(p.top_k > 0 or p.top_p < 1 for p, *_ in asked))
+        values = np.array([(*_PARAMETERS(p), uniform(*at)) for p, *at in rows]).T
+        values[TOP_K, values[TOP_K] <= 0] = np.inf
+        return cls(values, any(p.top_k > 0 or p.top_p < 1 for p, *_ in rows))
+
+
+FILTER_CASES = (  # each filter alone, then all: a kernel is compared with PyTorch on these
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=2.0, top_k=5),
+    SamplingParams(temperature=1.5, top_p=0.6),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
+)
 
 
 def sample_rows(logits: Tensor, numbers: Tensor, has_filters: bool) -> Tensor:
@@ -155,16 +165,16 @@ def sample_rows(logits: Tensor, numbers: Tensor, has_filters: bool) -> Tensor:
 
     Equally likely tokens stay or go together. `numbers`: `SamplingInputs.values`, on the logits' device.
     """
-    temperature, top_k, top_p, min_p, uniforms = numbers[:, :, None]
-    scaled = logits.double() / temperature  # float64: sums over a vocabulary need the precision
+    column = numbers[:, :, None]
+    scaled = logits.double() / column[TEMPERATURE]  # float64: sums over a vocabulary need the precision
     if has_filters:
-        scaled.masked_fill_(scaled < _minimum(scaled, top_k, top_p), _NEVER)
+        scaled.masked_fill_(scaled < _minimum(scaled, column[TOP_K], column[TOP_P]), _NEVER)
     probs = scaled.softmax(-1)
-    probs.masked_fill_(probs < min_p * probs.amax(-1, keepdim=True), 0)
+    probs.masked_fill_(probs < column[MIN_P] * probs.amax(-1, keepdim=True), 0)
     sums = probs.cumsum(-1)
-    found = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # never of probability 0
+    tokens = torch.searchsorted(sums, column[UNIFORM] * sums[:, -1:], right=True)  # never of probability 0
     last = (sums < sums[:, -1:]).sum(-1, keepdim=True)  # rounding must not step past the last one
-    return torch.minimum(found, last)[:, 0]
+    return torch.minimum(tokens, last)[:, 0]
 
 
 def _minimum(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -182,8 +192,8 @@ def _minimum_of(first: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> 
     within = first.masked_fill(rank >= top_k, _NEVER)
     total = torch.where(top_k <= first.shape[-1], within.logsumexp(-1, True), scaled.logsumexp(-1, True))
     probs = (within - total).exp_()
-    kept = (probs.cumsum(-1) - probs < top_p) & (rank < top_k)
-    return first.gather(-1, kept.sum(-1, keepdim=True) - 1), ~kept[:, -1]
+    stays = (probs.cumsum(-1) - probs < top_p) & (rank < top_k)
+    return first.gather(-1, stays.sum(-1, keepdim=True) - 1), ~stays[:, -1]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -200,9 +210,9 @@ def uniform(seed: int, position: int) -> float:
 
 
 class TopLogprobs(NamedTuple):
-    """Of some rows, on their device."""
+    """Log probabilities of some rows, on their device."""
 
-    chosen: Tensor  # [rows]: the token's log probability
+    of_token: Tensor  # [rows]
     ranks: Tensor  # [rows]: 1 is the most likely token
     ids: Tensor  # [rows, count]: the most likely tokens
     values: Tensor  # [rows, count]: their log probabilities
@@ -210,59 +220,17 @@ class TopLogprobs(NamedTuple):
 
 def top_logprobs(values: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     """`values`: [rows, vocabulary], log probabilities."""
-    chosen = values.gather(-1, tokens[:, None])
-    ranks = (values > chosen).sum(-1) + 1
+    of_token = values.gather(-1, tokens[:, None])
+    ranks = (values > of_token).sum(-1) + 1
     top, ids = values.topk(count)
-    return TopLogprobs(chosen[:, 0], ranks, ids, top)
+    return TopLogprobs(of_token[:, 0], ranks, ids, top)
 
 
 def _logprobs(values: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[Logprobs]:
     """For all rows at once: each read of a device's results synchronizes. `values` is [rows, vocabulary]."""
     counts = [row.params.logprobs or 0 for row in rows]
-    found = top_logprobs(values, tokens, max(counts))
+    columns = [column.tolist() for column in top_logprobs(values, tokens, max(counts))]
     return [
         Logprobs(value, rank, tuple(zip(likely[:count], best[:count], strict=True)))
-        for value, rank, likely, best, count in zip(*(part.tolist() for part in found), counts, strict=True)
+        for value, rank, likely, best, count in zip(*columns, counts, strict=True)
     ]
-
-
-# --- the reference ------------------------------------------------------------------------------------------
-
-
-def reference_sample(logits: Sequence[float], row: Row) -> int:
-    """One row in plain Python, step by step."""
-    params = row.params
-    values = list(logits)
-    outputs = row.output_ids.tolist()
-    prompts = row.prompt_ids.tolist()
-    for token in set(outputs) | set(prompts):
-        values[token] *= params.repetition_penalty if values[token] <= 0 else 1 / params.repetition_penalty
-    for token in set(outputs):
-        values[token] -= params.frequency_penalty * outputs.count(token) + params.presence_penalty
-    for token, bias in (params.logit_bias or {}).items():
-        values[token] += bias
-    if len(outputs) < params.min_tokens:
-        for token in row.end_ids:
-            values[token] = _NEVER
-    for token in row.forbidden:
-        values[token] = _NEVER
-    if (bits := row.allowed) is not None:
-        allowed = {t for t in range(min(len(values), len(bits) * 32)) if bits[t // 32] >> (t % 32) & 1}
-        values = [v if t in allowed else _NEVER for t, v in enumerate(values)]
-    ranked = sorted(range(len(values)), key=lambda t: -values[t])
-    if params.is_greedy:
-        return ranked[0]
-    ranked = ranked[: params.top_k] if params.top_k > 0 else ranked
-    weights = [math.exp((values[t] - values[ranked[0]]) / params.temperature) for t in ranked]
-    probs = [w / sum(weights) for w in weights]
-    last = [t for i, t in enumerate(ranked) if sum(probs[:i]) < params.top_p][-1]
-    likely = [t for t, v in enumerate(values) if v >= values[last]]  # also those as likely as the last
-    odds = {t: math.exp((values[t] - values[ranked[0]]) / params.temperature) for t in likely}
-    kept = {t: odd for t, odd in odds.items() if odd >= params.min_p}
-    target = uniform(row.seed, len(outputs)) * sum(kept.values())
-    running = 0.0
-    for token in sorted(kept):
-        running += kept[token]
-        if running > target:
-            return token
-    return max(kept)

@@ -17,12 +17,12 @@ from saccade.types.step import ScheduledWindow, StepPlan
 
 
 def can_fuse(
-    served: frozenset[str], running: Iterable[ScheduledRequest], coming: Iterable[ScheduledRequest]
+    decoding: frozenset[str], running: Iterable[ScheduledRequest], newcomers: Iterable[ScheduledRequest]
 ) -> bool:
-    """Whether prefill may be fused with the next decode step: only `served` decode, all on the device."""
-    if not served or not all(seq.request_id in served or not seq.is_decoding for seq in running):
+    """Whether prefill may be fused with the next decode step: only `decoding` decode, all on the device."""
+    if not decoding or not all(seq.request_id in decoding or not seq.is_decoding for seq in running):
         return False
-    return all(seq.samples_on_device and not seq.is_decoding for seq in coming)
+    return all(seq.samples_on_device and not seq.is_decoding for seq in newcomers)
 
 
 def async_decode_windows(

@@ -14,16 +14,17 @@ of it. Where one prompt ends, nothing is fused:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
+from typing import NamedTuple
 
 from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
-from saccade.scheduler.fair_queue import LAST, Rank
 from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
-from saccade.scheduler.step_policy import IMAGE_SHARE, Demand, StepLimits
+from saccade.scheduler.step_policy import IMAGE_SHARE, StepDemand, StepLimits
+from saccade.scheduler.tenant_share import LAST, Rank
 from saccade.types.media import Key
 from saccade.types.step import Admission, ScheduledWindow
 
@@ -34,19 +35,19 @@ _LAST_TOKENS = 16  # of a prompt that did not end where it might have been fused
 class StepBudget:
     """Tokens that are left in a step, by the kind of window that asks."""
 
-    def __init__(self, limits: StepLimits, demand: Demand) -> None:
+    def __init__(self, limits: StepLimits, demand: StepDemand) -> None:
         self.total = limits.tokens
         self.num_prefills = 0  # so far
-        self._max_prefills = limits.max_prefills if limits.max_prefills is not None else limits.tokens
-        left = max(limits.tokens - demand.decoding, 1)
-        self._ending = left  # prefill tokens in a step in which a prompt ends
-        self._going_on = left  # where none does
+        self._max_prefills = limits.tokens if limits.max_prefills is None else limits.max_prefills
+        spare = max(limits.tokens - demand.decoding, 1)
+        self._ending = spare  # prefill tokens in a step in which a prompt ends
+        self._going_on = spare  # where none does
         if limits.prefill_tokens is not None:
             # Every prompt that can end in this step does.
             ends_text = 0 < sum(demand.text_tokens.values()) <= limits.prefill_tokens
-            going_on = limits.mixed_tokens if limits.mixed_tokens and not ends_text else limits.prefill_tokens
-            self._ending = min(left, limits.prefill_tokens)
-            self._going_on = min(left, going_on)
+            self._ending = self._going_on = min(spare, limits.prefill_tokens)
+            if limits.mixed_tokens and not ends_text:
+                self._going_on = min(spare, limits.mixed_tokens)
         self._prefill = max(self._ending, self._going_on)
         self._all_prefill = self._prefill
         self._text = demand.text_tokens if limits.text_first else {}
@@ -60,16 +61,16 @@ class StepBudget:
             return self.total if self._ending >= 0 else 0  # one token is an end too: not beside fused prefill
         if self.num_prefills >= self._max_prefills:
             return 0
-        rest = seq.num_tokens - start
-        left = min(self.total, self._prefill)
+        length = seq.num_tokens - start  # to the end of its prompt
+        tokens = min(self.total, self._prefill)
         if seq.has_images_ahead:
-            left = min(left, self._left_for_images(seq.share.name))
-        if rest <= min(left, self._ending):
-            return rest
-        left = min(left, self._going_on)
-        if left <= self._ending:
-            return left
-        return min(left, max(rest - _LAST_TOKENS, 0))
+            tokens = min(tokens, self._left_for_images(seq.share.name))
+        if length <= min(tokens, self._ending):
+            return length
+        tokens = min(tokens, self._going_on)
+        if tokens <= self._ending:
+            return tokens
+        return min(tokens, max(length - _LAST_TOKENS, 0))
 
     def _left_for_images(self, tenant: str) -> int:
         text = self._text.get(tenant)
@@ -85,7 +86,8 @@ class StepBudget:
             self._prefill -= end - start
             self._ending -= end - start
             self._going_on -= end - start
-            self._images[seq.share.name] += end - start if seq.has_images_ahead else 0
+            if seq.has_images_ahead:
+                self._images[seq.share.name] += end - start
         if end == seq.num_tokens:
             self._prefill = self._going_on = self._ending
 
@@ -130,7 +132,7 @@ def demand_of(
     can_fuse: bool,
     latency_bounded: bool,
     seats: int,
-) -> Demand:
+) -> StepDemand:
     """`seats`: requests that may still start to run."""
     decoding = text_decoding = prompts = work = 0
     backlog = _Backlog(encoder, seats)
@@ -153,7 +155,7 @@ def demand_of(
             work = work or seq.spans[seq.next_span].encode_cost
             first = min(first, seq.share.rank)
     before_images = sum([text_tokens[name] for name, rank in ranks.items() if rank <= first])
-    return Demand(
+    return StepDemand(
         step=step,
         decoding=decoding,
         text_decoding=text_decoding,
@@ -171,12 +173,21 @@ def demand_of(
     )
 
 
+class StepOutcome(NamedTuple):
+    """What planning one step showed that the next plan needs to know."""
+
+    needs_sync: bool = False  # only a preemption helps, and none may happen beside a running step
+    lacks_blocks: bool = False  # the waiting request that goes next found too few
+
+
 @dataclass(slots=True)
 class StepBuilder:
     """What a step has so far, and what it may still take."""
 
     now: float
     budget: StepBudget
+    lacks_blocks: bool  # the waiting request that goes next; from the step before until this one is filled
+    not_ready: frozenset[str] = frozenset()  # requests that sit this step out: their grammar is being made
     async_decode: frozenset[str] = frozenset()  # requests whose decode runs already, in a step planned before
     skip_decode: bool = False  # decoding requests sit this step out
     decode: list[ScheduledWindow] = field(default_factory=list)
@@ -190,3 +201,11 @@ class StepBuilder:
     @property
     def has_windows(self) -> bool:
         return bool(self.decode or self.prefill)
+
+    @property
+    def windows(self) -> Iterator[ScheduledWindow]:
+        return chain(self.decode, self.prefill)
+
+    @property
+    def outcome(self) -> StepOutcome:
+        return StepOutcome(self.is_short or self.needs_sync, self.lacks_blocks)

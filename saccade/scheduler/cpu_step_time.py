@@ -16,20 +16,20 @@ _SLOWER = 4.0
 _MIN_SHARE = 0.25  # of a step's time is for prefill, however long decode takes
 
 
-class Rate:
+class LearnedRate:
     """Something a second."""
 
     def __init__(self, first: float, minimum: float) -> None:
         self._minimum = minimum
         self.value = max(first, minimum)
 
-    def learn(self, amount: float, seconds: float, allowed: float) -> None:
+    def learn(self, amount: float, seconds: float, limit: float) -> None:
         """Faster counts always; slower only where it took too long: little at a time is always slow."""
-        seen = amount / max(seconds, 1e-9)
-        if seen > self.value:
-            self.value = min(seen, _FASTER * self.value)
-        elif seconds > allowed:
-            self.value = max(seen, self.value / _SLOWER, self._minimum)
+        latest = amount / max(seconds, 1e-9)
+        if latest > self.value:
+            self.value = min(latest, _FASTER * self.value)
+        elif seconds > limit:
+            self.value = max(latest, self.value / _SLOWER, self._minimum)
 
 
 class CpuStepTime:
@@ -38,8 +38,8 @@ class CpuStepTime:
         self._seconds = time.seconds
         self._max_tokens = max_tokens
         self._layers = layers
-        self._prefill_rate = Rate(time.prompt_tokens_per_s, MIN_PREFILL_TOKENS / time.seconds)
-        self._layer_rate = Rate(time.layers_per_s, 1 / time.seconds)
+        self._prefill_rate = LearnedRate(time.prompt_tokens_per_s, MIN_PREFILL_TOKENS / time.seconds)
+        self._layer_rate = LearnedRate(time.layers_per_s, 1 / time.seconds)
         self._decodes: dict[int, float] = {}  # seconds of a step that only decodes, by the bits of how many
 
     @property
@@ -53,15 +53,15 @@ class CpuStepTime:
 
     def observe(self, decoding: int, prompt_tokens: int, encoded: Slice, seconds: float) -> None:
         """A step that did this took so long."""
-        rest = max(seconds - encoded.seconds, 0.0)
+        decoder_seconds = max(seconds - encoded.seconds, 0.0)
         if encoded.layers:
             self._layer_rate.learn(encoded.layers, encoded.seconds, self._seconds)
         if prompt_tokens >= MIN_PREFILL_TOKENS:
-            spent = max(rest - self._alone(decoding), _MIN_SHARE * rest)
-            self._prefill_rate.learn(prompt_tokens, spent, self._left(decoding))
+            prefill_seconds = max(decoder_seconds - self._alone(decoding), _MIN_SHARE * decoder_seconds)
+            self._prefill_rate.learn(prompt_tokens, prefill_seconds, self._left(decoding))
         elif decoding and not prompt_tokens:
             bits = decoding.bit_length()
-            self._decodes[bits] = (self._decodes.get(bits, rest) + rest) / 2
+            self._decodes[bits] = (self._decodes.get(bits, decoder_seconds) + decoder_seconds) / 2
 
     def _left(self, num_decoding: int) -> float:
         """Seconds of a step for prefill, beside so many decodes."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from saccade.scheduler.cache_log import CacheLog
-from saccade.scheduler.encoder_eviction import Charge, FairEviction
+from saccade.scheduler.encoder_eviction import FairEviction, SlotCharge
 from saccade.types.media import Key
 from saccade.types.request import NO_TENANT, Tenant, family_of
 
@@ -23,7 +23,7 @@ Holder = tuple[str, int]
 class _Entry:
     slots: int
     holders: set[Holder]
-    charge: Charge
+    charge: SlotCharge
     is_in_flight: bool = True
 
     @property
@@ -206,6 +206,6 @@ class EncoderCache:
         flight = sum(entry.slots for entry in entries.values() if entry.is_in_flight)
         assert self.slots_in_flight == flight, "slots in flight miscounted"
         assert self._used_slots <= self._slots, f"{self._used_slots} slots used of {self._slots}"
-        held = {holder: key for key, entry in entries.items() for holder in entry.holders}
-        assert held == self._held, "holders and entries disagree"
+        by_holder = {holder: key for key, entry in entries.items() for holder in entry.holders}
+        assert by_holder == self._held, "holders and entries disagree"
         assert not self._evicted.keys() & entries.keys(), "an entry is about to be dropped by the runner"

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from saccade.scheduler.fair_queue import counted_as
+from saccade.scheduler.tenant_share import counted_as
 from saccade.types.media import Key
 from saccade.types.request import OTHER_LABEL, Tenant
 
@@ -86,7 +86,7 @@ class _Account:
 
 
 @dataclass(slots=True, eq=False)
-class Charge:
+class SlotCharge:
     """An entry of the cache, as its tenant is charged for it: the last one that asked for the image."""
 
     key: Key
@@ -111,17 +111,17 @@ class FairEviction:
         self._accounts: dict[str, _Account] = {}
         self._counts: dict[str, _Counts] = {}  # by label, also of tenants whose account is gone
 
-    def admit(self, key: Key, slots: int, tenant: Tenant, requester: str | None) -> Charge:
+    def admit(self, key: Key, slots: int, tenant: Tenant, requester: str | None) -> SlotCharge:
         """An image is about to be encoded."""
         self._encoded_slots += slots
         account = self._account(tenant)
         self._count(tenant).misses += 1
         is_proven = any(other.recall(key, self._slots) for other in self._accounts.values())
-        charge = Charge(key, slots, account, is_proven, requester)
+        charge = SlotCharge(key, slots, account, is_proven, requester)
         charge.segment.slots += slots
         return charge
 
-    def use(self, charge: Charge, tenant: Tenant, requester: str) -> bool:
+    def use(self, charge: SlotCharge, tenant: Tenant, requester: str) -> bool:
         """A request pins an entry that is not idle now. Whether that is a hit."""
         charge.segment.slots -= charge.slots
         is_hit = charge.requester is not None
@@ -134,17 +134,17 @@ class FairEviction:
         charge.segment.slots += charge.slots
         return is_hit
 
-    def rest(self, charge: Charge) -> None:
+    def rest(self, charge: SlotCharge) -> None:
         charge.segment.idle[charge.key] = None
 
-    def wake(self, charge: Charge) -> None:
+    def wake(self, charge: SlotCharge) -> None:
         del charge.segment.idle[charge.key]
 
-    def drop(self, charge: Charge) -> None:
+    def drop(self, charge: SlotCharge) -> None:
         """An entry that is not idle is gone."""
         charge.segment.slots -= charge.slots
 
-    def evict(self, charge: Charge) -> None:
+    def evict(self, charge: SlotCharge) -> None:
         """An idle entry is gone."""
         self.wake(charge)
         self.drop(charge)
@@ -202,8 +202,8 @@ class FairEviction:
         Tenants with a label of their own are counted apart: throw-away names keep no account from them.
         """
         is_other = tenant.label == OTHER_LABEL
-        own = [name for name in self._accounts if name != _SHARED]
-        alike = [name for name in own if self._accounts[name].is_other == is_other]
+        names = [name for name in self._accounts if name != _SHARED]
+        alike = [name for name in names if self._accounts[name].is_other == is_other]
         if tenant.name == _SHARED or len(alike) < _MAX_TENANTS:
             return self._accounts.setdefault(tenant.name, _Account(is_other=is_other))
         idle = [name for name in alike if self._is_unproven(self._accounts[name])]
@@ -247,7 +247,7 @@ class FairEviction:
             yield account.probation
             yield account.protected
 
-    def check(self, charges: Iterable[Charge], idle: set[Key]) -> None:
+    def check(self, charges: Iterable[SlotCharge], idle: set[Key]) -> None:
         """The conservation laws: each entry is charged once, and a ghost has no entry."""
         slots = {id(segment): 0 for segment in self._segments()}
         order = {id(segment): set[Key]() for segment in self._segments()}

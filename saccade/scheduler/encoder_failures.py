@@ -32,7 +32,7 @@ def affected_requests(
         for request_id, index in encoder.failed(key):
             affected.setdefault(request_id, error)
             seq = open_requests[request_id]
-            seq.held.remove(index)
+            seq.pins.remove(index)
             bad_from[request_id] = min(bad_from.get(request_id, seq.num_tokens), seq.spans[index].start)
     _evict_unwritten(plan, open_requests, pool, affected, bad_from)
     return affected

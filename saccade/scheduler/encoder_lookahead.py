@@ -38,9 +38,9 @@ def _next_of_running(candidates: Iterable[ScheduledRequest], encoder: EncoderSch
     """The next image of each running request that is to be encoded: it may not go on without."""
     for seq in _in_order(seq for seq in candidates if seq.is_running):
         ahead = range(seq.next_span, len(seq.spans))
-        missing = next((index for index in ahead if not encoder.has(seq.spans[index].key)), None)
-        if missing is not None:
-            yield seq, missing
+        first = next((index for index in ahead if not encoder.has(seq.spans[index].key)), None)
+        if first is not None:
+            yield seq, first
 
 
 class NextUp(NamedTuple):
@@ -73,12 +73,12 @@ def encoded_ahead(candidates: Iterable[ScheduledRequest], encoder: EncoderSchedu
     Ranks of tenants change from step to step. If each evicted what the other has not used yet, both would
     encode for ever.
     """
-    kept = KeptImages(set(), set())
+    images = KeptImages(set(), set())
     for seq in candidates:
         ahead = islice(seq.spans, seq.next_span, None)
-        keys = kept.of_running if seq.is_running else kept.of_waiting
+        keys = images.of_running if seq.is_running else images.of_waiting
         keys.update(takewhile(encoder.has, (span.key for span in ahead)))
-    return kept
+    return images
 
 
 def missing_items(
@@ -89,11 +89,11 @@ def missing_items(
     keys = {item.key for item in encoder.prefetch(ahead)}
     if all(span.key not in keys for span in seq.spans):
         return ()
-    num_found = len(pool.find(seq.hashes, seq.num_tokens))
-    num_found += pool.count_offloaded(seq.hashes, seq.num_tokens, num_found)
-    found = num_found * pool.block_size
+    num_blocks = len(pool.find(seq.hashes, seq.num_tokens))
+    num_blocks += pool.count_offloaded(seq.hashes, seq.num_tokens, num_blocks)
+    cached_end = num_blocks * pool.block_size
     pairs = zip(seq.spans, seq.request.prompt.items, strict=True)
-    return tuple(item for span, item in pairs if span.pinned_until > found and span.key in keys)
+    return tuple(item for span, item in pairs if span.pinned_until > cached_end and span.key in keys)
 
 
 def deadlocked(
@@ -103,9 +103,9 @@ def deadlocked(
 
     Each may wait for what another one pins. One alone waits for requests that go on, and those end.
     """
-    holding = [seq for seq in running if seq.held and seq.blocks_cache]
+    holding = [seq for seq in running if seq.pins and seq.blocks_cache]
     if len(holding) < 2:
         return []
-    served = {window.request_id for window in windows}
-    stuck = [seq for seq in holding if seq.request_id not in served and encoder.lacks_cache_space(seq)]
+    moving = {window.request_id for window in windows}
+    stuck = [seq for seq in holding if seq.request_id not in moving and encoder.lacks_cache_space(seq)]
     return stuck if len(stuck) > 1 else []

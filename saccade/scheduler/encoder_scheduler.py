@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.encoder_cache import EncoderCache
-from saccade.scheduler.fair_queue import DECODED_PIXEL_COST, EMBEDDING_COST
 from saccade.scheduler.latency_model import EncoderLoad
 from saccade.scheduler.request import ScheduledRequest
+from saccade.scheduler.tenant_share import DECODED_PIXEL_COST, EMBEDDING_COST
 from saccade.types.media import Key, MediaItem
 from saccade.types.prompt import Span
+from saccade.types.step import StepResult
 
 _MAX_DECODED_FIRST = 64  # that a plan names
 
@@ -27,13 +28,13 @@ class WindowLimit(NamedTuple):
     stops_at_image: bool = False  # whose embeddings are missing
 
 
-class _Refused(NamedTuple):
+class _RefusedRequest(NamedTuple):
     """A request that waits for the encoder or for cache space."""
 
     seq: ScheduledRequest
     counter: float  # of its tenant when it was first refused
 
-    def is_before(self, other: _Refused) -> bool:
+    def is_before(self, other: _RefusedRequest) -> bool:
         share = self.seq.share
         if share is other.seq.share:
             return self.seq.place < other.seq.place
@@ -49,15 +50,17 @@ class _FifoTurn:
     """
 
     def __init__(self) -> None:
-        self._head: _Refused | None = None  # the first in the queue
-        self._next_head: _Refused | None = None
+        self._head: _RefusedRequest | None = None  # the first in the queue
+        self._next_head: _RefusedRequest | None = None
 
     def turn(self) -> None:
         self._head = self._next_head
         self._next_head = None
 
     def refuse(self, seq: ScheduledRequest) -> None:
-        refused = self._head if self._head and self._head.seq is seq else _Refused(seq, seq.share.counter)
+        refused = _RefusedRequest(seq, seq.share.counter)
+        if self._head and self._head.seq is seq:
+            refused = self._head
         if self._head is None or refused.is_before(self._head):
             self._head = refused
         if self._next_head is None or refused.is_before(self._next_head):
@@ -65,7 +68,7 @@ class _FifoTurn:
 
     def put_first(self, seq: ScheduledRequest) -> None:
         """Before all others in the next step, whatever their tenants' counters."""
-        self._next_head = _Refused(seq, -math.inf)
+        self._next_head = _RefusedRequest(seq, -math.inf)
 
     def serve(self, seq: ScheduledRequest) -> None:
         """It has what it was queued for."""
@@ -76,7 +79,7 @@ class _FifoTurn:
         """Not one that pins space which the head may wait for: it frees that by going on."""
         if self._head is None or self._head.seq is seq:
             return False
-        return self._head.is_before(_Refused(seq, seq.share.counter)) and not seq.blocks_cache
+        return self._head.is_before(_RefusedRequest(seq, seq.share.counter)) and not seq.blocks_cache
 
 
 class KeptImages(NamedTuple):
@@ -115,8 +118,8 @@ class EncoderScheduler:
         self._cache = cache
         self._own_budget = encoder_budget
         self._encoder_budget = encoder_budget * (1 + num_workers)
-        self.local_work: int | None = None  # embeddings that the engine itself makes; None: all in flight
-        self.decoded: frozenset[Key] = frozenset()  # of those that are decoded before they are encoded
+        self._local_work: int | None = None  # embeddings that the engine itself makes; None: all in flight
+        self._decoded: frozenset[Key] = frozenset()  # of those that are decoded before they are encoded
         self.waits_for_decoding = False  # some of them are to be decoded
         self._wanted: Counter[Key] = Counter()  # media of open requests
         self._left: dict[Key, None] = {}  # of requests that have ended since the last plan
@@ -133,13 +136,13 @@ class EncoderScheduler:
     @property
     def has_workers(self) -> bool:
         """Whether encoder workers are up, which make embeddings beside the engine."""
-        return self.local_work is not None
+        return self._local_work is not None
 
     @property
     def own_load(self) -> EncoderLoad:
         """The part of what is in flight that steps of this engine spend time on."""
-        if self.local_work is not None:
-            return EncoderLoad(self.local_work, min(self.local_work, 1))
+        if self._local_work is not None:
+            return EncoderLoad(self._local_work, min(self._local_work, 1))
         return EncoderLoad(self.work_in_flight, len(self._in_flight))
 
     @property
@@ -170,6 +173,11 @@ class EncoderScheduler:
         self._left.clear()
         return unwanted
 
+    def observe(self, result: StepResult) -> None:
+        """What a step showed of encoder workers, and of images that are decoded first."""
+        self._local_work = result.local_work
+        self._decoded = result.decoded
+
     def begin_step(self, is_sliced: bool, max_work: int | None = None) -> None:
         """`is_sliced`: encoding advances a few layers a step; what is in flight cannot be used in this step.
 
@@ -179,7 +187,8 @@ class EncoderScheduler:
         self.encode = []
         # What earlier steps left in flight counts too: the budget bounds the encoder's memory.
         maximum = self._encoder_budget if self.has_workers and is_sliced else self._own_budget
-        maximum = maximum if max_work is None else min(max_work, maximum)
+        if max_work is not None:
+            maximum = min(max_work, maximum)
         self._budget = maximum - self.work_in_flight
         self._encode_queue.turn()
         self._space_queue.turn()
@@ -189,21 +198,22 @@ class EncoderScheduler:
         entered: list[int] = []
         space = self._cache.space
         budget = self._budget
-        seen: set[Key] = set()
+        keys: set[Key] = set()
         for index in range(seq.next_span, len(seq.spans)):
             span = seq.spans[index]
             if span.start >= end:
                 break
             if self._keeps_spans_whole and start < span.start and end < span.start + span.length:
                 return WindowLimit(span.start, tuple(entered))
-            if span.pinned_until <= start or index in seq.held:
+            if span.pinned_until <= start or index in seq.pins:
                 continue
-            if span.key not in seen:
+            if span.key not in keys:
                 if not self._may_enter(seq, index):
                     return WindowLimit(max(start, span.start), tuple(entered), stops_at_image=True)
-                seen.add(span.key)
+                keys.add(span.key)
                 space -= self._cache.space_taken_by(span.key, span.num_embeds)
-                budget -= 0 if span.key in self._cache else span.encode_cost
+                if span.key not in self._cache:
+                    budget -= span.encode_cost
                 if space < 0 or budget < 0:  # earlier spans of this window take what it needs
                     return WindowLimit(max(start, span.start), tuple(entered), stops_at_image=True)
             entered.append(index)
@@ -212,26 +222,26 @@ class EncoderScheduler:
     def enter(self, seq: ScheduledRequest, spans: Iterable[int]) -> None:
         """Pin the embeddings of spans that `window_limit` allowed, and encode those that are missing."""
         # Resident ones are pinned first: they must not be evicted to make space for the others.
-        missing = [index for index in spans if not self._pin(seq, index)]
-        for index in missing:
+        to_encode = [index for index in spans if not self._pin(seq, index)]
+        for index in to_encode:
             if not self._pin(seq, index):  # the same image may come twice in one window
                 span = seq.spans[index]
                 tenant = seq.request.tenant
                 is_reserved = self._cache.reserve(span.key, span.num_embeds, seq.holder(index), tenant=tenant)
                 assert is_reserved, "a span was entered without space for it"
                 self._start(seq, index)
-        seq.held.update(spans)
+        seq.pins.update(spans)
         self._space_queue.serve(seq)
 
     def look_ahead(
-        self, ahead: Iterable[tuple[ScheduledRequest, int]], kept: KeptImages | None = None
+        self, ahead: Iterable[tuple[ScheduledRequest, int]], images: KeptImages | None = None
     ) -> None:
         """Start encoding what will be needed next, in order, unpinned: a waiting request must hold no space.
 
-        No idle entry is evicted that an earlier span still needs. With several tenants none of `kept` is; but
-        a running request evicts those of waiting ones before it starves: they may wait for its seat.
+        No idle entry is evicted that an earlier span still needs. With several tenants none of `images` is;
+        but a running request evicts those of waiting ones before it starves: they may wait for its seat.
         """
-        wanted = kept.of_running | kept.of_waiting if kept else set()
+        keep = images.of_running | images.of_waiting if images else set()
         is_full = False
         for seq, index in ahead:
             span = seq.spans[index]
@@ -241,15 +251,16 @@ class EncoderScheduler:
                     continue
                 if not self._can_encode(seq, span):
                     return
-                if self._reserve(seq, span, wanted) or (
-                    kept and starves and self._reserve(seq, span, kept.of_running)
-                ):
+                is_reserved = self._reserve(seq, span, keep)
+                if not is_reserved and images and starves:
+                    is_reserved = self._reserve(seq, span, images.of_running)
+                if is_reserved:
                     self._start(seq, index)
-                elif kept is None:
+                elif images is None:
                     return
                 else:
                     is_full = True
-            wanted.add(span.key)
+            keep.add(span.key)
 
     def _reserve(self, seq: ScheduledRequest, span: Span, keep: Collection[Key]) -> bool:
         return self._cache.reserve(span.key, span.num_embeds, None, keep=keep, tenant=seq.request.tenant)
@@ -287,8 +298,8 @@ class EncoderScheduler:
 
     def lacks_cache_space(self, seq: ScheduledRequest) -> bool:
         """Whether the image of a request's next token is missing and does not fit beside what is pinned."""
-        missing = (span for i, span in enumerate(seq.spans) if i >= seq.next_span and i not in seq.held)
-        span = next(missing, None)
+        ahead = range(seq.next_span, len(seq.spans))
+        span = next((seq.spans[index] for index in ahead if index not in seq.pins), None)
         if span is None or span.start > seq.num_computed or span.key in self._cache:
             return False
         return span.num_embeds > self._cache.space
@@ -313,7 +324,7 @@ class EncoderScheduler:
 
     def _waits_for_decoding(self, seq: ScheduledRequest, index: int) -> bool:
         item = seq.request.prompt.items[index]
-        return item.is_decoded_first and item.key not in self._cache and item.key not in self.decoded
+        return item.is_decoded_first and item.key not in self._cache and item.key not in self._decoded
 
     def _may_enter(self, seq: ScheduledRequest, index: int) -> bool:
         span = seq.spans[index]

@@ -14,66 +14,28 @@ this is first come, first served.
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import chain, islice, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from saccade.types.request import OTHER_LABEL, Tenant
+from saccade.scheduler.request import OpenRequests, ScheduledRequest
+from saccade.scheduler.tenant_share import OUTPUT_COST, LabelTotal, Rank, TenantShare, counted_as
+from saccade.types.request import Tenant
 
-if TYPE_CHECKING:
-    from saccade.scheduler.request import OpenRequests, ScheduledRequest
-
-# Service is counted in prompt tokens that are computed; what a cache has costs nothing.
-OUTPUT_COST = 2.0  # of a sampled token, as in the paper: a decode step reads all weights for few tokens
-EMBEDDING_COST = 1.0  # of the encoder's: four patches of a tower with a fourth of the decoder's parameters
-DECODED_PIXEL_COST = 1 / 4096  # of a plain JPEG; a photo of a megapixel adds a fifth of its tokens
 MAX_IDLE = 256  # tenants without requests that are remembered
-Rank = tuple[float, int]  # of a tenant: its counter, and its number where counters are equal
-LAST: Rank = (math.inf, 0)
-MAX_LABELS = 128  # with counters of their own: tenants with further ones are counted as others
 
 
 @dataclass(slots=True, eq=False)
-class LabelTotal:
-    """What tenants of one label received. It stays when they are forgotten: a counter never falls."""
+class _TenantQueue:
+    """What one tenant has open."""
 
-    service: float = 0.0
-
-
-def counted_as(tenant: Tenant, labels: Collection[str]) -> str:
-    """Under which label, where these have counters already."""
-    label = tenant.label or tenant.name
-    return label if label in labels or len(labels) < MAX_LABELS else OTHER_LABEL
-
-
-@dataclass(slots=True, eq=False)
-class TenantShare:
-    """What one tenant has open, and the service it received."""
-
-    name: str = ""
-    weight: float = 1.0
-    number: int = 0  # of its first arrival: the earlier tenant goes first where counters are equal
-    counter: float = 0.0  # service by weight; grows only
-    service: float = 0.0
-    label: str = ""
-    total: LabelTotal = field(default_factory=LabelTotal)  # of its label
-    gives_back_at: float = 0.0  # service with which it may have to give up a place again
+    share: TenantShare
     waiting: list[ScheduledRequest] = field(default_factory=list)  # by priority, then arrival, as is the next
     running: list[ScheduledRequest] = field(default_factory=list)
-
-    @property
-    def rank(self) -> Rank:
-        return self.counter, self.number
-
-    def charge(self, service: float) -> None:
-        self.service += service
-        self.total.service += service
-        self.counter += service / self.weight
 
 
 class ServingOrder(NamedTuple):
@@ -107,54 +69,65 @@ class FairQueue:
     def __init__(self, max_credit: float) -> None:
         """`max_credit`: service that a tenant may still claim which could not use its share for a while."""
         self._max_credit = max_credit
-        self._shares: dict[str, TenantShare] = {}  # of tenants with open requests
+        self._queues: dict[str, _TenantQueue] = {}  # of tenants with open requests
         self._idle: OrderedDict[str, TenantShare] = OrderedDict()  # of others, those that came lately last
         self._virtual_time = 0.0  # the largest counter with which a tenant was given prefill
         self._num_shares = 0  # so far
         self.num_waiting = 0
         self._totals: dict[str, LabelTotal] = {}
-        self._order: list[TenantShare] | None = None  # of this step; None: not known
+        self._order: list[_TenantQueue] | None = None  # of this step; None: not known
 
     # --- requests come and go -------------------------------------------------------------------------------
 
     def join(self, tenant: Tenant) -> TenantShare:
         """The share of a tenant that sends a request."""
-        share = self._shares.get(tenant.name) or self._idle.pop(tenant.name, None)
-        if share is None:
-            share = TenantShare(tenant.name, number=self._num_shares)
-            self._num_shares += 1
+        queue = self._queues.get(tenant.name)
+        if queue is None:
+            share = self._idle.pop(tenant.name, None) or self._new_share(tenant)
+            queue = self._queues[tenant.name] = _TenantQueue(share)
+        share = queue.share
         share.weight = tenant.weight  # an operator may change it, and the label
         share.label = counted_as(tenant, self._totals.keys())
         share.total = self._totals.setdefault(share.label, LabelTotal())
         # Time in which it asked for nothing is not saved up, and what it could not use only so far.
-        credit = self._max_credit / share.weight if share.waiting else 0.0
+        credit = self._max_credit / share.weight if queue.waiting else 0.0
         share.counter = max(share.counter, self._virtual_time - credit)
-        self._shares[tenant.name] = share
         self._order = None
         return share
 
+    def _new_share(self, tenant: Tenant) -> TenantShare:
+        self._num_shares += 1
+        return TenantShare(tenant.name, number=self._num_shares - 1)
+
     def wait(self, seq: ScheduledRequest) -> None:
         """A request has come, or was preempted."""
+        queue = self._queues[seq.share.name]
         if seq.is_running:
-            seq.share.running.remove(seq)
-        insort(seq.share.waiting, seq, key=_place)
+            queue.running.remove(seq)
+        insort(queue.waiting, seq, key=_place)
         self.num_waiting += 1
 
     def start(self, seq: ScheduledRequest) -> None:
-        seq.share.waiting.remove(seq)
+        queue = self._queues[seq.share.name]
+        queue.waiting.remove(seq)
         self.num_waiting -= 1
-        insort(seq.share.running, seq, key=_place)
+        insort(queue.running, seq, key=_place)
 
     def leave(self, seq: ScheduledRequest) -> None:
         """A request has ended."""
         share = seq.share
-        (share.running if seq.is_running else share.waiting).remove(seq)
-        self.num_waiting -= not seq.is_running
-        if share.running or share.waiting:
+        queue = self._queues[share.name]
+        if seq.is_running:
+            queue.running.remove(seq)
+        else:
+            queue.waiting.remove(seq)
+            self.num_waiting -= 1
+        if queue.running or queue.waiting:
             return
-        self._idle[share.name] = self._shares.pop(share.name)
+        del self._queues[share.name]
+        self._idle[share.name] = share
         self._order = None
-        if not self._shares:  # all begin anew together
+        if not self._queues:  # all begin anew together
             self._virtual_time = max(self._virtual_time, *(share.counter for share in self._idle.values()))
         if len(self._idle) > MAX_IDLE:
             self._idle.popitem(last=False)
@@ -164,26 +137,27 @@ class FairQueue:
     @property
     def num_tenants(self) -> int:
         """With open requests."""
-        return len(self._shares)
+        return len(self._queues)
 
     def all_waiting(self) -> list[ScheduledRequest]:
-        return list(chain.from_iterable(share.waiting for share in self._shares.values()))
+        return list(chain.from_iterable(queue.waiting for queue in self._queues.values()))
 
     def begin_step(self) -> None:
         """Tenants are put in order once a step: that costs as much as all else where there are thousands."""
         self._order = None
-        if len(self._shares) == 1:
+        if len(self._queues) == 1:
             return
-        for share in self._shares.values():
+        for queue in self._queues.values():
             # What a tenant could not use is claimed only so far, also by one that queues.
+            share = queue.share
             minimum = self._virtual_time - self._max_credit / share.weight
             if share.counter < minimum:
                 share.counter = minimum
 
     def first_waiting(self, count: int) -> Iterator[ScheduledRequest]:
         """The first waiting request of each tenant, then the second of each, and so on."""
-        waiting = (share.waiting for share in self._in_order() if share.waiting)
-        lists = list(islice(waiting, count))  # the first requests of further tenants come too late
+        lists_in_order = (queue.waiting for queue in self._in_order() if queue.waiting)
+        lists = list(islice(lists_in_order, count))  # the first requests of further tenants come too late
         if len(lists) == 1:
             return islice(lists[0], count)
         rounds = chain.from_iterable(zip_longest(*lists))
@@ -191,37 +165,37 @@ class FairQueue:
 
     def waiting_order(self) -> Iterator[ScheduledRequest]:
         """Waiting requests in the order of admission. One that was admitted has been charged for by then."""
-        heap = [(*share.rank, share, 0) for share in self._shares.values() if share.waiting]
+        heap = [(*queue.share.rank, queue, 0) for queue in self._queues.values() if queue.waiting]
         heapify(heap)
         while heap:
-            counter, number, share, index = heap[0]
-            if index == len(share.waiting):
+            counter, number, queue, index = heap[0]
+            if index == len(queue.waiting):
                 heappop(heap)
                 continue
-            if counter == share.counter:
-                seq = share.waiting[index]
+            if counter == queue.share.counter:
+                seq = queue.waiting[index]
                 yield seq
                 index += not seq.is_running  # one that stays keeps its place, and others may pass
-            heapreplace(heap, (share.counter, number, share, index))
+            heapreplace(heap, (queue.share.counter, number, queue, index))
 
     def serving_order(self, running: Sequence[ScheduledRequest]) -> ServingOrder:
         """Running requests by their tenants' counters. Decodes never wait for prompts of other tenants.
 
         `running` is in order of arrival.
         """
-        shares = self._in_order()
-        if len(shares) == 1:
-            return ServingOrder(deque(shares[0].running), deque(), [], oldest=None)
+        queues = self._in_order()
+        if len(queues) == 1:
+            return ServingOrder(deque(queues[0].running), deque(), [], oldest=None)
         first: deque[ScheduledRequest] = deque()
         later: deque[ScheduledRequest] = deque()
         is_after_waiting = False
-        for share in shares:
+        for queue in queues:
             if is_after_waiting:
-                for seq in share.running:
+                for seq in queue.running:
                     (first if seq.is_decoding else later).append(seq)
             else:
-                first.extend(share.running)
-                is_after_waiting = bool(share.waiting)
+                first.extend(queue.running)
+                is_after_waiting = bool(queue.waiting)
         return ServingOrder(first, later, [], oldest=running[0] if running else None)
 
     def overdue_victim(
@@ -234,26 +208,25 @@ class FairQueue:
         computing the victim again can cost. `can_start`: the first request of a tenant may wait for its
         grammar or image, which must not keep other tenants waiting.
         """
-        shares = self._shares.values()
-        if len(shares) < 2 or not running:
+        if len(self._queues) < 2 or not running:
             return None
-        per_weight = len(running) / sum([share.weight for share in shares])
-        with_seats = dict.fromkeys(seq.share for seq in running)
-        above = [share for share in with_seats if len(share.running) > max(share.weight * per_weight, 1)]
+        per_weight = len(running) / sum([queue.share.weight for queue in self._queues.values()])
+        with_seats = [self._queues[name] for name in dict.fromkeys(seq.share.name for seq in running)]
+        above = [queue for queue in with_seats if len(queue.running) > _fair_count(queue, per_weight)]
         above.sort(key=_rank, reverse=True)
-        candidates = [seq for share in above for seq in reversed(share.running) if seq is not running[0]]
+        candidates = [seq for queue in above for seq in reversed(queue.running) if seq is not running[0]]
         if not candidates:
             return None
         victim = next((seq for seq in candidates if seq.waits_for_image), candidates[0])
         last = victim.share
         if not victim.waits_for_image and last.service < last.gives_back_at:
             return None
-        for share in self._in_order():
-            is_ahead = (last.counter - share.counter) * last.weight > 2 * victim.recompute_cost
+        for queue in self._in_order():
+            is_ahead = (last.counter - queue.share.counter) * last.weight > 2 * victim.recompute_cost
             if not (is_ahead or victim.waits_for_image):
                 return None
-            is_below = len(share.running) < max(share.weight * per_weight, 1)
-            if share.waiting and is_below and can_start(share.waiting[0]):
+            is_below = len(queue.running) < _fair_count(queue, per_weight)
+            if queue.waiting and is_below and can_start(queue.waiting[0]):
                 return victim
         return None
 
@@ -262,10 +235,10 @@ class FairQueue:
 
         Beside other tenants, no more of them than its share of the seats.
         """
-        if len(self._shares) < 2:
+        if len(self._queues) < 2:
             return True
-        num_waiting = sum(seq.waits_for_image for seq in share.running)
-        total = sum(other.weight for other in self._shares.values())
+        num_waiting = sum(seq.waits_for_image for seq in self._queues[share.name].running)
+        total = sum(queue.share.weight for queue in self._queues.values())
         return num_waiting < max(share.weight / total * max_seats, 1)
 
     def give_back(self, victim: ScheduledRequest) -> None:
@@ -275,16 +248,16 @@ class FairQueue:
 
     def max_waiting(self, tenant: Tenant, limit: int) -> float:
         """Its share of the queue, which is its own however long the queue is."""
-        others = sum(share.weight for name, share in self._shares.items() if name != tenant.name)
-        return limit * tenant.weight / (tenant.weight + others)
+        other_weights = sum(queue.share.weight for name, queue in self._queues.items() if name != tenant.name)
+        return limit * tenant.weight / (tenant.weight + other_weights)
 
     def waiting_of(self, tenant: Tenant) -> int:
-        share = self._shares.get(tenant.name)
-        return len(share.waiting) if share else 0
+        queue = self._queues.get(tenant.name)
+        return len(queue.waiting) if queue else 0
 
-    def _in_order(self) -> list[TenantShare]:
+    def _in_order(self) -> list[_TenantQueue]:
         if self._order is None:
-            self._order = sorted(self._shares.values(), key=_rank)
+            self._order = sorted(self._queues.values(), key=_rank)
         return self._order
 
     # --- service --------------------------------------------------------------------------------------------
@@ -295,9 +268,9 @@ class FairQueue:
         share.charge(num_tokens)
 
     def charge_outputs(self, sampled: Collection[str], open_requests: OpenRequests) -> None:
-        if len(self._shares) == 1:
-            (share,) = self._shares.values()
-            share.charge(OUTPUT_COST * len(sampled))
+        if len(self._queues) == 1:
+            (queue,) = self._queues.values()
+            queue.share.charge(OUTPUT_COST * len(sampled))
             return
         for request_id in sampled:
             if (seq := open_requests.get(request_id)) is not None:  # it may have ended before an async decode
@@ -311,29 +284,35 @@ class FairQueue:
             label: {"running": 0, "waiting": 0, "service": total.service}
             for label, total in self._totals.items()
         }
-        for share in self._shares.values():
-            stats[share.label]["running"] += len(share.running)
-            stats[share.label]["waiting"] += len(share.waiting)
+        for queue in self._queues.values():
+            stats[queue.share.label]["running"] += len(queue.running)
+            stats[queue.share.label]["waiting"] += len(queue.waiting)
         return stats
 
     def check(self, open_requests: OpenRequests) -> None:
-        shares = self._shares.values()
-        assert all(share.waiting or share.running for share in shares), "a share without requests is open"
-        assert not self._shares.keys() & self._idle.keys(), "a share is open and idle"
+        queues = self._queues.values()
+        assert all(queue.waiting or queue.running for queue in queues), "a queue without requests is open"
+        assert not self._queues.keys() & self._idle.keys(), "a tenant is open and idle"
         assert len(self._idle) <= MAX_IDLE, "too many tenants are remembered"
-        for share in shares:
-            assert share.waiting == sorted(share.waiting, key=_place), "waiting requests are out of order"
-            assert share.running == sorted(share.running, key=_place), "running requests are out of order"
-            assert not any(seq.is_running for seq in share.waiting), "a running request waits"
-            assert all(seq.is_running for seq in share.running), "a waiting request runs"
-            assert all(seq.share is share for seq in chain(share.waiting, share.running)), "in a wrong queue"
+        for queue in queues:
+            assert queue.waiting == sorted(queue.waiting, key=_place), "waiting requests are out of order"
+            assert queue.running == sorted(queue.running, key=_place), "running requests are out of order"
+            assert not any(seq.is_running for seq in queue.waiting), "a running request waits"
+            assert all(seq.is_running for seq in queue.running), "a waiting request runs"
+            in_queue = chain(queue.waiting, queue.running)
+            assert all(seq.share is queue.share for seq in in_queue), "in a wrong queue"
         assert self.num_waiting == len(self.all_waiting()), "waiting requests miscounted"
-        queued = [seq for share in shares for seq in chain(share.waiting, share.running)]
+        queued = [seq for queue in queues for seq in chain(queue.waiting, queue.running)]
         assert sorted(queued, key=_order) == sorted(open_requests.values(), key=_order), "a request is lost"
 
 
-def _rank(share: TenantShare) -> Rank:
-    return share.counter, share.number
+def _rank(queue: _TenantQueue) -> Rank:
+    return queue.share.rank
+
+
+def _fair_count(queue: _TenantQueue, per_weight: float) -> float:
+    """Running requests that a tenant may have before it must give some back."""
+    return max(queue.share.weight * per_weight, 1)
 
 
 def _place(seq: ScheduledRequest) -> tuple[int, int]:

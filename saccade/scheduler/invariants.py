@@ -13,7 +13,7 @@ from saccade.scheduler.request import ScheduledRequest
 def check_held(requests: Collection[ScheduledRequest], pool: BlockPool, encoder_cache: EncoderCache) -> None:
     users = Counter(block for seq in requests for block in seq.blocks)
     assert pool.users() == users, "users miscounted"
-    holders = {seq.holder(index) for seq in requests for index in seq.held}
+    holders = {seq.holder(index) for seq in requests for index in seq.pins}
     assert holders == encoder_cache.holders(), "pins miscounted"
 
 
@@ -22,8 +22,8 @@ def check_running(
 ) -> None:
     """`running` is in order of arrival, as all requests are; each has the blocks it needs."""
     assert running == [seq for seq in requests if seq.is_running], "wrong order"
-    waiting = [seq for seq in requests if not seq.is_running]
-    assert not any(seq.blocks or seq.held for seq in waiting), "a waiting request holds something"
+    idle = [seq for seq in requests if not seq.is_running]
+    assert not any(seq.blocks or seq.pins for seq in idle), "a waiting request holds something"
     for seq in running:
         seq.check()
     assert len(running) <= max_running, "too many requests run"

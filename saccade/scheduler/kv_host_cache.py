@@ -9,16 +9,12 @@ A restored block keeps its host copy, so that evicting it again copies nothing.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from saccade.options.engine import SchedulerConfig
 from saccade.scheduler.kv_event_log import KVEventLog
+from saccade.scheduler.prefix_index import BlockIndex, CachedBlock
 from saccade.types.step import KVCopy
-
-if TYPE_CHECKING:
-    from saccade.scheduler.kv_cache import CachedBlock
 
 _MAX_AHEAD = 4  # a quarter of the blocks, on the device or here
 
@@ -29,7 +25,7 @@ class HostCache:
     def __init__(self, num_blocks: int, min_restored: int = 1, num_ahead: int = 0) -> None:
         self.num_blocks = num_blocks
         self.num_ahead = num_ahead  # so many blocks of the device should be free to take without a copy
-        self.max_restored: int | None = None  # blocks that the next plan may still restore; None: any number
+        self._max_restored: int | None = None  # blocks that the next plan may still restore; None: any number
         self._min_restored = min_restored  # fewer are computed
         self._num_out = self._num_in = self._hits = self._evictions = 0
         self.on_evict: Callable[[bytes], None] | None = None  # gets the digest
@@ -46,11 +42,14 @@ class HostCache:
     def reset(self) -> None:
         """Empty the cache."""
         self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: neighbours are filled together
-        self.by_digest: OrderedDict[bytes, CachedBlock] = OrderedDict()  # LRU order
-        self.successor: dict[bytes, CachedBlock] = {}  # by digest of a block: its latest successor here
+        self.index = BlockIndex()
         self._out: dict[int, int] = {}  # of the next plan: device block by host block
         self._in: dict[int, int] = {}  # of the next plan: host block by device block
         self._pinned: set[bytes] = set()  # digests that the next plan restores: their host blocks stay
+
+    def begin_step(self, max_restored: int | None) -> None:
+        """So many blocks may the next plan restore; None: any number."""
+        self._max_restored = max_restored
 
     @property
     def is_restoring(self) -> bool:
@@ -61,15 +60,15 @@ class HostCache:
         """How many of `count` blocks the next plan may restore; None: too few to be worth it."""
         if count < self._min_restored:
             return None
-        return count if self.max_restored is None else min(count, self.max_restored)
+        return count if self._max_restored is None else min(count, self._max_restored)
 
     def offload(self, cached: CachedBlock) -> None:
         """Copy a device block out in the next plan, unless it has a copy or all host blocks are pinned."""
-        if cached.digest in self.by_digest:
-            self.by_digest.move_to_end(cached.digest)
+        if cached.digest in self.index.by_digest:
+            self.index.by_digest.move_to_end(cached.digest)
         elif self._free or self._evict():
             copy = cached._replace(block=self._free.pop())
-            self.by_digest[copy.digest] = self.successor[copy.parent] = copy
+            self.index.add(copy)
             self._out[copy.block] = cached.block
             self._num_out += 1
             if self.events is not None:
@@ -77,33 +76,32 @@ class HostCache:
 
     def _evict(self) -> bool:
         """Free the least recently used host block; False if all are pinned."""
-        digest = next((digest for digest in self.by_digest if digest not in self._pinned), None)
-        if digest is None:
+        copies = self.index.by_digest.items()
+        copy = next((copy for digest, copy in copies if digest not in self._pinned), None)
+        if copy is None:
             return False
-        copy = self.by_digest.pop(digest)
-        if self.successor.get(copy.parent) is copy:
-            del self.successor[copy.parent]
+        self.index.remove(copy)
         self._free.append(copy.block)
         self._num_out -= self._out.pop(copy.block, None) is not None  # it would be overwritten at once
         self._evictions += 1
         if self.on_evict is not None:
-            self.on_evict(digest)
+            self.on_evict(copy.digest)
         if self.events is not None:
-            self.events.removed("CPU", digest)
+            self.events.removed("CPU", copy.digest)
         return True
 
     def pin(self, digests: list[bytes]) -> None:
         """Keep these until the next plan: blocks that are allocated for them may evict others."""
         for digest in reversed(digests):  # the tail is evicted before the head
-            self.by_digest.move_to_end(digest)
+            self.index.by_digest.move_to_end(digest)
         self._pinned.update(digests)
 
     def restore(self, digests: list[bytes], blocks: tuple[int, ...]) -> None:
         """Copy pinned blocks in, in the next plan."""
         for digest, block in zip(digests, blocks, strict=True):
-            self._in[block] = self.by_digest[digest].block
-        if self.max_restored is not None:
-            self.max_restored -= len(blocks)
+            self._in[block] = self.index.by_digest[digest].block
+        if self._max_restored is not None:
+            self._max_restored -= len(blocks)
         self._num_in += len(blocks)
         self._hits += 1
 
@@ -124,7 +122,7 @@ class HostCache:
     def stats(self) -> dict[str, int]:
         return {
             "total": self.num_blocks,
-            "used": len(self.by_digest),
+            "used": len(self.index.by_digest),
             "blocks_out": self._num_out,
             "blocks_in": self._num_in,
             "hits": self._hits,
@@ -132,11 +130,10 @@ class HostCache:
         }
 
     def check(self) -> None:
-        copies = self.by_digest
+        self.index.check()
+        copies = self.index.by_digest
         blocks = [*self._free, *(copy.block for copy in copies.values())]
         assert sorted(blocks) == list(range(self.num_blocks)), "host blocks were lost or given twice"
-        stale = [copy for copy in self.successor.values() if copies.get(copy.digest) is not copy]
-        assert not stale, "a successor is stale"
         assert self._pinned <= copies.keys(), "a pinned host block is gone"
         pinned = {copies[digest].block for digest in self._pinned}
         assert set(self._in.values()) <= pinned, "a host block to be restored is not pinned"

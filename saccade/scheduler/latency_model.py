@@ -51,12 +51,12 @@ def spare_ms(latency: LatencyProfile, num_decoding: int, num_waiting: int = 0, b
     gentle = SLOWDOWN * alone
     ceiling = max(CEILING_MS, gentle) if latency.ceiling_ms is None else latency.ceiling_ms
     catches_up = backlog * num_waiting / (num_decoding * CATCH_UP_STEPS)
-    wanted = max(gentle - alone, catches_up)
-    return max(min(wanted, ceiling - alone), _MIN_SPARE * alone)
+    spare = max(gentle - alone, catches_up)
+    return max(min(spare, ceiling - alone), _MIN_SPARE * alone)
 
 
 def backlog_ms(latency: LatencyProfile, prompt_tokens: int, images: EncoderLoad) -> float:
-    """Of these prompts and images, if nothing else ran."""
+    """Time for these prompts and images, if nothing else ran."""
     prefill = milliseconds(latency.prefill_ms, prompt_tokens) if prompt_tokens else 0.0
     return prefill + latency.encoder_layers * layer_ms(latency, images)
 

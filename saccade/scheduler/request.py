@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from saccade.errors import RequestError
+from saccade.scheduler.block_hashes import BlockHashes
 from saccade.scheduler.encoder_cache import EncoderCache, Holder
-from saccade.scheduler.fair_queue import TenantShare
-from saccade.scheduler.kv_cache import BlockHashes, BlockPool, CachedPrefix
+from saccade.scheduler.kv_cache import BlockPool, CachedPrefix
+from saccade.scheduler.tenant_share import TenantShare
 from saccade.types.events import FinishReason, TokenEvent, Usage
 from saccade.types.media import Key
 from saccade.types.prompt import Span
@@ -43,7 +44,7 @@ class ScheduledRequest:
     blocks: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0  # full blocks that the prefix cache has
     next_span: int = 0  # the first span that positions still to be computed read
-    held: set[int] = field(default_factory=set)  # spans whose embeddings are pinned
+    pins: set[int] = field(default_factory=set)  # spans whose embeddings it holds
 
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -62,9 +63,14 @@ class ScheduledRequest:
         self.images_end = prompt.spans[-1].pinned_until if prompt.spans else 0
         self.samples_on_device = self.request.params.samples_on_device
         self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
-        known = (prompt.identity, prompt.salt, self.block_size)
-        may_find = not self.request.params.needs_prompt_rows
-        self.hashes = BlockHashes(*known, self.output, prompt.token_ids, may_find=may_find)
+        self.hashes = BlockHashes(
+            prompt.identity,
+            prompt.salt,
+            self.block_size,
+            self.output,
+            prompt.token_ids,
+            may_find=not self.request.params.needs_prompt_rows,
+        )
         self.num_tokens = len(prompt)
         self.max_total_tokens = len(prompt) + self.request.max_tokens
 
@@ -76,7 +82,7 @@ class ScheduledRequest:
     def recompute_cost(self) -> int:
         """What it can cost to come as far again: not the images that it still waits for."""
         spans = enumerate(self.spans)
-        encoded = [span for index, span in spans if span.start < self.num_computed or index in self.held]
+        encoded = [span for index, span in spans if span.start < self.num_computed or index in self.pins]
         return self.num_computed + sum([span.encode_cost for span in encoded])
 
     @property
@@ -86,14 +92,14 @@ class ScheduledRequest:
     @property
     def waits_for_image(self) -> bool:
         """Its next token is one of an image that is not pinned for it."""
-        if not self.has_images_ahead or self.next_span in self.held:
+        if not self.has_images_ahead or self.next_span in self.pins:
             return False
         return self.num_computed >= self.spans[self.next_span].start
 
     @property
     def blocks_cache(self) -> bool:
         """It pins embeddings until later tokens are computed: requests that need their space wait for it."""
-        return any(self.spans[index].is_cross_attended for index in self.held)
+        return any(self.spans[index].is_cross_attended for index in self.pins)
 
     def holder(self, index: int) -> Holder:
         return self.request_id, index
@@ -141,12 +147,12 @@ class ScheduledRequest:
         num_held = len(self.blocks)
         return end <= num_held * pool.block_size or pool.can_allocate(pool.blocks_for(end) - num_held)
 
-    def attach_cached_blocks(self, pool: BlockPool, found: CachedPrefix) -> None:
+    def attach_cached_blocks(self, pool: BlockPool, prefix: CachedPrefix) -> None:
         """Cached blocks that follow a request's own become its own, computed already."""
-        pool.share(found.blocks)
-        self.blocks += found.blocks
-        if found.num_restored:
-            self.blocks += pool.restore(self.hashes, len(self.blocks), found.num_restored)
+        pool.share(prefix.blocks)
+        self.blocks += prefix.blocks
+        if prefix.num_restored:
+            self.blocks += pool.restore(self.hashes, len(self.blocks), prefix.num_restored)
         self.num_cached_blocks = len(self.blocks)
         self.num_computed = len(self.blocks) * pool.block_size
 
@@ -157,19 +163,19 @@ class ScheduledRequest:
         part is exchanged for the full one, and the block table must be sent anew.
         """
         first = self.num_computed // pool.block_size
-        found = pool.find_prefix(self.hashes, self.num_tokens, first)
-        if not pool.can_allocate(found.num_restored, shared=found.blocks):
-            found = CachedPrefix(found.blocks)  # it computes, and may preempt others
-        if not found.num_blocks:
-            return found
+        prefix = pool.find_prefix(self.hashes, self.num_tokens, first)
+        if not pool.can_allocate(prefix.num_restored, shared=prefix.blocks):
+            prefix = CachedPrefix(prefix.blocks)  # it computes, and may preempt others
+        if not prefix.num_blocks:
+            return prefix
         pool.release(self.blocks[first:])
         del self.blocks[first:]
         num_before = self.num_computed
-        self.attach_cached_blocks(pool, found)
+        self.attach_cached_blocks(pool, prefix)
         pool.count_lookup(0, self.num_computed - num_before)
         if not self.num_preemptions:
             self.cached_tokens += self.num_computed - num_before
-        return found
+        return prefix
 
     def cache_blocks(self, pool: BlockPool, end: int) -> None:
         """Offer the blocks that a window up to `end` fills to requests that begin alike."""
@@ -181,17 +187,17 @@ class ScheduledRequest:
         """Give back the embeddings that no position to come needs."""
         spans = self.spans
         while self.next_span < len(spans) and spans[self.next_span].pinned_until <= self.num_computed:
-            if self.next_span in self.held:
-                self.held.remove(self.next_span)
+            if self.next_span in self.pins:
+                self.pins.remove(self.next_span)
                 cache.release(self.holder(self.next_span))
             self.next_span += 1
 
     def release(self, pool: BlockPool, cache: EncoderCache) -> None:
         """Give back all blocks and pins; what was computed is lost, apart from what the caches keep."""
-        for index in self.held:
+        for index in self.pins:
             cache.release(self.holder(index))
         pool.release(self.blocks)
-        self.held.clear()
+        self.pins.clear()
         self.blocks = []
         self.num_computed = self.num_cached_blocks = self.next_span = 0
         self.is_running = False
@@ -199,7 +205,7 @@ class ScheduledRequest:
     def check(self) -> None:
         """Of a running request: it has the blocks it computed, and pins nothing that it has computed past."""
         assert self.num_computed <= len(self.blocks) * self.block_size, "computed without a block"
-        is_read = all(self.spans[index].pinned_until > self.num_computed for index in self.held)
+        is_read = all(self.spans[index].pinned_until > self.num_computed for index in self.pins)
         assert is_read, "embeddings are pinned that no window will read"
 
 

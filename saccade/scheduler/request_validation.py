@@ -21,10 +21,10 @@ def refuse_overload(tenant: Tenant, queue: FairQueue, num_running: int, config: 
     num_waiting = queue.num_waiting
     if limit is None or num_waiting - free < limit:
         return
-    own = queue.waiting_of(tenant)
+    of_tenant = queue.waiting_of(tenant)
     is_crowded = num_waiting - free >= 2 * limit  # shares of tenants that came one by one add up to more
-    if is_crowded or own + 1 > queue.max_waiting(tenant, limit):
-        shared = f"; {own} of them are yours, and others wait too" if own < num_waiting else ""
+    if is_crowded or of_tenant + 1 > queue.max_waiting(tenant, limit):
+        shared = f"; {of_tenant} of them are yours, and others wait too" if of_tenant < num_waiting else ""
         raise RequestError(
             f"{num_waiting} requests are waiting and {limit} may{shared}; try again later or raise "
             "--max-waiting",

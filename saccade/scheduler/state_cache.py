@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 
-from saccade.scheduler.kv_cache import BlockHashes, CachedPrefix
+from saccade.scheduler.block_hashes import BlockHashes
+from saccade.scheduler.kv_cache import CachedPrefix
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types.step import ScheduledWindow, StateCheckpoint
 
@@ -34,13 +35,13 @@ class StateCache:
         self._states: OrderedDict[bytes, int] = OrderedDict()  # by digest of the last block; LRU order
         self._planned: dict[int, bytes] = {}  # rows that a step under way writes
 
-    def usable(self, hashes: BlockHashes, found: CachedPrefix) -> CachedPrefix:
-        """The found blocks up to the last one with a checkpoint."""
+    def usable(self, hashes: BlockHashes, prefix: CachedPrefix) -> CachedPrefix:
+        """The prefix blocks up to the last one with a checkpoint."""
         if not self.is_needed:
-            return found
-        ends = range(len(found.blocks), 0, -1)
+            return prefix
+        ends = range(len(prefix.blocks), 0, -1)
         end = next((end for end in ends if hashes.digest(end - 1) in self._states), 0)
-        return CachedPrefix(found.blocks[:end])
+        return CachedPrefix(prefix.blocks[:end])
 
     def checkpoint_after(self, hashes: BlockHashes, num_blocks: int) -> StateCheckpoint | None:
         """The state that a request with so many cached blocks begins with; None: an empty one."""

@@ -33,7 +33,7 @@ IMAGE_SHARE = 4  # images keep a quarter of a step's tokens, and some encoding i
 _ALL_LAYERS = 1 << 16  # of the vision tower, for as many images as there are
 
 
-class Demand(NamedTuple):
+class StepDemand(NamedTuple):
     """What open requests want of the next step."""
 
     step: int  # its number
@@ -65,14 +65,14 @@ class StepLimits(NamedTuple):
 
 
 class StepPolicy(Protocol):
-    def limits(self, demand: Demand) -> StepLimits: ...
+    def limits(self, demand: StepDemand) -> StepLimits: ...
 
     def encode_layers(
-        self, limits: StepLimits, demand: Demand, num_prefills: int, load: EncoderLoad
+        self, limits: StepLimits, demand: StepDemand, num_prefills: int, load: EncoderLoad
     ) -> int | None:
         """Layers to advance, once it is known what the step computes, and that `load` is in flight then."""
 
-    def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
+    def fuses(self, demand: StepDemand, prefill_tokens: int) -> bool:
         """Whether these prefill tokens are fused with the next decode step."""
 
     def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
@@ -100,15 +100,15 @@ class ThroughputPolicy:
         self._max_tokens = max_tokens
         self._layers = layers  # of the encoder in a step beside decodes, if the operator bounds them
 
-    def limits(self, demand: Demand) -> StepLimits:
+    def limits(self, demand: StepDemand) -> StepLimits:
         return StepLimits(self._max_tokens, encode_layers=self._layers if demand.decoding else None)
 
     def encode_layers(
-        self, limits: StepLimits, demand: Demand, num_prefills: int, load: EncoderLoad
+        self, limits: StepLimits, demand: StepDemand, num_prefills: int, load: EncoderLoad
     ) -> int | None:
         return limits.encode_layers
 
-    def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
+    def fuses(self, demand: StepDemand, prefill_tokens: int) -> bool:
         return False
 
     def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None: ...
@@ -120,7 +120,7 @@ class BoundedStepPolicy(ThroughputPolicy):
     def __init__(self, time: CpuStepTime) -> None:
         self.time = time
 
-    def limits(self, demand: Demand) -> StepLimits:
+    def limits(self, demand: StepDemand) -> StepLimits:
         layers = self._layers_now(demand)
         # A decode step costs a CPU as much for a few requests as for many. Image requests wait for images, so
         # they skip steps that only encode. Text requests never do, and none does beside prefill.
@@ -133,7 +133,7 @@ class BoundedStepPolicy(ThroughputPolicy):
             skip_decode=only_encodes and demand.step % IMAGE_SHARE != 0,
         )
 
-    def _layers_now(self, demand: Demand) -> int:
+    def _layers_now(self, demand: StepDemand) -> int:
         if demand.text_before_images and demand.step % IMAGE_SHARE:
             return 0  # text waits for its first token
         if not demand.prompts:
@@ -155,7 +155,7 @@ class LatencyPolicy(ThroughputPolicy):
         self._max_tokens = max_tokens
         self._is_prefill_turn = False  # where prefill and encoding alternate
 
-    def limits(self, demand: Demand) -> StepLimits:
+    def limits(self, demand: StepDemand) -> StepLimits:
         free = StepLimits(self._max_tokens, max_prefills=self.profile.max_prefills, text_first=True)
         if not demand.latency_bounded or not demand.decoding:
             return free
@@ -177,7 +177,7 @@ class LatencyPolicy(ThroughputPolicy):
         )
 
     def encode_layers(
-        self, limits: StepLimits, demand: Demand, num_prefills: int, load: EncoderLoad
+        self, limits: StepLimits, demand: StepDemand, num_prefills: int, load: EncoderLoad
     ) -> int | None:
         """All images in flight may go through the tower together. None advances beside prefill."""
         if not (limits.encode_layers and load.images):
@@ -187,11 +187,11 @@ class LatencyPolicy(ThroughputPolicy):
             return 0
         return split_spare_time(self.profile, self._spare_ms(demand), load).encode_layers
 
-    def _spare_ms(self, demand: Demand) -> float:
+    def _spare_ms(self, demand: StepDemand) -> float:
         backlog = backlog_ms(self.profile, demand.prompt_tokens, demand.in_flight.plus(demand.queued))
         return spare_ms(self.profile, demand.decoding, demand.waiting, backlog)
 
-    def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
+    def fuses(self, demand: StepDemand, prefill_tokens: int) -> bool:
         return mixed_is_faster(self.profile, demand.decoding, prefill_tokens)
 
 
@@ -201,7 +201,7 @@ class WorkersPolicy:
     def __init__(self, inner: StepPolicy) -> None:
         self._inner = inner
 
-    def limits(self, demand: Demand) -> StepLimits:
+    def limits(self, demand: StepDemand) -> StepLimits:
         if not demand.has_workers:
             return self._inner.limits(demand)
         limits = self._inner.limits(
@@ -211,14 +211,15 @@ class WorkersPolicy:
         return limits._replace(encode_layers=layers, max_encode_in_flight=None)
 
     def encode_layers(
-        self, limits: StepLimits, demand: Demand, num_prefills: int, load: EncoderLoad
+        self, limits: StepLimits, demand: StepDemand, num_prefills: int, load: EncoderLoad
     ) -> int | None:
         if limits.encode_layers == _ALL_LAYERS:
             return _ALL_LAYERS
-        own = demand._replace(queued=EncoderLoad()) if demand.has_workers else demand
-        return self._inner.encode_layers(limits, own, num_prefills, load)
+        if demand.has_workers:
+            demand = demand._replace(queued=EncoderLoad())
+        return self._inner.encode_layers(limits, demand, num_prefills, load)
 
-    def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
+    def fuses(self, demand: StepDemand, prefill_tokens: int) -> bool:
         return self._inner.fuses(demand, prefill_tokens)
 
     def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:

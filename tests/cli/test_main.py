@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from saccade.cli import main as cli
-from saccade.cli.conversation import Conversation, Engine
+from saccade.cli.conversation import Conversation, OfflineEngine
 from tests.helpers.media.images import make_photo
 from tests.helpers.media.videos import film
 
@@ -170,10 +170,10 @@ def test_a_conversation_goes_on_after_a_bad_image_and_ctrl_c(
 
     def ask(conversation: Conversation, question: str) -> None:
         if question == "ctrl-c here":
-            monkeypatch.setattr(Engine, "step", interrupted)
+            monkeypatch.setattr(OfflineEngine, "step", interrupted)
         usual(conversation, question)
 
-    def interrupted(_: Engine) -> NoReturn:
+    def interrupted(_: OfflineEngine) -> NoReturn:
         raise KeyboardInterrupt
 
     usual = Conversation.ask
@@ -189,7 +189,7 @@ def test_a_conversation_goes_on_after_a_bad_image_and_ctrl_c(
 def test_chat_looks_for_the_picture_before_it_loads_the_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("saccade.cli.conversation.Engine")
+    monkeypatch.delattr("saccade.cli.conversation.OfflineEngine")
     assert cli.main(["chat", "--image", "/nowhere.png", "What is this?"]) == 1
     assert "/nowhere.png" in capsys.readouterr().err
 

@@ -152,7 +152,7 @@ def test_the_plain_loop_leaves_no_blocks_to_be_hashed_later() -> None:
     core.add(make_request("a", 40, max_tokens=20))
     for _ in range(9):
         core.step()
-        assert not core.scheduler._kv_cache._pending
+        assert not core.scheduler._kv_cache.prefixes.has_pending
 
 
 @pytest.mark.parametrize("kind", [EngineCore, AsyncEngineCore])

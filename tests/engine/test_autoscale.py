@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade.engine.autoscale import GROW_AFTER, HIGH_WORK, LOW_WORK, SHRINK_AFTER, Autoscaler, Load
+from saccade.engine.autoscale import GROW_AFTER, HIGH_WORK, LOW_WORK, SHRINK_AFTER, Autoscaler, WorkerLoad
 
 
-def decisions(scaler: Autoscaler, *loads: Load) -> list[int]:
+def decisions(scaler: Autoscaler, *loads: WorkerLoad) -> list[int]:
     return [scaler.decide(load) for load in loads]
 
 
-def busy(count: int, starting: int = 0) -> Load:
-    return Load(count, starting, HIGH_WORK * count + 1, 0.0)
+def busy(count: int, starting: int = 0) -> WorkerLoad:
+    return WorkerLoad(count, starting, HIGH_WORK * count + 1, 0.0)
 
 
-def idle(count: int, starting: int = 0) -> Load:
-    return Load(count, starting, 0, 0.0)
+def idle(count: int, starting: int = 0) -> WorkerLoad:
+    return WorkerLoad(count, starting, 0, 0.0)
 
 
-@pytest.mark.parametrize("load", [busy(2), Load(2, 0, 0, 1.9)], ids=["queued work", "use"])
-def test_high_load_grows_after_some_observations(load: Load) -> None:
+@pytest.mark.parametrize("load", [busy(2), WorkerLoad(2, 0, 0, 1.9)], ids=["queued work", "use"])
+def test_high_load_grows_after_some_observations(load: WorkerLoad) -> None:
     assert decisions(Autoscaler(1, 4), *[load] * GROW_AFTER) == [0] * (GROW_AFTER - 1) + [1]
 
 
@@ -36,8 +36,8 @@ def test_low_load_shrinks_after_many_observations() -> None:
 
 def test_the_rest_must_be_able_to_take_the_work() -> None:
     work = LOW_WORK * 2 - 1  # little for two, much for one
-    assert not any(decisions(Autoscaler(1, 4), *[Load(2, 0, work, 0.0)] * 100))
-    assert not any(decisions(Autoscaler(1, 4), *[Load(2, 0, 0, 0.6)] * 100))
+    assert not any(decisions(Autoscaler(1, 4), *[WorkerLoad(2, 0, work, 0.0)] * 100))
+    assert not any(decisions(Autoscaler(1, 4), *[WorkerLoad(2, 0, 0, 0.6)] * 100))
 
 
 def test_the_limits_hold() -> None:
@@ -49,7 +49,7 @@ def test_one_start_at_a_time_counts_against_the_maximum() -> None:
 
 
 def test_nothing_is_decided_while_no_worker_is_ready() -> None:
-    assert not any(decisions(Autoscaler(0, 4), *[Load(0, 0, HIGH_WORK, 0.0)] * 100))
+    assert not any(decisions(Autoscaler(0, 4), *[WorkerLoad(0, 0, HIGH_WORK, 0.0)] * 100))
 
 
 @given(work=st.integers(0, 10 * HIGH_WORK), use=st.floats(0, 8), count=st.integers(1, 8))
@@ -58,7 +58,7 @@ def test_constant_load_is_followed_by_rest(work: int, use: float, count: int) ->
     scaler = Autoscaler(1, 8)
     steps = []
     for _ in range(20 * SHRINK_AFTER):
-        change = scaler.decide(Load(count, 0, work, min(use, count)))
+        change = scaler.decide(WorkerLoad(count, 0, work, min(use, count)))
         count += change
         steps += [change] if change else []
     assert len(set(steps)) <= 1 and 1 <= count <= 8

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": {"errors", "types", "options.engine"},
     "kernels": set(),
     "kernels.launch": {"util.torch_utils"},
-    "kernels.ops": {"kernels.launch"},
+    "kernels.ops": {"kernels", "kernels.launch"},
     "kernels.attention": {"kernels.launch", "util.torch_utils"},
     "kernels.gemm": {"kernels.launch", "kernels.ops"},
     "kernels.gdn": {"kernels.launch"},
@@ -70,14 +70,15 @@ ALLOWED: dict[str, set[str]] = {
     "runner.cuda": NOUNS | MODELS | KERNELS | {"checkpoint", "runner", "util.torch_utils"},
     "runner": NOUNS
     | MODELS
-    | {"checkpoint", "helpers", "structured", "util.torch_utils", "runner.cuda", "runner.encoder"}
+    | {"checkpoint", "helpers", "kernels", "structured", "util.torch_utils", "runner.cuda", "runner.encoder"}
     | {"runner.embedding_tiers"},
     "engine": NOUNS | {"checkpoint", "scheduler", "runner", "runner.encoder"},
     "engine.ipc": NOUNS | {"helpers", "util.logs", "checkpoint", "engine", "engine.encoders", "scheduler"},
     "engine.encoders": NOUNS | {"util.logs", "engine", "engine.ipc", "runner", "runner.encoder"},
     "engine.ray_cluster": NOUNS | {"util.logs", "engine.ipc", "engine.encoders", "runner.encoder"},
     "engine.replicas": NOUNS | {"engine", "engine.ipc", "scheduler"},
-    "llm": NOUNS | {"processor", "structured", "engine"},
+    "offline_engine": NOUNS | {"processor", "structured", "engine"},
+    "llm": NOUNS | {"processor", "structured", "engine", "offline_engine"},
     "async_llm": NOUNS | {"processor", "engine.ipc"},
     "server.http": {"errors", "types", "util.plain_files", "options.engine", "options.server", "server"},
     "server.request": NOUNS

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade import SamplingParams
-from saccade.runner.sampler import Row, reference_sample, sample, uniform
+from saccade.runner.sampler import Row, sample, uniform
+from tests.helpers.engine.reference_sampler import reference_sample
 
 VOCABULARY = 23
 

@@ -124,7 +124,7 @@ def test_where_nobody_else_is_open_the_long_way_plans_nothing_beside_a_step_eith
 
     def schedule_async_prefill(now: float) -> StepPlan | None:
         served = frozenset(work.request_id for work in scheduler._plans[0].windows)
-        return scheduler._plan(now, True, served)
+        return scheduler._plan(now, True, frozenset(), served)
 
     scheduler.schedule_async_prefill = schedule_async_prefill  # type: ignore[method-assign]
     found = [[(p.step, p.windows, p.encode_layers) for p in run_all(requests, rig)] for rig in (quick, slow)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from saccade.scheduler.latency_model import EncoderLoad
-from saccade.scheduler.step_policy import Demand
+from saccade.scheduler.step_policy import StepDemand
 from saccade.types.latency import LatencyProfile
 from tests.helpers.engine.scheduling import FakeImage, Rig
 
@@ -115,7 +115,7 @@ def test_the_backlog_is_of_requests_with_a_seat_and_holds_each_image_once(monkey
     rig = Rig(latency=latency, max_num_seqs=3, encoder_budget=4)
     rig.add("text", 2, max_tokens=30)
     rig.step()
-    demands: list[Demand] = []
+    demands: list[StepDemand] = []
     limits = rig.scheduler.policy.limits
     monkeypatch.setattr(rig.scheduler.policy, "limits", lambda demand: demands.append(demand) or limits(demand))
     for name in ("a", "b", "c", "d"):

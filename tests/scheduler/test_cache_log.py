@@ -21,7 +21,7 @@ def held_by(rig: Rig) -> set[bytes]:
     rig.scheduler.index()
     resident = [key for key in rig.runner.embeddings if rig.scheduler._encoder_cache.is_resident(key)]
     pool = rig.scheduler._kv_cache
-    return {entry_of(digest) for digest in (*pool._by_digest, *pool.host.by_digest, *resident)}
+    return {entry_of(digest) for digest in (*pool.prefixes.by_digest, *pool.host.index.by_digest, *resident)}
 
 
 @settings(max_examples=60, deadline=None)

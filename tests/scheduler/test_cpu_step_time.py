@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from saccade.engine.core import EngineCore
-from saccade.scheduler.cpu_step_time import MIN_PREFILL_TOKENS, CpuStepTime, Rate
+from saccade.scheduler.cpu_step_time import MIN_PREFILL_TOKENS, CpuStepTime, LearnedRate
 from saccade.types.latency import StepTime
 from saccade.types.step import Slice, StepPlan, StepResult
 from tests.helpers.engine.scheduling import FakeImage, FakeRunner, make_config, make_request
@@ -181,7 +181,7 @@ def test_steps_of_no_time_at_all_break_nothing() -> None:
 
 
 def test_a_rate_never_falls_below_the_least() -> None:
-    rate = Rate(100.0, minimum=40.0)
+    rate = LearnedRate(100.0, minimum=40.0)
     for _ in range(5):
-        rate.learn(16, seconds=1e6, allowed=STEP)
+        rate.learn(16, seconds=1e6, limit=STEP)
     assert rate.value == 40.0

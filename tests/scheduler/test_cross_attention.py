@@ -14,8 +14,8 @@ from saccade.errors import RequestError
 from saccade.processor.families.base import cross_attended
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
-from saccade.scheduler.fair_queue import TenantShare
 from saccade.scheduler.request import ScheduledRequest
+from saccade.scheduler.tenant_share import TenantShare
 from saccade.types.prompt import TO_THE_END, Span
 from tests.helpers.engine.random_workloads import CONFIGS
 from tests.helpers.engine.scheduling import BLOCK, EOS, Part, Rig, key_of, make_request, names, seen

@@ -95,7 +95,7 @@ def test_a_request_without_its_grammar_keeps_no_other_tenant_from_a_seat() -> No
         rig.add(f"a{number}", [number] * 10, max_tokens=300, tenant=A)
     rig.step()
     rig.add("c", [77] * 10, max_tokens=3, tenant=C)
-    rig.scheduler.not_ready = frozenset({"c"})
+    rig.not_ready = frozenset({"c"})
     rig.add("b", [99] * 10, max_tokens=3, tenant=B)
     assert steps_to_first_token(rig, "b") <= 5
 

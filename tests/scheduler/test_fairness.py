@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,14 +13,13 @@ from hypothesis import strategies as st
 
 from saccade.errors import RequestError
 from saccade.scheduler import fair_queue
-from saccade.scheduler.fair_queue import (
+from saccade.scheduler.fair_queue import MAX_IDLE
+from saccade.scheduler.tenant_share import (
     DECODED_PIXEL_COST,
     EMBEDDING_COST,
-    MAX_IDLE,
     MAX_LABELS,
     OUTPUT_COST,
     Rank,
-    TenantShare,
 )
 from saccade.types.request import OTHER_LABEL, Tenant
 from saccade.types.step import StepPlan
@@ -399,10 +399,10 @@ def test_a_step_puts_its_tenants_in_order_once(monkeypatch: pytest.MonkeyPatch) 
     rank = fair_queue._rank
     num_asked = 0
 
-    def counting(share: TenantShare) -> Rank:
+    def counting(queue: Any) -> Rank:
         nonlocal num_asked
         num_asked += 1
-        return rank(share)
+        return rank(queue)
 
     monkeypatch.setattr(fair_queue, "_rank", counting)
     for _ in range(10):

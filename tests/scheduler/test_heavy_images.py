@@ -122,7 +122,7 @@ def test_beside_decodes_of_a_gpu_a_heavy_image_is_told_at_once() -> None:
     plan = run.scheduler.schedule(1.0)
     decode = run.scheduler.schedule_async_decode()
     assert plan.decode_first and decode is not None and not decode.decode_first
-    run.scheduler.commit(plan, run.runner.execute(plan), 1.5)
+    run.scheduler.commit(plan, run.runner.execute(plan), 1.5, 0.5)
     beside = run.scheduler.schedule_async_prefill(2.0)
     assert beside is not None and names(beside.decode_first, "one") == ["one"]
     assert isinstance(run.scheduler._open["a"], ScheduledRequest)

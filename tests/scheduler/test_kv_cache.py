@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from saccade.scheduler.kv_cache import BlockHashes, BlockPool, text_records
+from saccade.scheduler.block_hashes import BlockHashes, text_records
+from saccade.scheduler.kv_cache import BlockPool
 from tests.helpers.engine.scheduling import BLOCK, FakeImage, Part, make_prompt
 
 
@@ -216,7 +217,7 @@ def test_what_was_published_last_is_found_by_its_records_without_hashing(
     pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks, chain = filled(pool, chain_of(12), 3), chain_of(13)
-    pool.index()
+    pool.prefixes.enter_all()
     monkeypatch.setattr(chain, "content", None)  # what hashes
     assert pool.find(chain, num_tokens=13) == blocks
 
@@ -225,7 +226,7 @@ def test_of_what_is_published_only_the_first_block_is_hashed_until_there_is_time
     chain = chain_of(32)
     filled(pool, chain, 8)
     assert chain.num_known == 1
-    pool.index()
+    pool.prefixes.enter_all()
     assert chain.num_known == 8
 
 
@@ -283,7 +284,7 @@ def test_what_is_found_does_not_depend_on_when_it_is_indexed() -> None:
         windows = rng.randrange(1, 4)
         (found, table), (found_later, table_later) = (admitted(pool, tokens, windows) for pool in (at_once, later))
         assert found == found_later
-        at_once.index()
+        at_once.prefixes.enter_all()
         held.append((table, table_later))
         if len(held) > 16:
             for pool, blocks in zip((at_once, later), held.pop(rng.randrange(16)), strict=True):

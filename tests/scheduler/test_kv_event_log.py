@@ -40,9 +40,9 @@ class LoggingRig(Rig):
         self.scheduler.index()
         self.tell()
         pool = self.scheduler._kv_cache
-        assert self.index.device.keys() == {block_hash(digest) for digest in pool._by_digest}
-        assert self.index.host == {block_hash(digest) for digest in pool.host.by_digest}
-        for digest, cached in pool._by_digest.items():
+        assert self.index.device.keys() == {block_hash(digest) for digest in pool.prefixes.by_digest}
+        assert self.index.host == {block_hash(digest) for digest in pool.host.index.by_digest}
+        for digest, cached in pool.prefixes.by_digest.items():
             block = self.index.device[block_hash(digest)]
             assert block.parent == (None if cached.parent in ROOTS else block_hash(cached.parent))
             assert (block.token_ids, list(block.extra_keys or ())) == told_by(cached.records)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from saccade.errors import RequestError
-from saccade.scheduler.kv_cache import BlockHashes, BlockPool, CachedBlock
+from saccade.scheduler.block_hashes import BlockHashes
+from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.kv_host_cache import HostCache
+from saccade.scheduler.prefix_index import CachedBlock
 from saccade.types.step import KVCopy, StepPlan
 from tests.helpers.engine.async_scheduling import PACE, AheadRig, add
 from tests.helpers.engine.scheduling import BLOCK, FakeImage, Rig, make_prompt, unchecked
@@ -142,7 +144,7 @@ def test_of_a_full_host_memory_the_longest_unused_block_goes() -> None:
     cache.offload(block_of(0, b"a"))  # used again
     cache.drain()
     cache.offload(block_of(2, b"c"))
-    assert list(cache.by_digest) == [b"a", b"c"]
+    assert list(cache.index.by_digest) == [b"a", b"c"]
     assert cache.stats()["evictions"] == 1
     cache.check()
 
@@ -156,7 +158,7 @@ def test_what_the_next_plan_restores_is_not_overwritten_by_what_it_copies_out() 
     cache.restore([b"a"], (4,))
     assert cache.drain() == ((), (KVCopy(4, 0),))
     cache.offload(block_of(4, b"b"))
-    assert b"a" not in cache.by_digest and cache.drain() == ((KVCopy(4, 0),), ())
+    assert b"a" not in cache.index.by_digest and cache.drain() == ((KVCopy(4, 0),), ())
 
 
 def test_of_two_copies_to_one_host_block_in_a_plan_the_later_one_is_made() -> None:

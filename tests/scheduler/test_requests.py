@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from saccade.errors import RequestError
+from saccade.types.events import TokenEvent
 from saccade.types.step import Sample, StepResult
 from tests.helpers.engine.scheduling import EOS, FakeImage, Rig
 
@@ -102,7 +103,7 @@ def test_a_full_queue_refuses_with_the_numbers() -> None:
 
 def commit_token(rig: Rig, request_id: str, token: int) -> None:
     plan = rig.scheduler.schedule(rig.now)
-    for event in rig.scheduler.commit(plan, StepResult({request_id: Sample(token, None)}), rig.now):
+    for event in rig.scheduler.commit(plan, StepResult({request_id: Sample(token, None)}), rig.now, 0.5):
         rig.take(event)
 
 
@@ -201,3 +202,9 @@ def test_the_stats_tell_hits_misses_evictions_and_occupancy() -> None:
     encoder = stats["encoder_cache"]
     assert (encoder["hits"], encoder["misses"], encoder["evictions"]) == (1, 2, 1)
     assert (encoder["slots_used"], encoder["slots_total"]) == (8, 8)
+
+
+def test_the_event_of_a_token_that_is_not_the_last_is_what_its_fields_say() -> None:
+    event = TokenEvent.going_on("r", 7, None, b"rows")
+    assert type(event) is TokenEvent
+    assert event == TokenEvent("r", token_id=7, logprobs=None, finish_reason=None, prompt_logprobs=b"rows")

@@ -406,9 +406,9 @@ def test_a_generated_token_that_is_computed_again_is_prefill_but_for_the_latest(
     rig.add("a", 3, max_tokens=5)
     while len(rig.events.get("a", ())) < 3:
         rig.step()
-    (seq,) = rig.scheduler._running
+    (seq,) = rig.scheduler._running.in_order
     rig.scheduler._queue.wait(seq)
-    rig.scheduler._release(seq)
+    rig.scheduler._running.release(seq)
     plans = [rig.step() for _ in range(6)]
     assert [[(w.start, w.end) for w in plan.prefill] for plan in plans] == [[(i, i + 1)] for i in range(5)] + [[]]
     assert [[(w.start, w.end) for w in plan.decode] for plan in plans] == [[]] * 5 + [[(5, 6)]]

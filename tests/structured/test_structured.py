@@ -25,13 +25,14 @@ from saccade.errors import RequestError
 from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
-from saccade.runner.sampler import Row, reference_sample, sample
+from saccade.runner.sampler import Row, sample
 from saccade.server.serve import warmup_requests
 from saccade.structured.grammar import Grammars
 from saccade.structured.schema import MIN_VERSION
 from saccade.structured.structured_outputs import structured_from
 from saccade.types.prompt import Prompt
 from saccade.types.request import Request
+from tests.helpers.engine.reference_sampler import reference_sample
 
 PERSON = {
     "$defs": {

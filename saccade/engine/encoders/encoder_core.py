@@ -24,7 +24,7 @@ _LAYERS = 4  # between two heartbeats
 _IDLE_SECONDS = 0.5
 
 
-class Outcome(NamedTuple):
+class EncoderOutcome(NamedTuple):
     embedding: Tensor | None  # [slots, hidden] on the worker's device; None: see the error
     times: MediaTimes | None
     error: RequestError | None
@@ -35,7 +35,7 @@ class EncoderJob:
     engine: Hashable  # which connection it came over
     item: MediaItem
     begin: Callable[[], None]  # called in the thread of `step`, like `done`
-    done: Callable[[Outcome], None]
+    done: Callable[[EncoderOutcome], None]
 
 
 class EncoderCore:
@@ -77,22 +77,22 @@ class EncoderCore:
         if not self._running:
             with self._arrived:
                 if not self._queues:
-                    begun = self._clock()
+                    start = self._clock()
                     self._arrived.wait(_IDLE_SECONDS)
-                    self._idle_seconds += self._clock() - begun
+                    self._idle_seconds += self._clock() - start
             return
         self.encoder.advance(_LAYERS)
-        done = self.encoder.poll()
+        images = self.encoder.poll()
         if self._delivery is None:
-            self._deliver(done)
+            self._deliver(images)
         else:
-            self._delivery.swap(done, self._deliver)
+            self._delivery.swap(images, self._deliver)
 
-    def _deliver(self, done: EncoderResults) -> None:
-        for key, embedding in done.embeddings.items():
-            self._finish(key, Outcome(embedding, done.times[key], None))
-        for key, error in done.errors.items():
-            self._finish(key, Outcome(None, None, error))
+    def _deliver(self, images: EncoderResults) -> None:
+        for key, embedding in images.embeddings.items():
+            self._finish(key, EncoderOutcome(embedding, images.times[key], None))
+        for key, error in images.errors.items():
+            self._finish(key, EncoderOutcome(None, None, error))
 
     def _admit(self) -> None:
         while job := self._next():
@@ -106,8 +106,8 @@ class EncoderCore:
     def _next(self) -> EncoderJob | None:
         """One image of each engine in turn, while two passes are not full."""
         with self._arrived:
-            held = sum(jobs[0].item.geometry.grid.patches for jobs in self._running.values())
-            if not self._queues or held >= 2 * self.encoder.max_patches:
+            patches = sum(jobs[0].item.geometry.grid.patches for jobs in self._running.values())
+            if not self._queues or patches >= 2 * self.encoder.max_patches:
                 return None
             engine, queue = self._queues.popitem(last=False)
             job = queue.popleft()
@@ -115,7 +115,7 @@ class EncoderCore:
                 self._queues[engine] = queue
             return job
 
-    def _finish(self, key: Key, outcome: Outcome) -> None:
+    def _finish(self, key: Key, outcome: EncoderOutcome) -> None:
         self._num_encoded += outcome.error is None
         for job in self._running.pop(key):
             job.done(outcome)
@@ -124,7 +124,7 @@ class EncoderCore:
         """`use` is the share of the time since the last call in which there were images."""
         with self._arrived:
             jobs = [job for queue in self._queues.values() for job in queue]
-        jobs += [wanted[0] for wanted in self._running.values()]
+        jobs += [same_image[0] for same_image in self._running.values()]
         now = self._clock()
         use = 1 - self._idle_seconds / max(now - self._counted_at, 1e-9)
         self._counted_at = now
@@ -145,11 +145,11 @@ class _Delivery:
         self._done = EncoderResults.nothing()
         self._is_complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def swap(self, done: EncoderResults, deliver: Callable[[EncoderResults], None]) -> None:
+    def swap(self, images: EncoderResults, deliver: Callable[[EncoderResults], None]) -> None:
         """Deliver what came before, keep this."""
         before = self._done
         was_complete = self._is_complete
-        self._done = done
+        self._done = images
         self._is_complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._is_complete.record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(was_complete)

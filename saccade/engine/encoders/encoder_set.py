@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from saccade.engine.autoscale import Load
+from saccade.engine.autoscale import WorkerLoad
 from saccade.engine.encoders.socket_folder import SocketFolder
 from saccade.engine.ipc.client import CheckpointFiles
 from saccade.engine.ipc.messages import start_message
@@ -88,15 +88,15 @@ class EncoderSet:
 
     # --- growing and shrinking ------------------------------------------------------------------------------
 
-    def _load(self) -> Load:
+    def _load(self) -> WorkerLoad:
         workers = self._places.used_workers
         states = [worker.status().state for worker in workers]
         stats = [worker.stats() for worker, state in zip(workers, states, strict=True) if state == "ready"]
-        return Load(
+        return WorkerLoad(
             num_ready=len(stats),
             num_starting=states.count("starting"),
-            queued_work=sum(own.get("patches", 0) for own in stats),
-            use=sum(own.get("use", 0.0) for own in stats),
+            queued_work=sum(each.get("patches", 0) for each in stats),
+            use=sum(each.get("use", 0.0) for each in stats),
         )
 
     async def grow(self) -> None:

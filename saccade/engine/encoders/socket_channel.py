@@ -30,7 +30,7 @@ _GONE = "its connection closed"
 
 
 @dataclass(eq=False)
-class _Job:
+class _EncodeJob:
     start: int
     reply: Future[Encoded] = field(default_factory=Future)
     was_begun: bool = False
@@ -45,7 +45,7 @@ class SocketChannel:
         self._changed = Condition()  # guards the space, the waiting calls and the jobs
         self._sending = Lock()
         self._waiting: deque[object] = deque()  # calls without a place, in order
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _EncodeJob] = {}
         self._numbers = count()
         self._socket = socket.socket(socket.AF_UNIX)
         try:
@@ -83,15 +83,15 @@ class SocketChannel:
         try:
             self._send(number, Encode(number, item, job.start, num_bytes))
             try:
-                done = job.reply.result(max(deadline - monotonic(), 0.0))
+                reply = job.reply.result(max(deadline - monotonic(), 0.0))
             except TimeoutError:
                 raise EncoderLate(f"no embedding within {seconds:.1f} s") from None
-            view = self._memory[job.start : job.start + min(done.num_bytes, num_bytes)]
-            yield RemoteEmbedding(view, done.shape, done.dtype, done.times)
+            view = self._memory[job.start : job.start + min(reply.num_bytes, num_bytes)]
+            yield RemoteEmbedding(view, reply.shape, reply.dtype, reply.times)
         finally:
             self._leave(number, job)
 
-    def _reserve(self, number: int, num_bytes: int, deadline: float) -> _Job:
+    def _reserve(self, number: int, num_bytes: int, deadline: float) -> _EncodeJob:
         """Waits for the calls before it, then for space."""
         me = object()
         with self._changed:
@@ -102,7 +102,7 @@ class SocketChannel:
                         raise EncoderLost(_GONE, was_begun=False)
                     start = self.space.reserve(num_bytes) if self._waiting[0] is me else None
                     if start is not None:
-                        job = self._jobs[number] = _Job(start)
+                        job = self._jobs[number] = _EncodeJob(start)
                         return job
                     if not self._changed.wait(deadline - monotonic()):
                         raise EncoderLate("its shared memory stays full")
@@ -123,7 +123,7 @@ class SocketChannel:
         except OSError:
             self._fail()
 
-    def _leave(self, number: int, job: _Job) -> None:
+    def _leave(self, number: int, job: _EncodeJob) -> None:
         with self._changed:
             if job.reply.done() or number not in self._jobs:
                 self._free(number)

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import torch
 
 from saccade.engine.encoders.arena import mapped
-from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, Outcome
+from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, EncoderOutcome
 from saccade.engine.encoders.messages import Begun, Encode, Encoded, Failed, Reply, Welcome, encode_in
 from saccade.engine.ipc.messages import WireError, frame, read_body
 
@@ -96,18 +96,18 @@ class _Engine:
         )
         return True
 
-    def _done(self, asked: Encode, outcome: Outcome) -> None:
+    def _done(self, order: Encode, outcome: EncoderOutcome) -> None:
         """An embedding that is too large for its place is not written, only told of."""
         if outcome.embedding is None:
             assert outcome.error is not None
-            self._send(Failed(asked.job, outcome.error))
+            self._send(Failed(order.job, outcome.error))
             return
         data = outcome.embedding.contiguous().view(torch.uint8).flatten()
-        if data.numel() <= asked.num_bytes:
-            self._memory[asked.start : asked.start + data.numel()].copy_(data)
+        if data.numel() <= order.num_bytes:
+            self._memory[order.start : order.start + data.numel()].copy_(data)
         assert outcome.times is not None
         dtype = str(outcome.embedding.dtype).removeprefix("torch.")
-        self._send(Encoded(asked.job, tuple(outcome.embedding.shape), dtype, data.numel(), outcome.times))
+        self._send(Encoded(order.job, tuple(outcome.embedding.shape), dtype, data.numel(), outcome.times))
 
     def _send(self, message: Reply) -> None:
         """An engine that is gone, or does not read, is forgotten by the thread that reads from it."""

@@ -115,14 +115,14 @@ class EngineClient(WorkerSupervisor):
         `encoders`: addresses of the encoder workers. `kv_events`: bound at once.
         """
         files = (checkpoint.path, checkpoint.config, checkpoint.image_processor)
-        shown = progress and not replica.index
+        shows_progress = progress and not replica.index
         replica = replace(replica, encoders=encoders)
         start = start_message(
             *files,
             options,
             largest,
             warmup,
-            progress=shown,
+            progress=shows_progress,
             replica=replica,
             logs_kv_events=kv_events is not None,
         )

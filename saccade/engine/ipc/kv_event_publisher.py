@@ -237,8 +237,8 @@ class KVEventPublisher:
             if has_batches:
                 self._num_had = max(self._num_had, numbers.stop)
             else:
-                gone = min(numbers.stop, self.num_batches - len(self._batches))
-                self.num_dropped += max(0, gone - max(numbers.start, self._num_had))
+                first_here = min(numbers.stop, self.num_batches - len(self._batches))
+                self.num_dropped += max(0, first_here - max(numbers.start, self._num_had))
 
     def _tell(self, overflows: int, failed: int) -> None:
         """Readers cannot fill the log."""
@@ -256,18 +256,18 @@ def _problem(reply: Reply) -> str:
 
 
 def _check(name: str, endpoint: str, num_ranks: int) -> None:
-    found = _PORT.fullmatch(endpoint)
-    if not found and not _PATH.fullmatch(endpoint):
+    address = _PORT.fullmatch(endpoint)
+    if not address and not _PATH.fullmatch(endpoint):
         expected = "an address such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/saccade/events"
         raise ConfigError(f"{name} must be {expected}, not {endpoint}")
-    if found and not 1 <= int(found[2]) <= _MAX_PORT + 1 - num_ranks:
-        allowed = f"from 1 to {_MAX_PORT + 1 - num_ranks}, since {num_ranks} replicas take a port each"
-        raise ConfigError(f"the port in {name}={endpoint} must be {allowed}")
+    if address and not 1 <= int(address[2]) <= _MAX_PORT + 1 - num_ranks:
+        ports = f"from 1 to {_MAX_PORT + 1 - num_ranks}, since {num_ranks} replicas take a port each"
+        raise ConfigError(f"the port in {name}={endpoint} must be {ports}")
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:
     """Port 5557 is that of rank 0, 5558 that of rank 1."""
-    found = _PORT.fullmatch(endpoint)
-    if found:
-        return f"{found[1]}{int(found[2]) + rank}"
+    address = _PORT.fullmatch(endpoint)
+    if address:
+        return f"{address[1]}{int(address[2]) + rank}"
     return f"{endpoint}_dp{rank}" if rank else endpoint

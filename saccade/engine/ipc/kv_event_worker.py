@@ -141,10 +141,10 @@ class EventServer:
         reader = request[0]
         first = int.from_bytes(request[2], "big")
         with self._lock:
-            wanted = [(number, batch) for number, batch in self._kept if number >= first]
+            batches = [(number, batch) for number, batch in self._kept if number >= first]
         deadline = time.monotonic() + _MAX_REPLAY_SECONDS
         try:
-            for number, batch in wanted:
+            for number, batch in batches:
                 if time.monotonic() > deadline:
                     return False
                 socket.send_multipart((reader, b"", number.to_bytes(8, "big"), batch))

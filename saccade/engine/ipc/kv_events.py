@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from saccade.scheduler.kv_cache import text_records
+from saccade.scheduler.block_hashes import text_records
 from saccade.scheduler.kv_event_log import BlocksRemoved, BlocksStored, KVEvent
 
 MediaKey = tuple[str, int]  # an image's content key in hex, and its start relative to that of the block
@@ -73,8 +73,8 @@ def block_hash(digest: bytes) -> int:
 
 
 def _media_keys(records: bytes) -> list[MediaKey] | None:
-    """Of the images in a block; None for text."""
-    found: list[MediaKey] = []
+    """Keys of the images in a block; None for text."""
+    keys: list[MediaKey] = []
     count = len(records) // _RECORD.size
     last_key, last_offset = _RECORD.unpack_from(records, (count - 1) * _RECORD.size)
     previous: tuple[bytes, int] | None = None
@@ -82,8 +82,8 @@ def _media_keys(records: bytes) -> list[MediaKey] | None:
         key, offset = _RECORD.unpack_from(records, position * _RECORD.size)
         image = (key, position - offset)
         if key != _NO_KEY and image != previous:
-            found.append((key.hex(), position - offset))
+            keys.append((key.hex(), position - offset))
             if image == (last_key, count - 1 - last_offset):
                 break  # it fills the rest of the block, as nearly always
             previous = image
-    return found or None
+    return keys or None

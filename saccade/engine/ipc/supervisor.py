@@ -145,8 +145,8 @@ class WorkerSupervisor:
     @property
     def retry_after(self) -> float:
         """Seconds until the next worker may be ready."""
-        known = self._start_seconds
-        return self._backoff + (known if known is not None else _GUESSED_START)
+        seconds = self._start_seconds
+        return self._backoff + (_GUESSED_START if seconds is None else seconds)
 
     # --- what a kind of worker adds -------------------------------------------------------------------------
 

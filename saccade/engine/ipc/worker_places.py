@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from saccade.engine.autoscale import AUTOSCALE_SECONDS, Autoscaler, Load
+from saccade.engine.autoscale import AUTOSCALE_SECONDS, Autoscaler, WorkerLoad
 from saccade.engine.ipc.messages import Ready
 from saccade.engine.ipc.supervisor import EngineStatus, WorkerSupervisor
 from saccade.errors import ConfigError, EngineUnavailable
@@ -75,13 +75,15 @@ class WorkerPlaces(Generic[Worker]):
         self.workers[index] = await asyncio.to_thread(self._make, index)  # which may start a process
         self.used.remove(index)
 
-    def autoscale(self, load: Callable[[], Load], shrink: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def autoscale(
+        self, load: Callable[[], WorkerLoad], shrink: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
         """From now on, where the bounds allow it. `shrink` ends one worker, or none."""
         if self._autoscaler.is_needed:
             self._begin(self._autoscale(load, shrink))
 
     async def _autoscale(
-        self, load: Callable[[], Load], shrink: Callable[[], Coroutine[Any, Any, None]]
+        self, load: Callable[[], WorkerLoad], shrink: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         while True:
             await asyncio.sleep(AUTOSCALE_SECONDS)

@@ -150,19 +150,19 @@ class Bridge:
     def _place(self, resources: dict[str, int]) -> PlacementGroup:
         """A group of one bundle: an engine is on one node. Ray takes the node with the most to spare."""
         group = placement_group([resources], strategy="STRICT_PACK")
-        began = told = time.monotonic()
-        wanted = " and ".join(f"{count} {name}" for name, count in resources.items())
+        began = last_log = time.monotonic()
+        needs = " and ".join(f"{count} {name}" for name, count in resources.items())
         while not group.wait(_POLL_SECONDS):
             self._check_wanted()
             now = time.monotonic()
             free = {name: ray.available_resources().get(name, 0) for name in resources}
             if now - began > _PLACE_SECONDS:
                 there = ", ".join(f"{count:g} {name}" for name, count in free.items())
-                problem = f"no node of the Ray cluster had {wanted} free within {_PLACE_SECONDS:.0f} s"
+                problem = f"no node of the Ray cluster had {needs} free within {_PLACE_SECONDS:.0f} s"
                 raise EngineUnavailable(f"{problem}; free over all nodes: {there}", 0)
-            if now - told > _TELL_SECONDS:
-                told = now
-                logger.warning("waits for a Ray node with %s free; over all nodes %s are", wanted, free)
+            if now - last_log > _TELL_SECONDS:
+                last_log = now
+                logger.warning("waits for a Ray node with %s free; over all nodes %s are", needs, free)
         return group
 
     def _listen(self, actor: Any, folder: str) -> Endpoint:

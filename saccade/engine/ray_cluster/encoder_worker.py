@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, Outcome
+from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, EncoderOutcome
 from saccade.engine.encoders.messages import Encoded, Failed, encode_in
 from saccade.engine.encoders.worker import EncoderLoop, build
 from saccade.engine.ipc.loop import serve_connection
@@ -61,7 +61,7 @@ class RayWorker:
         yield news.get()
 
 
-def _packed(outcome: Outcome) -> tuple[np.ndarray[Any, Any], bytes]:
+def _packed(outcome: EncoderOutcome) -> tuple[np.ndarray[Any, Any], bytes]:
     """Called in the thread of the encoder's steps, which knows when the embedding is complete."""
     if outcome.embedding is None or outcome.times is None:
         assert outcome.error is not None

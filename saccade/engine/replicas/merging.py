@@ -52,11 +52,11 @@ def merged_status(statuses: Sequence[EngineStatus]) -> EngineStatus:
 
 def merged_stats(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sums; the latest steps are those of the replica with the most running requests."""
-    known = [one for one in stats if one]
-    if not known:
+    parts = [part for part in stats if part]
+    if not parts:
         return {}
-    busiest = max(known, key=lambda one: one["running"])
-    return {**_summed(known), **{name: busiest[name] for name in _NOT_SUMMED if name in busiest}}
+    busiest = max(parts, key=lambda part: part["running"])
+    return {**_summed(parts), **{name: busiest[name] for name in _NOT_SUMMED if name in busiest}}
 
 
 def _summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from saccade.engine.autoscale import Load
+from saccade.engine.autoscale import WorkerLoad
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineStatus, ReplicaView
 from saccade.engine.ipc.messages import ControlAction
 from saccade.engine.ipc.stream import RequestStream, Submission
 from saccade.engine.ipc.worker_places import WorkerPlaces
 from saccade.engine.replicas.merging import merged_info, merged_stats, merged_status
-from saccade.engine.replicas.router import Placement, Router, demand_of
+from saccade.engine.replicas.router import RoutedCall, Router, demand_of
 from saccade.errors import EngineUnavailable, RequestError
 from saccade.scheduler.cache_log import CacheChanges
 from saccade.types.replica import Replica
@@ -45,7 +45,7 @@ class ReplicaSet:
         self._make_client = make_client
         self._num_places = max_replicas or num_replicas
         self._router = Router(self._num_places)
-        self._placements: dict[Submission, Placement] = {}  # of what is open
+        self._placements: dict[Submission, RoutedCall] = {}  # of what is open
         self._is_stopping = False
         self._num_moved = 0
         self._infos: tuple[EngineInfo, ...] = ()  # that `_info` was made from
@@ -85,9 +85,11 @@ class ReplicaSet:
 
     async def control(self, action: ControlAction, prefix: str | None = None) -> str | bool | None:
         """In all replicas; of a reset, whether all did it, of a profile, all files."""
-        done = await asyncio.gather(*(client.control(action, prefix) for client in self._places.used_workers))
-        files = [str(one) for one in done if isinstance(one, str)]
-        return ", ".join(files) if files else all(one is not False for one in done)
+        answers = await asyncio.gather(
+            *(client.control(action, prefix) for client in self._places.used_workers)
+        )
+        files = [str(one) for one in answers if isinstance(one, str)]
+        return ", ".join(files) if files else all(one is not False for one in answers)
 
     @property
     def info(self) -> EngineInfo | None:
@@ -134,11 +136,11 @@ class ReplicaSet:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         await self._places.retire(index)
 
-    def _load(self) -> Load:
+    def _load(self) -> WorkerLoad:
         views = [self._view(index) for index in sorted(self._places.used)]
         ready = [view for view in views if view.status.state == "ready"]
         blocks = [view.stats["kv"] for view in ready if view.stats]
-        return Load(
+        return WorkerLoad(
             num_ready=len(ready),
             num_starting=sum(view.status.state == "starting" for view in views),
             queued_work=sum(view.queued_work for view in views),

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from saccade.options.engine import SchedulerConfig
+from saccade.scheduler.block_hashes import BlockHashes
 from saccade.scheduler.cache_log import CacheChanges, entry_of
-from saccade.scheduler.fair_queue import EMBEDDING_COST
-from saccade.scheduler.kv_cache import BlockHashes
+from saccade.scheduler.tenant_share import EMBEDDING_COST
 from saccade.types.prompt import Span
 from saccade.types.request import Request
 
@@ -48,14 +48,14 @@ class PromptDemand(NamedTuple):
     images: tuple[ImageDemand, ...]  # each once
 
     def work_on(self, replica: ReplicaState) -> int:
-        known = 0  # tokens of the prefix
+        prefix = 0  # tokens
         for entry in self.blocks:
             if not replica.knows(entry):
                 break
-            known += self.block_size
-        work = self.num_tokens - known
+            prefix += self.block_size
+        work = self.num_tokens - prefix
         for image in self.images:
-            if image.end > known and not replica.knows(image.entry):
+            if image.end > prefix and not replica.knows(image.entry):
                 work += image.work
         return work
 
@@ -64,7 +64,7 @@ class PromptDemand(NamedTuple):
         return self.blocks + tuple([image.entry for image in self.images])
 
 
-class Demand(NamedTuple):
+class CallDemand(NamedTuple):
     """What a submission asks for."""
 
     prompts: tuple[PromptDemand, ...]
@@ -72,11 +72,11 @@ class Demand(NamedTuple):
     num_outputs: int  # tokens, as far as can be guessed
 
 
-def demand_of(requests: Sequence[Request], limits: SchedulerConfig) -> Demand:
+def demand_of(requests: Sequence[Request], limits: SchedulerConfig) -> CallDemand:
     """Blocks are hashed as the scheduler hashes them."""
     prompts = {id(request.prompt): request for request in requests}
     outputs = sum(min(request.max_tokens, _USUAL_OUTPUT) for request in requests)
-    return Demand(
+    return CallDemand(
         tuple(_prompt_demand(request, limits) for request in prompts.values()), len(requests), outputs
     )
 
@@ -102,7 +102,7 @@ def _image_demand(span: Span) -> ImageDemand:
 
 
 @dataclass(slots=True, eq=False)
-class Placement:
+class RoutedCall:
     """A submission on a replica, from its routing to its end."""
 
     replica: int
@@ -137,23 +137,23 @@ class ReplicaState:
     def forget(self) -> None:
         self._held.clear()
 
-    def add(self, placement: Placement) -> None:
+    def add(self, placement: RoutedCall) -> None:
         self.num_requests += placement.num_requests
         self.queued_work += placement.prefill + placement.decode
         self._expected.update(placement.entries)
 
-    def end_prefill(self, placement: Placement) -> None:
+    def end_prefill(self, placement: RoutedCall) -> None:
         self.queued_work -= placement.prefill
         for entry in placement.entries:
             self._expected[entry] -= 1
             if not self._expected[entry]:
                 del self._expected[entry]
 
-    def remove(self, placement: Placement) -> None:
+    def remove(self, placement: RoutedCall) -> None:
         self.num_requests -= placement.num_requests
         self.queued_work -= placement.decode
 
-    def check(self, placements: Sequence[Placement]) -> None:
+    def check(self, placements: Sequence[RoutedCall]) -> None:
         """The conservation laws: all that is counted belongs to an open submission."""
         prefills = [placement for placement in placements if placement.is_prefilling]
         work = sum(p.decode for p in placements) + sum(p.prefill for p in prefills)
@@ -169,7 +169,7 @@ class Router:
         self.replicas = tuple(ReplicaState() for _ in range(num_replicas))
         self._next = 0  # goes first where all else is equal
 
-    def place(self, demand: Demand, live: Sequence[int], max_requests: int | None = None) -> Placement:
+    def place(self, demand: CallDemand, live: Sequence[int], max_requests: int | None = None) -> RoutedCall:
         """On one of the `live` replicas, of which there must be one.
 
         `max_requests` may be open in a replica; one that is full is taken only where all are.
@@ -183,29 +183,29 @@ class Router:
             turn = (index - self._next) % len(self.replicas)
             return works[index] + QUEUE_WEIGHT * loads[index], loads[index], turn
 
-        chosen = min(works, key=rank)
-        self._next = chosen + 1
+        best = min(works, key=rank)
+        self._next = best + 1
         entries = tuple(entry for prompt in demand.prompts for entry in prompt.entries)
-        placement = Placement(chosen, demand.num_requests, works[chosen], demand.num_outputs, entries)
-        self.replicas[chosen].add(placement)
+        placement = RoutedCall(best, demand.num_requests, works[best], demand.num_outputs, entries)
+        self.replicas[best].add(placement)
         return placement
 
-    def _fits(self, index: int, demand: Demand, max_requests: int | None) -> bool:
+    def _fits(self, index: int, demand: CallDemand, max_requests: int | None) -> bool:
         return max_requests is None or self.replicas[index].num_requests + demand.num_requests <= max_requests
 
-    def _work_on(self, index: int, demand: Demand) -> int:
+    def _work_on(self, index: int, demand: CallDemand) -> int:
         return sum(prompt.work_on(self.replicas[index]) for prompt in demand.prompts)
 
-    def end_prefill(self, placement: Placement) -> None:
+    def end_prefill(self, placement: RoutedCall) -> None:
         if placement.is_prefilling:
             placement.is_prefilling = False
             self.replicas[placement.replica].end_prefill(placement)
 
-    def remove(self, placement: Placement) -> None:
+    def remove(self, placement: RoutedCall) -> None:
         self.end_prefill(placement)
         self.replicas[placement.replica].remove(placement)
 
-    def check(self, placements: Iterable[Placement]) -> None:
+    def check(self, placements: Iterable[RoutedCall]) -> None:
         placements = list(placements)
         for index, replica in enumerate(self.replicas):
             replica.check([placement for placement in placements if placement.replica == index])

@@ -18,8 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels import sampling_rows
 from saccade.kernels.ops.argmax import TokenSink
 
+_TEMPERATURE = tl.constexpr(sampling_rows.TEMPERATURE)
+_TOP_K = tl.constexpr(sampling_rows.TOP_K)
+_TOP_P = tl.constexpr(sampling_rows.TOP_P)
+_MIN_P = tl.constexpr(sampling_rows.MIN_P)
+_UNIFORM = tl.constexpr(sampling_rows.UNIFORM)
 _BLOCK = 8192
 _WARPS = 16
 _STAGES = tl.constexpr(3)  # of the software pipeline over chunks
@@ -31,12 +37,16 @@ def sample_rows(
 ) -> Tensor:
     """A token for each row of logits [T, N] that `which` [rows] names, written into `out`, int64 [T], at that row.
 
-    `params`, float64 [5, rows]: temperature, top_k (N or more: all), top_p, min_p, a uniform number in [0, 1). The
-    cumulative distribution of what top-k, then top-p, then min-p leave is inverted at that number.
+    `params`, float64 [COUNT, rows], see `sampling_rows`. The cumulative distribution of what top-k, then top-p, then
+    min-p leave is inverted at the uniform number.
     """
     rows = len(which)
     size = logits.shape[1]
-    assert logits.is_contiguous() and params.shape == (5, rows), (logits.shape, logits.stride(), params.shape)
+    assert logits.is_contiguous() and params.shape == (sampling_rows.COUNT, rows), (
+        logits.shape,
+        logits.stride(),
+        params.shape,
+    )
     _sample_kernel[(rows,)](
         logits, which, params, *params.stride(), out, *(sink or (None, None)), size,
         UNUSED=_UNUSED_BITS[logits.dtype], BLOCK=block, num_warps=_WARPS,
@@ -56,12 +66,12 @@ def _sample_kernel(
     row = tl.program_id(0)
     line = tl.load(which + row).to(tl.int64)
     values = logits + line * size
-    settings = sampling + row * row_stride
-    temperature = tl.load(settings)
-    top_k = tl.load(settings + param_stride)
-    top_p = tl.load(settings + 2 * param_stride)
-    min_p = tl.load(settings + 3 * param_stride)
-    uniform = tl.load(settings + 4 * param_stride)
+    numbers = sampling + row * row_stride
+    temperature = tl.load(numbers + _TEMPERATURE * param_stride)
+    top_k = tl.load(numbers + _TOP_K * param_stride)
+    top_p = tl.load(numbers + _TOP_P * param_stride)
+    min_p = tl.load(numbers + _MIN_P * param_stride)
+    uniform = tl.load(numbers + _UNIFORM * param_stride)
     largest, smallest = _ends(values, size, BLOCK)
     # For exp2. The limit: at a temperature near zero, 0 * scale must not be NaN.
     scale = tl.minimum(1.4426950408889634 / temperature, 1e30).to(tl.float32)

@@ -8,14 +8,8 @@ from torch import Tensor
 from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.ops import sample as kernel
 from saccade.kernels.ops.argmax import TokenSink
-from saccade.runner.sampler import sample_rows
+from saccade.runner.sampler import FILTER_CASES, SamplingInputs, sample_rows
 
-_CASES = (  # temperature, top_k, top_p, min_p, a uniform number
-    (1.0, float("inf"), 1.0, 0.0, 0.7),
-    (2.0, 5.0, 1.0, 0.0, 0.3),
-    (1.5, float("inf"), 0.6, 0.0, 0.9),
-    (0.7, 20.0, 0.9, 0.01, 0.5),
-)
 _LIKELY = 16  # tokens of the self-test that have nearly all probability: rounding then decides nothing
 
 
@@ -36,16 +30,18 @@ def sample_tokens(
 
 def self_test(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
     """It must compile and sample what the reference does."""
-    logits = torch.randn(len(_CASES), vocabulary, generator=torch.Generator().manual_seed(0))
+    count = len(FILTER_CASES)
+    logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(0))
     logits[:, :: max(vocabulary // _LIKELY, 1)] += 25.0
     logits = logits.to(device, dtype)
-    params = torch.tensor(_CASES, dtype=torch.float64, device=device).T
-    which = torch.arange(len(_CASES), device=device)
-    found, last_tokens = (torch.zeros(len(_CASES), dtype=torch.int64, device=device) for _ in range(2))
-    kernel.sample_rows(logits, which, params, found, TokenSink(last_tokens, which))
-    expected = sample_rows(logits, params, has_filters=True)
-    if not torch.equal(found, expected) or not torch.equal(last_tokens, expected):
-        raise ValueError(f"sampled {found.tolist()}, not {expected.tolist()}")
+    inputs = SamplingInputs.of([(params, 0, position) for position, params in enumerate(FILTER_CASES)])
+    numbers = torch.from_numpy(inputs.values).to(device)
+    which = torch.arange(count, device=device)
+    tokens, last_tokens = torch.zeros(2, count, dtype=torch.int64, device=device)
+    kernel.sample_rows(logits, which, numbers, tokens, TokenSink(last_tokens, which))
+    expected = sample_rows(logits, numbers, has_filters=True)
+    if not torch.equal(tokens, expected) or not torch.equal(last_tokens, expected):
+        raise ValueError(f"sampled {tokens.tolist()}, not {expected.tolist()}")
 
 
 def _self_test_on_gpu(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:

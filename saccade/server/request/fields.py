@@ -13,6 +13,7 @@ from typing import Any
 
 from saccade.errors import RequestError, quoted
 from saccade.processor.dialects.parser import OutputFormats
+from saccade.sampling_params import FLOATS
 
 logger = logging.getLogger("saccade.server")
 
@@ -28,13 +29,8 @@ _EFFORT: Schema = {"type": "string", "maxLength": 32}  # the chat template says 
 
 SAMPLING: Mapping[str, Schema] = {
     "n": _INT,
-    "temperature": _NUM,
-    "top_p": _NUM,
+    **dict.fromkeys(FLOATS, _NUM),
     "top_k": _INT,
-    "min_p": _NUM,
-    "presence_penalty": _NUM,
-    "frequency_penalty": _NUM,
-    "repetition_penalty": _NUM,
     "seed": _INT,
     "stop": {"type": ["string", "array"], "items": _STR},
     "stop_token_ids": {"type": "array", "items": _INT},

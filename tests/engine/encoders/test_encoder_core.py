@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from saccade.engine.encoders import encoder_core
-from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, Outcome
+from saccade.engine.encoders.encoder_core import EncoderCore, EncoderJob, EncoderOutcome
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.types.media import MediaItem
 from tests.helpers.fakes.fake_tower import FakeTower, picture
@@ -19,7 +19,7 @@ class Served:
         self.core = EncoderCore(LocalEncoder(self.tower, max_patches, 1), 0.001)  # type: ignore[arg-type]
         self.begun: list[tuple[str, bytes]] = []
         self.done: list[tuple[str, bytes]] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[EncoderOutcome] = []
 
     def submit(self, engine: str, *items: MediaItem) -> None:
         for item in items:
@@ -29,7 +29,7 @@ class Served:
         return lambda: self.begun.append((engine, item.key))
 
     def _done(self, engine: str, item: MediaItem):  # type: ignore[no-untyped-def]
-        def done(outcome: Outcome) -> None:
+        def done(outcome: EncoderOutcome) -> None:
             self.done.append((engine, item.key))
             self.outcomes.append(outcome)
 

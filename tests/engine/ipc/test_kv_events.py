@@ -63,9 +63,9 @@ def test_a_reader_that_joins_in_the_middle_rebuilds_the_cache_of_a_scheduler(
     while reader.next < publisher.num_batches:
         reader.replay()
     pool = rig.scheduler._kv_cache
-    assert len(pool._by_digest) > 30 and len(pool.host.by_digest) > 10
-    assert reader.index.device.keys() == {block_hash(digest) for digest in pool._by_digest}
-    assert reader.index.host == {block_hash(digest) for digest in pool.host.by_digest}
+    assert len(pool.prefixes.by_digest) > 30 and len(pool.host.index.by_digest) > 10
+    assert reader.index.device.keys() == {block_hash(digest) for digest in pool.prefixes.by_digest}
+    assert reader.index.host == {block_hash(digest) for digest in pool.host.index.by_digest}
 
 
 # --- engines --------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.engine.replicas import router as routing
-from saccade.engine.replicas.router import LOAD_FACTOR, LOAD_SLACK, Placement, Router, demand_of
+from saccade.engine.replicas.router import LOAD_FACTOR, LOAD_SLACK, RoutedCall, Router, demand_of
 from saccade.sampling_params import Pooling
+from saccade.scheduler.block_hashes import BlockHashes
 from saccade.scheduler.cache_log import CacheChanges, entry_of
-from saccade.scheduler.kv_cache import BlockHashes
 from tests.helpers.engine.random_workloads import PARTS
 from tests.helpers.engine.scheduling import BLOCK, FakeImage, Part, Rig, key_of, make_config, make_request
 
@@ -26,16 +26,16 @@ class Routed:
     def __init__(self, count: int = 2) -> None:
         self.router = Router(count)
         self.live = list(range(count))
-        self.placements: list[Placement] = []
+        self.placements: list[RoutedCall] = []
 
-    def route(self, *parts: Part, **how: Any) -> Placement:
+    def route(self, *parts: Part, **how: Any) -> RoutedCall:
         requests = [make_request("a", *parts, **how)]
         placement = self.router.place(demand_of(requests, LIMITS), self.live)
         self.placements.append(placement)
         self.router.check(self.placements)
         return placement
 
-    def finish(self, placement: Placement, *, publish: bool = True) -> None:
+    def finish(self, placement: RoutedCall, *, publish: bool = True) -> None:
         if publish:
             self.router.replicas[placement.replica].apply(CacheChanges(False, placement.entries, ()))
         self.router.remove(placement)
@@ -189,7 +189,7 @@ ACTIONS = st.one_of(
 def run(actions: list) -> list[int]:
     """The choices. Checks after each action that the load is bounded and nothing is miscounted."""
     router = Router(4)
-    placements: list[Placement] = []
+    placements: list[RoutedCall] = []
     chosen = []
     for action, what, live in actions:
         if action == "route":

@@ -55,7 +55,7 @@ class AheadRig(Rig):
     def book(self, count: int) -> None:
         under_way, self.under_way = self.under_way[:count], self.under_way[count:]
         for plan, result in under_way:
-            for event in self.scheduler.commit(plan, result, self.now):
+            for event in self.scheduler.commit(plan, result, self.now, 0.5):
                 self.take(event)
             self.scheduler.check()
 

@@ -13,7 +13,7 @@ from saccade.options.engine import SchedulerConfig
 from saccade.processor.families.base import cross_attended
 from saccade.sampling_params import SamplingParams
 from saccade.scheduler import Scheduler
-from saccade.scheduler.kv_cache import text_records
+from saccade.scheduler.block_hashes import text_records
 from saccade.types.events import TokenEvent
 from saccade.types.latency import StepTime
 from saccade.types.media import Geometry, Grid, Header, Key, MediaItem, Size
@@ -250,6 +250,7 @@ class Rig:
         self.runner = FakeRunner(self.config, broken, layers)
         self.now = 0.0
         self.latency_bounded = True
+        self.not_ready: frozenset[str] = frozenset()  # requests whose grammar is being made
         self.events: dict[str, list[TokenEvent]] = {}
         self.plans: list[StepPlan] = []
 
@@ -258,10 +259,11 @@ class Rig:
 
     def step(self) -> StepPlan:
         self.now += 1
-        plan = self.scheduler.schedule(self.now, latency_bounded=self.latency_bounded)
+        how: dict[str, Any] = {"latency_bounded": self.latency_bounded, "not_ready": self.not_ready}
+        plan = self.scheduler.schedule(self.now, **how)
         self.scheduler.check()
         result = self.runner.execute(plan)
-        events = self.scheduler.commit(plan, result, self.now + 0.5)
+        events = self.scheduler.commit(plan, result, self.now + 0.5, 0.5)
         self.scheduler.check()
         ended = {event.request_id for event in events if event.finish_reason == "error"}
         assert self.runner.spoiled <= ended, "a request went on with KV that was never written"
