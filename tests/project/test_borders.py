@@ -143,7 +143,6 @@ LAZY_ALLOWED = {
     "saccade/media/pdf_reader.py",  # PDFium, where PDFs are
     "saccade/apps/bench/video.py",  # and where they are made
     "saccade/runner/forward_selector.py",  # Triton, where there is a GPU
-    "saccade/runner/cuda/attention_selector.py",
     "saccade/runner/cuda/kv_host_blocks.py",
     "saccade/runner/cuda/compile_kernels.py",
     "saccade/runner/encoder/graph_capture.py",

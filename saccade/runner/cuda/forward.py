@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
 from saccade.kernels.ops.argmax import TokenSink
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.cuda.transformers_decoder import TransformersDecoder
@@ -82,7 +81,6 @@ class CudaForward:
         max_requests: int,
         max_blocks: int,
         axes: int,
-        flash: FlashInferPrefill | None = None,  # None: prefill uses only our own kernels
         states: RecurrentStates | None = None,  # of decoders with gated delta nets
         slab: EmbeddingSlab | None = None,  # of decoders with cross-attention
         max_cross_states: int = 0,  # that a token attends to
@@ -108,9 +106,8 @@ class CudaForward:
         shared = (self._decoder, self._tables, block_size)
         kinds = (nets, latent, self._cross)
         self._decode_graphs = DecodeGraphs(*shared, max_requests, *kinds)
-        self._prefill_graphs = PrefillGraphs(*shared, axes, flash, *kinds)
-        # FlashInfer plans each prefill on the host, which mixed batches do not support.
-        self._mixed_graphs = MixedGraphs(self._prefill_graphs, self._decode_graphs) if flash is None else None
+        self._prefill_graphs = PrefillGraphs(*shared, axes, *kinds)
+        self._mixed_graphs = MixedGraphs(self._prefill_graphs, self._decode_graphs)
         self._decoded = TokenReadback(max_requests, self.device)
         self._prefilled = TokenReadback(max_requests, self.device)
         self._last_batch = DecodeBatch([], self._tables)  # that decoded last
@@ -123,8 +120,7 @@ class CudaForward:
         pool = torch.cuda.graph_pool_handle()
         self._prefill_graphs.capture(pool, max_tokens)
         self._decode_graphs.capture(pool)
-        if self._mixed_graphs:
-            self._mixed_graphs.capture(pool, max_tokens)
+        self._mixed_graphs.capture(pool, max_tokens)
         has_kernel(self.device, self._decoder.decoder.head.dtype, self._decoder.vocab_size)
         torch.cuda.synchronize(self.device)
 
@@ -144,7 +140,7 @@ class CudaForward:
         self._scatter_blocks()
         run = self._decode_graphs.run
         sizes = self._decode_graphs.sizes
-        mixed = {size.rows for size in self._mixed_graphs.sizes()} if self._mixed_graphs else ()
+        mixed = {size.rows for size in self._mixed_graphs.sizes()}
         return LatencyProfile(
             decode_ms=timed_curve((size, partial(run, self._trial_rows(size))) for size in sizes),
             prefill_ms=timed_curve(self._prefill_trials()),
@@ -183,7 +179,6 @@ class CudaForward:
 
     def _mixed_trials(self, rows: int) -> Iterator[tuple[int, Callable[[], object]]]:
         """Both together: a window inside its prompt, since the last one of a prompt is never mixed."""
-        assert self._mixed_graphs is not None
         for size in self._mixed_graphs.sizes():
             if size.rows == rows and size.tokens <= self._longest:
                 window = self._trial_window(size.tokens)
@@ -247,8 +242,8 @@ class CudaForward:
         if not prefill:
             return self._decode(decode)
         tokens = sum(window.end - window.start for window, _ in prefill)
-        size = self._mixed_graphs.fitting(tokens, len(prefill), len(decode)) if self._mixed_graphs else None
-        if self._mixed_graphs is None or size is None or needs_rows(prefill):
+        size = self._mixed_graphs.fitting(tokens, len(prefill), len(decode))
+        if size is None or needs_rows(prefill):
             self._prefill(prefill, embeddings)
             return self._decode(decode)
         chunks = [self._window(window, state) for window, state in prefill]

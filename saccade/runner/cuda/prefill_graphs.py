@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from saccade.kernels.attention.mla_expanded import GATHERED
 from saccade.kernels.attention.prefill import PrefillAttention
-from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
 from saccade.kernels.attention.rope_store_kv import rotary_and_store
 from saccade.kernels.launch.compile_ahead import is_compiling
 from saccade.kernels.launch.varlen_tiles import Tiles
@@ -72,7 +71,6 @@ class PrefillGraphs:
         tables: BlockTables,
         block_size: int,
         axes: int,
-        flash: FlashInferPrefill | None = None,
         nets: DeltaNets | None = None,
         latent: LatentAttentions | None = None,
         cross: CrossAttentions | None = None,
@@ -84,7 +82,6 @@ class PrefillGraphs:
         self.tables = tables
         self.block_size = block_size
         self.axes = axes
-        self._flash = flash  # attends in steps large enough for it; the host plans each of them
         table = decoder.decoder.table
         self._own = None
         if latent is None:
@@ -108,7 +105,6 @@ class PrefillGraphs:
             return self._run_eager(windows, samples, splice, all_rows)
         self.write(static.staging.open(), windows, captured.sizes)
         static.staging.send(captured.metadata)
-        self._plan(windows, captured.sizes)
         self.fill_tables(windows)
         if splice is not None:
             splice(static.embeds)
@@ -130,7 +126,6 @@ class PrefillGraphs:
         sizes = Sizes(tokens, len(windows), self.axes, tiles, expanded > 0, pieces, expanded)
         if is_crossing(windows):
             sizes = self._crossing(sizes, len(stretches_of(windows, tokens)))
-        self._plan(windows, sizes)
         tables = self.fill_tables(windows)
         embeds = table.new_zeros(tokens, self.width)
         if splice is not None:
@@ -165,7 +160,6 @@ class PrefillGraphs:
 
     def _capture(self, static: _Static, pool: Any, sizes: Sizes) -> None:
         metadata = self.new_metadata((), sizes)
-        self._plan((), sizes)
         graph = capture(partial(self._forward_into, static, metadata, sizes), pool)
         key = (sizes.tokens, sizes.is_short, sizes.stretches > 0)
         self._captured[key] = _Captured(graph, sizes, metadata)
@@ -225,17 +219,6 @@ class PrefillGraphs:
         if self.cross is None or not is_crossing(windows):
             return None
         return self.cross.tables_for(stretches_of(windows))
-
-    def _flash_for(self, sizes: Sizes) -> FlashInferPrefill | None:
-        return self._flash if self._flash and self._flash.takes(sizes.tokens, sizes.windows) else None
-
-    def _plan(self, windows: Sequence[Window], sizes: Sizes) -> None:
-        flash = self._flash_for(sizes)
-        if flash is not None:
-            seq_lens = [window.seq_len for window in windows]
-            counts = [-(-seq_len // self.block_size) for seq_len in seq_lens]
-            blocks = self.tables.blocks_of([window.row for window in windows], counts)
-            flash.plan([len(window.tokens) for window in windows], seq_lens, blocks)
 
     def _rows(self, sizes: Sizes) -> int:
         return self.attention.rows(sizes.tokens, is_short=sizes.is_short)
@@ -330,7 +313,6 @@ class PrefillGraphs:
     def _attend(self, parts: Parts, inputs: PrefillInputs, sizes: Sizes, splits: int | None) -> Mixing:
         attention = self._own
         assert attention is not None
-        flash = self._flash_for(sizes)
         tiles = self._tiles(parts, sizes)
         kv = self.decoder.kv
 
@@ -343,9 +325,6 @@ class PrefillGraphs:
             rotation = (inputs.cos, inputs.sin)
             scales = kv.scales_of(index)
             q = rotary_and_store(q, k, v, *rotation, *cached, parts.slots, inputs.query_scales, scales)
-            if flash is not None:
-                assert out is None, "FlashInfer allocates its own output"
-                return flash(q, *cached).flatten(1)
             by_head = None if out is None else out.view(q.shape)
             given = (*cached, inputs.tables, parts.seq_lens, tiles, self.decoder.scale)
             return attention(q, *given, by_head, splits, scales).flatten(1)

@@ -268,7 +268,6 @@ def prefill(forward: CudaForward) -> None:
 
 def mix(forward: CudaForward) -> None:
     graphs = forward._mixed_graphs
-    assert graphs is not None
     for size in mixed_sizes(MAX_MIXED_ROWS, MAX_REQUESTS):
         graphs._forward(size, graphs.prepare(size))
 
