@@ -106,7 +106,9 @@ class Step(NamedTuple):
         def attend(layer: int) -> Tensor:
             k, v = self.k[layer], self.v[layer]
             scale = self.heads.head_dim**-0.5
-            return hopper_decode(self.new, k, v, self.tables, self.seq_lens, schedule, BLOCK, scale, self.workspace)
+            return hopper_decode(
+                self.new, k, v, self.tables, self.seq_lens, BLOCK, scale, self.workspace, schedule=schedule
+            )
 
         return attend
 

@@ -49,7 +49,7 @@ def compare(name: str, heads: Heads, seq_lens: Tensor) -> None:
         return paged_decode(new, k, v, tables, seq_lens, BLOCK, 0.1, workspace)
 
     def shared(k: Tensor, v: Tensor) -> Tensor:
-        return hopper_decode(new, k, v, tables, seq_lens, shares, BLOCK, 0.1, workspace)
+        return hopper_decode(new, k, v, tables, seq_lens, BLOCK, 0.1, workspace, schedule=shares)
 
     expected, found = (attend(caches[0, 0], caches[1, 0]).float() for attend in (plain, shared))
     error = float((found - expected).norm() / expected.norm())

@@ -45,8 +45,10 @@ from benchmarks.encoder_inputs import (
     wall_ms,
 )
 from saccade import costs
+from saccade.kernels.attention.registry import VIT
+from saccade.kernels.attention.vit import Attend, PackedAttention, TiledVit, VisionHeads, VitKernel
 from saccade.kernels.ops import vit_elementwise
-from saccade.models.cuda.vision import ATTENTION, Attend, FusedVision
+from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers.rotary_embedding import rotate
 from saccade.models.layers.torch_attention import packed_attention
@@ -134,7 +136,7 @@ def embeddings_equal_the_cpu() -> Iterator[Row]:
         made = model_of(shape)
         patches = patches_for(grids)
         expected = torch.cat(finish(reference_of(made).encode(patches.float().cpu(), grids)))
-        ways: dict[str, VisionOps] = {variant: FusedVision(variant) for variant in ATTENTION}
+        ways: dict[str, VisionOps] = {variant: FusedVision(ATTENTION[variant]) for variant in TOWERS}
         for variant, made.ops in {**ways, "plain PyTorch": TorchVision()}.items():
             found = torch.cat(finish(made.encode(patches, grids)))
             yield Row(f"embeddings, {name}", variant, relative(found, expected), "relative")
@@ -190,7 +192,7 @@ def before_the_tower() -> Iterator[Row]:
 
 def whole_tower(variant: str) -> Iterator[Row]:
     made = model_of(config())
-    made.ops = FusedVision(variant)
+    made.ops = FusedVision(ATTENTION[variant])
     for name, grids in SIZES.items():
         patches = patches_for(grids)
         ms = device_ms(lambda: finish(made.encode(patches, grids)))  # noqa: B023
@@ -276,8 +278,8 @@ def attention_alone(variant: str) -> Iterator[Row]:
         floor = sum(4 * n * n * 1280 for n in lengths) / FLOPS * 1e6
         for dim in (80, 96, 128):
             qkv = torch.randn(sum(lengths), 3, 16, dim, device=CUDA, dtype=torch.bfloat16)
-            start = {**ATTENTION, "varlen_attn": _by_varlen}[variant]
-            us = device_ms(partial(start(lengths, CUDA), qkv, 80**-0.5), 0.15) * 1e3
+            attend = PackedAttention(ATTENTION[variant], lengths, CUDA)
+            us = device_ms(partial(attend, qkv, 80**-0.5), 0.15) * 1e3
             yield Row(f"attention {name}", f"{variant}, d {dim}", us, "us", floor)
 
 
@@ -296,7 +298,7 @@ def _by_varlen(lengths: Sequence[int], device: torch.device) -> Attend:
 def new_sizes(variant: str) -> Iterator[Row]:
     """A picture of a size never seen: what a backend sets up for it, beside the work itself."""
     made = model_of(config())
-    made.ops = FusedVision(variant)
+    made.ops = FusedVision(ATTENTION[variant])
     finish(made.encode(patches_for([Grid(1, 40, 40)]), [Grid(1, 40, 40)]))
     for columns in (42, 44, 46):
         grids = [Grid(1, 40, columns)]
@@ -399,14 +401,28 @@ def _by_sdpa(backend: SDPBackend, lengths: Sequence[int], device: torch.device) 
     return attend
 
 
-# What the engine's kernels are compared with.
-ATTENTION["cudnn"] = partial(_by_sdpa, SDPBackend.CUDNN_ATTENTION)
-ATTENTION["flash"] = partial(_by_sdpa, SDPBackend.FLASH_ATTENTION)
+class _Launched(TiledVit):
+    def __init__(self, start: Callable[[Sequence[int], torch.device], Attend]) -> None:
+        self._start = start
+
+    def begin(self, lengths: Sequence[int], heads: VisionHeads, device: torch.device) -> Attend:
+        return self._start(lengths, device)
+
+
+ATTENTION: dict[str, Sequence[VitKernel]] = {
+    "triton": [TiledVit()],
+    "hopper": [row.build(CUDA) for row in VIT],
+    # What the engine's kernels are compared with.
+    "cudnn": [_Launched(partial(_by_sdpa, SDPBackend.CUDNN_ATTENTION))],
+    "flash": [_Launched(partial(_by_sdpa, SDPBackend.FLASH_ATTENTION))],
+    "varlen_attn": [_Launched(_by_varlen)],
+}
+TOWERS = [variant for variant in ATTENTION if variant != "varlen_attn"]
 PARTS: list[Callable[[], Iterator[Row]]] = [
     resize_equals_pillow, patches_equal_the_cpu, embeddings_equal_the_cpu, jpeg_to_embeddings_equals_the_cpu,
-    before_the_tower, *(partial(whole_tower, variant) for variant in ATTENTION), host_and_graph, steps_of_a_layer,
-    jpeg_to_embeddings, memory, *(partial(new_sizes, variant) for variant in ATTENTION),
-    *(partial(attention_alone, variant) for variant in (*ATTENTION, "varlen_attn")), plain_tower, compiled_layers,
+    before_the_tower, *(partial(whole_tower, variant) for variant in TOWERS), host_and_graph, steps_of_a_layer,
+    jpeg_to_embeddings, memory, *(partial(new_sizes, variant) for variant in TOWERS),
+    *(partial(attention_alone, variant) for variant in ATTENTION), plain_tower, compiled_layers,
 ]  # fmt: skip
 
 

@@ -151,7 +151,7 @@ class Options:
     )
     attention_backend: str = _option(
         "auto",
-        "prefill attention on a GPU, which has one way: the fastest of our kernels that supports model and GPU; "
+        "prefill attention on a GPU, by one way: the fastest of our kernels that supports model and GPU; "
         "triton means the same, and flashinfer is accepted with a warning",
     )
     image_decode_threads: int | None = _option(None, "image decoders; automatic: one per core, at most 8")

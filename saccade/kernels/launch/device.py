@@ -15,9 +15,14 @@ class Heads(NamedTuple):
     head_dim: int
 
 
+Capability = tuple[int, int]
+"""Of a GPU, as CUDA numbers them: H100 and H200 are (9, 0)."""
+HOPPER: Capability = (9, 0)
+
+
 class Gpu(NamedTuple):
     sms: int
-    capability: tuple[int, int]
+    capability: Capability
     shared_memory: int  # bytes that a program may have
 
 
@@ -51,7 +56,7 @@ def has_async_mma(device: torch.device) -> bool:
 
 
 def is_hopper(device: torch.device) -> bool:
-    return gpu_of(device).capability == (9, 0)
+    return gpu_of(device).capability == HOPPER
 
 
 def has_tensor_memory(device: torch.device) -> bool:

@@ -155,7 +155,7 @@ class DecodeGraphs:
     def _attend(self, metadata: DecodeMetadata, inputs: DecodeInputs, taken: int) -> Mixing:
         attention = self._attention
         assert attention is not None
-        schedule = attention.plan(metadata.seq_lens, taken)
+        planned = attention.plan(metadata.seq_lens, taken)
         kv = self.decoder.kv
         scale = self.decoder.scale
 
@@ -164,7 +164,7 @@ class DecodeGraphs:
             by = (norms.q.weight, norms.k.weight) if norms else ()
             new = NewTokens(projected, inputs.cos, inputs.sin, metadata.slots, inputs.query_scales, *by)
             by_head = None if out is None else out.view(len(out), own.heads, own.head_dim)
-            given = (kv.k[index], kv.v[index], inputs.tables, metadata.seq_lens, scale, schedule, by_head)
+            given = (kv.k[index], kv.v[index], inputs.tables, metadata.seq_lens, scale, planned, by_head)
             return attention(new, *given, kv.scales_of(index)).flatten(1)
 
         return attend

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from saccade.kernels.attention.mla_absorbed import (
     choose_prefill_splits,
-    mla_decode,
-    mla_prefill,
     prefill_launch,
     tile_tokens,
 )
@@ -26,11 +24,11 @@ from saccade.kernels.attention.mla_expanded import (
     MLADims,
     expand_context,
     is_worth_it,
-    mla_expanded_prefill,
     tile_rows,
 )
 from saccade.kernels.attention.mla_store import mla_rope_store
 from saccade.kernels.attention.prefill import Half
+from saccade.kernels.attention.registry import MLA, usable
 from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.models.cuda.decoder import Mixing
 from saccade.models.layers.mla import LatentAttention
@@ -58,6 +56,7 @@ class LatentAttentions:
         self.scale = scale
         self._kv = kv.k
         self._launch = prefill_launch(kv.k)
+        self._kernels = usable(MLA, kv.k.device)[0].kernel
 
     def is_short(self, tokens: int, seq_lens: Sequence[int]) -> bool:
         """Whether a CUDA graph of so many tokens runs these contexts in the expanded form."""
@@ -85,7 +84,7 @@ class LatentAttentions:
             queries = self._store_and_absorb(projected, own, index, step)
             cache = self._kv[index]
             given = (cache, step.tables, step.seq_lens, self.dims.rank, self.block_size, self.scale)
-            return self._to_values(mla_decode(queries, *given), own, out)
+            return self._to_values(self._kernels.decode(queries, *given), own, out)
 
         return attend
 
@@ -96,7 +95,7 @@ class LatentAttentions:
             queries = self._store_and_absorb(projected, own, index, step)
             cache = self._kv[index]
             given = (cache, step.tables, step.seq_lens, tiles, self.dims.rank, self.block_size, self.scale)
-            return self._to_values(mla_prefill(queries, *given, splits=splits), own, out)
+            return self._to_values(self._kernels.prefill(queries, *given, splits=splits), own, out)
 
         return attend
 
@@ -114,7 +113,7 @@ class LatentAttentions:
             if out is None:
                 out = self._new_out(projected)
             by_head = out.view(len(out), self.heads, -1)
-            mla_expanded_prefill(q, context, tiles, self.dims, self.scale, out=by_head)
+            self._kernels.expanded(q, context, tiles, self.dims, self.scale, out=by_head)
             return out
 
         return attend

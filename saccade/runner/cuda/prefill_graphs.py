@@ -85,7 +85,7 @@ class PrefillGraphs:
         table = decoder.decoder.table
         self._own = None
         if latent is None:
-            self._own = PrefillAttention.best(decoder.heads, decoder.kv.k.dtype, block_size, table.device)
+            self._own = PrefillAttention(decoder.heads, decoder.kv.k.dtype, block_size, table.device)
         # By tokens, whether contexts are short, and whether rows cross-attend.
         self._captured: dict[tuple[int, bool, bool], _Captured] = {}
         self._static: _Static | None = None
