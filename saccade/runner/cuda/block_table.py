@@ -65,10 +65,12 @@ class BlockTables:
         if indices and indices[-1] == index:
             self._changes[row] = indices[:-1]
 
-    def close(self, request_id: str) -> None:
+    def close(self, request_id: str) -> int | None:
+        """The row that it had, if it had one."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free.append(row)
+        return row
 
     def clear(self) -> None:
         for request_id in list(self._rows):

@@ -18,18 +18,16 @@ from saccade.kernels.ops.argmax import TokenSink
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.cuda.transformers_decoder import TransformersDecoder
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.layers.cross_attention import CrossDecoder
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.layers.transformers_text import TextModel
 from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.cuda.block_table import BlockTables
-from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
-from saccade.runner.cuda.gated_delta_net import DeltaNets
 from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES, GRAPH_WINDOWS
+from saccade.runner.cuda.layer_kinds import LayerKinds
+from saccade.runner.cuda.layer_pass import DecoderParts
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
-from saccade.runner.cuda.mla import LatentAttentions
 from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice
 from saccade.runner.cuda.prefill_metadata import Window, stretches_of
 from saccade.runner.cuda.sampling import has_kernel, sample_tokens
@@ -92,21 +90,11 @@ class CudaForward:
         self._decoder = (
             TransformersDecoder(decoder, kv) if isinstance(decoder, TextModel) else FusedDecoder(decoder, kv)
         )
-        self._states = states
-        nets = None
-        if states is not None and self._decoder.net is not None:
-            nets = DeltaNets(self._decoder.net, states, max_requests)
-        latent = None
-        if self._decoder.latent is not None:
-            latent = LatentAttentions(self._decoder.latent, kv, block_size, decoder.scale)
-        self._cross = None
-        if isinstance(decoder, CrossDecoder):
-            assert slab is not None, "cross-attention reads the slab of embeddings"
-            self._cross = CrossAttentions(decoder.cross_layers, slab, max_requests, max_cross_states)
-        shared = (self._decoder, self._tables, block_size)
-        kinds = (nets, latent, self._cross)
-        self._decode_graphs = DecodeGraphs(*shared, max_requests, *kinds)
-        self._prefill_graphs = PrefillGraphs(*shared, axes, *kinds)
+        parts = DecoderParts(self._decoder, block_size, max_requests, states, slab, max_cross_states)
+        self._kinds = LayerKinds(parts)
+        shared = (self._decoder, self._kinds, self._tables, block_size)
+        self._decode_graphs = DecodeGraphs(*shared, max_requests)
+        self._prefill_graphs = PrefillGraphs(*shared, axes)
         self._mixed_graphs = MixedGraphs(self._prefill_graphs, self._decode_graphs)
         self._decoded = TokenReadback(max_requests, self.device)
         self._prefilled = TokenReadback(max_requests, self.device)
@@ -173,8 +161,7 @@ class CudaForward:
     def _trial_window(self, tokens: int, *, samples: bool = False) -> Window:
         zeros = np.zeros((self._prefill_graphs.axes, tokens), np.int32)
         slots = np.full(tokens, -1)
-        past = 0 if self._decoder.latent else _MEASURED_CONTEXT  # MLA expands a long one outside of graphs
-        seq_len = min(past + tokens, self._longest)
+        seq_len = min(self._kinds.attention.past_of_trials + tokens, self._longest)
         return Window(0, zeros[0], zeros, slots, seq_len, samples, ((tokens, -1),))
 
     def _mixed_trials(self, rows: int) -> Iterator[tuple[int, Callable[[], object]]]:
@@ -193,25 +180,21 @@ class CudaForward:
     def open(self, admission: Admission) -> None:
         request_id = admission.request.request_id
         self._tables.open(request_id, admission.block_ids)
-        if self._states:  # a state's row is that of the block tables
-            self._states.open(request_id, admission.state, self._tables.row(request_id))
+        for kind in self._kinds.of_requests:
+            kind.open(admission, self._tables.row(request_id))
 
     def extend(self, request_id: str, held: int, blocks: Sequence[int]) -> None:
         self._tables.extend(request_id, held, blocks)
 
     def close(self, request_id: str) -> None:
-        if self._cross:
-            self._cross.close(self._tables.row(request_id))
-        self._tables.close(request_id)
-        if self._states:
-            self._states.close(request_id)
+        row = self._tables.close(request_id)
+        for kind in self._kinds.of_requests:
+            kind.close(request_id, row)
 
     def clear(self) -> None:
         self._tables.clear()
-        if self._cross:
-            self._cross.clear()
-        if self._states:
-            self._states.clear()
+        for kind in self._kinds.of_requests:
+            kind.clear()
 
     def step(self, decode: Windows, encode: Callable[[], Windows], embeddings: Embeddings) -> Sampled:
         """Decode is launched first: its tokens are read back while images are still being encoded."""
@@ -286,39 +269,35 @@ class CudaForward:
         for window, _ in windows:
             if window.new_blocks:  # the pass writes the block of the new token itself
                 tables.set_by_device(tables.row(window.request_id), window.start // self.block_size)
-            if self._states:
-                self._states.advance(window)
         return DecodeRows(
             tokens=np.array(tokens, np.int32),
             positions=starts + batch.shifts,
             slots=tables.slots(batch.rows, starts, self.block_size),
             seq_lens=starts + 1,
             rows=batch.rows,
-            states=self._cross_states(batch),
+            states=self._begin_decode(windows, batch.rows),
         )
 
-    def _cross_states(self, batch: DecodeBatch) -> Metadata:
-        if self._cross is None:
-            return np.zeros(len(batch.rows), np.int32)
-        pairs = zip(batch.rows.tolist(), batch.states, strict=True)
-        return np.array([self._cross.decode_states(row, state) for row, state in pairs], np.int32)
+    def _begin_decode(self, windows: Windows, rows: Metadata) -> Metadata:
+        """States of images that each row attends to."""
+        states = np.zeros(len(rows), np.int32)
+        for kind in self._kinds.of_requests:
+            kind.begin_decode(windows, rows, states)
+        return states
 
     def _window(self, window: ScheduledWindow, state: RequestState) -> Window:
         row = self._tables.row(window.request_id)
-        pieces: tuple[tuple[int, int], ...] = ()
-        if self._states:
-            self._states.advance(window)
-            pieces = tuple(self._states.pieces(window))
-        return Window(
+        rows = Window(
             row,
             embedded(state, window),
             state.positions(window.start, window.end),
             self._tables.slots(row, np.arange(window.start, window.end), self.block_size),
             window.end,
             window.samples,
-            pieces,
-            self._cross.stretches(window, state) if self._cross else (),
         )
+        for kind in self._kinds.of_requests:
+            rows = kind.begin_prefill(rows, window, state)
+        return rows
 
     def _sample(self, windows: Windows, batch: DecodeBatch, found: Decoded) -> None:
         """Replace the argmax of rows that sample on the device; the next step reads the tokens there."""

@@ -10,7 +10,7 @@ one. Longer contexts are expanded in passes that are launched kernel by kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from saccade.kernels.attention.mla_absorbed import (
     tile_tokens,
 )
 from saccade.kernels.attention.mla_expanded import (
+    GATHERED,
     MLADims,
     expand_context,
     is_worth_it,
@@ -30,13 +31,15 @@ from saccade.kernels.attention.mla_store import mla_rope_store
 from saccade.kernels.attention.prefill import Half
 from saccade.kernels.attention.registry import MLA, usable
 from saccade.kernels.launch.varlen_tiles import Tiles
-from saccade.models.cuda.decoder import Mixing
+from saccade.models.cuda.decoder import Mixer, Mixing
 from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.cuda.graph_sizes import MAX_EXPANDED
+from saccade.runner.cuda.layer_pass import DecodePass, DecoderParts, PrefillPass
+from saccade.runner.cuda.prefill_metadata import Sizes, Window
 
 
-class LatentStep(NamedTuple):
+class _Rows(NamedTuple):
     """Metadata of the rows of a pass, on the device."""
 
     cos: Tensor  # [T, rope]
@@ -47,8 +50,17 @@ class LatentStep(NamedTuple):
 
 
 class LatentAttentions:
+    layer = LatentAttention
+    is_optional = False
+    past_of_trials = 0  # tokens: a long one is expanded outside of graphs
+
+    @classmethod
+    def of(cls, parts: DecoderParts) -> Self | None:
+        own = parts.fused.first(LatentAttention)
+        return cls(own, parts.fused.kv, parts.block_size, parts.fused.scale) if own else None
+
     def __init__(self, own: LatentAttention, kv: PagedKV, block_size: int, scale: float) -> None:
-        """`own`: of any layer, for its shape."""
+        """`own`: any layer's, for its shape."""
         mla = own.mla
         self.dims = MLADims(mla.kv_lora_rank, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim)
         self.heads = own.heads
@@ -79,36 +91,56 @@ class LatentAttentions:
         splits = choose_prefill_splits(tiles, self.heads, self._launch, self._kv.device, share=2)
         return Half(splits, tiles * -(-self.heads // self._launch.rows) * splits)
 
-    def decode(self, step: LatentStep) -> Mixing:
+    def sized(self, sizes: Sizes, windows: Sequence[Window] | None) -> Sizes:
+        if windows is None:
+            return sizes._replace(expanded=sizes.tokens if sizes.is_short else 0)
+        expanded = self.expanded_of(windows)
+        return sizes._replace(expanded=expanded, is_short=expanded > 0)
+
+    def expanded_of(self, windows: Sequence[Window]) -> int:
+        lengths = [len(window.tokens) for window in windows]
+        return self.expanded(lengths, [window.seq_len for window in windows])
+
+    def decode(self, step: DecodePass) -> Mixer:
+        rows = _Rows(
+            step.inputs.cos, step.inputs.sin, step.metadata.slots, step.inputs.tables, step.metadata.seq_lens
+        )
+
         def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
-            queries = self._store_and_absorb(projected, own, index, step)
+            queries = self._store_and_absorb(projected, own, index, rows)
             cache = self._kv[index]
-            given = (cache, step.tables, step.seq_lens, self.dims.rank, self.block_size, self.scale)
-            return self._to_values(self._kernels.decode(queries, *given), own, out)
+            paged = (cache, rows.tables, rows.seq_lens, self.dims.rank, self.block_size, self.scale)
+            return self._to_values(self._kernels.decode(queries, *paged), own, out)
+
+        return Mixer(attend)
+
+    def prefill(self, step: PrefillPass) -> Mixer:
+        inputs = step.inputs
+        rows = _Rows(inputs.cos, inputs.sin, step.parts.slots, inputs.tables, step.parts.seq_lens)
+        if not step.sizes.expanded:
+            return Mixer(self._absorbed(rows, step.tiles, step.splits))
+        contexts = Tiles(step.parts.context_starts, step.parts.context_tiles.view(-1, 2), GATHERED)
+        return Mixer(self._expanded(rows, step.tiles, contexts, step.sizes.expanded))
+
+    def _absorbed(self, rows: _Rows, tiles: Tiles, splits: int | None) -> Mixing:
+        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
+            queries = self._store_and_absorb(projected, own, index, rows)
+            cache = self._kv[index]
+            paged = (cache, rows.tables, rows.seq_lens, tiles, self.dims.rank, self.block_size, self.scale)
+            return self._to_values(self._kernels.prefill(queries, *paged, splits=splits), own, out)
 
         return attend
 
-    def prefill(self, step: LatentStep, tiles: Tiles, splits: int | None = None) -> Mixing:
-        """In the absorbed form."""
-
-        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
-            queries = self._store_and_absorb(projected, own, index, step)
-            cache = self._kv[index]
-            given = (cache, step.tables, step.seq_lens, tiles, self.dims.rank, self.block_size, self.scale)
-            return self._to_values(self._kernels.prefill(queries, *given, splits=splits), own, out)
-
-        return attend
-
-    def prefill_expanded(self, step: LatentStep, tiles: Tiles, contexts: Tiles, total: int) -> Mixing:
+    def _expanded(self, rows: _Rows, tiles: Tiles, contexts: Tiles, total: int) -> Mixing:
         """`contexts`: the tiles of all contexts. `total`: their tokens, or more."""
 
         def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
             q, kv = self._split(projected)
             q_rope = q[..., self.dims.nope :]
-            self._store(q_rope, kv, own, index, step, q_rope)  # in place
+            self._store(q_rope, kv, own, index, rows, q_rope)  # in place
             cache = self._kv[index]
             context = expand_context(
-                cache, step.tables, contexts, total, own.expand, self.dims, self.block_size
+                cache, rows.tables, contexts, total, own.expand, self.dims, self.block_size
             )
             if out is None:
                 out = self._new_out(projected)
@@ -125,20 +157,18 @@ class LatentAttentions:
         return q.view(len(q), self.heads, -1), kv
 
     def _store(
-        self, q_rope: Tensor, kv: Tensor, own: LatentAttention, index: int, step: LatentStep, rotated: Tensor
+        self, q_rope: Tensor, kv: Tensor, own: LatentAttention, index: int, rows: _Rows, rotated: Tensor
     ) -> None:
         norm = own.norm
-        rotation = (step.cos, step.sin)
-        mla_rope_store(q_rope, kv, *rotation, norm.weight, norm.eps, self._kv[index], step.slots, rotated)
+        rotation = (rows.cos, rows.sin)
+        mla_rope_store(q_rope, kv, *rotation, norm.weight, norm.eps, self._kv[index], rows.slots, rotated)
 
-    def _store_and_absorb(
-        self, projected: Tensor, own: LatentAttention, index: int, step: LatentStep
-    ) -> Tensor:
+    def _store_and_absorb(self, projected: Tensor, own: LatentAttention, index: int, rows: _Rows) -> Tensor:
         """Queries [T, heads, rank + rope]."""
         dims = self.dims
         q, kv = self._split(projected)
         queries = projected.new_empty(len(projected), self.heads, dims.rank + dims.rope)
-        self._store(q[..., dims.nope :], kv, own, index, step, queries[..., dims.rank :])
+        self._store(q[..., dims.nope :], kv, own, index, rows, queries[..., dims.rank :])
         absorbed = queries[..., : dims.rank].transpose(0, 1)
         torch.bmm(q[..., : dims.nope].transpose(0, 1), own.to_keys, out=absorbed)
         return queries

@@ -11,7 +11,7 @@ int32 a step   | tokens | slots | positions | rows | seq_lens | starts | last | 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -19,10 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade.kernels.attention.mla_expanded import GATHERED
-from saccade.runner.cuda.cross_attention import Stretch
 from saccade.runner.cuda.staging import Metadata
+from saccade.types.media import Key
 
 _NO_ROW = 2**30  # beyond the last row of any window
+
+
+class Stretch(NamedTuple):
+    """Rows of a window that attend to the same images."""
+
+    tokens: int
+    keys: tuple[Key, ...] = ()
+    states: int = 0  # of these images
 
 
 class Window(NamedTuple):
@@ -96,7 +104,6 @@ def write_metadata(
     *,
     rows: int,  # of a tile
     spare: int,  # row of the block tables that no request has
-    states: Callable[[Sequence[Stretch]], list[int]] | None,  # of each stretch, for cross-attention
 ) -> None:
     """The rest of each part is padding."""
     parts = Parts.of(flat, sizes)
@@ -124,9 +131,7 @@ def write_metadata(
     if sizes.expanded:
         _write_contexts(parts, windows)
     if sizes.stretches:
-        assert states is not None
-        found = stretches_of(windows, sizes.tokens)
-        _write_stretches(parts, found, states(found), sizes)
+        _write_stretches(parts, stretches_of(windows, sizes.tokens), sizes)
 
 
 def _fill(target: Metadata, values: Sequence[int] | npt.NDArray[np.integer[Any]], padding: int) -> None:
@@ -181,8 +186,9 @@ def _write_tiles(index: Metadata, windows: Sequence[Window], rows: int) -> None:
     index[len(found) :] = 0, _NO_ROW
 
 
-def _write_stretches(parts: Parts, found: Sequence[Stretch], counts: Sequence[int], sizes: Sizes) -> None:
-    lengths = [stretch.tokens for stretch in found]
+def _write_stretches(parts: Parts, stretches: Sequence[Stretch], sizes: Sizes) -> None:
+    lengths = [stretch.tokens for stretch in stretches]
+    counts = [stretch.states for stretch in stretches]
     parts.stretch_starts[0] = 0
     _fill(parts.stretch_starts[1:], np.cumsum(lengths), sizes.tokens)
     _fill(parts.stretch_counts, counts, 0)
