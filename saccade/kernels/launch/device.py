@@ -34,11 +34,11 @@ _INTERPRETER = Gpu(sms=4, capability=(0, 0), shared_memory=227 << 10)  # SMs: en
 def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return _INTERPRETER
-    found = torch.cuda.get_device_properties(device)
-    capability = (found.major, found.minor)
-    known = _SHARED_MEMORY.get(capability, 99 << 10)
-    shared = getattr(found, "shared_memory_per_block_optin", known)  # not in every PyTorch
-    return Gpu(found.multi_processor_count, capability, shared)
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    usual = _SHARED_MEMORY.get(capability, 99 << 10)
+    shared = getattr(properties, "shared_memory_per_block_optin", usual)  # not in every PyTorch
+    return Gpu(properties.multi_processor_count, capability, shared)
 
 
 def num_sms(device: torch.device) -> int:

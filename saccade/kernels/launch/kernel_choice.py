@@ -16,10 +16,10 @@ from saccade.kernels.launch.compile_ahead import add_self_test, is_compiling
 _log = logging.getLogger(__name__)
 
 
-def assert_agree(found: Any, expected: Any, tolerance: float, *, equal_nan: bool = False) -> None:
+def assert_agree(result: Any, expected: Any, tolerance: float, *, equal_nan: bool = False) -> None:
     """For self-tests. Where kernels are only compiled there is nothing to compare."""
     if not is_compiling():
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance, equal_nan=equal_nan)
+        torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance, equal_nan=equal_nan)
 
 
 @contextmanager

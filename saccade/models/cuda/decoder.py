@@ -43,7 +43,7 @@ class Mixing(Protocol):
     The result, [T, inputs of the output projection], is written to `out` if given.
     """
 
-    def __call__(self, projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor: ...
+    def __call__(self, projected: Tensor, module: Any, index: int, out: Tensor | None = None) -> Tensor: ...
 
 
 class Mixer(NamedTuple):
@@ -64,11 +64,11 @@ class FusedDecoder:
     def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
         self.decoder = decoder
         self.kv = kv
-        own = next(
+        module = next(
             layer.attention for layer in decoder.layers if not isinstance(layer.attention, _WITHOUT_KV)
         )
-        self.heads = Heads(own.heads, own.kv_heads, own.head_dim)
-        norms = getattr(own, "qk_norms", None)
+        self.heads = Heads(module.heads, module.kv_heads, module.head_dim)
+        norms = getattr(module, "qk_norms", None)
         self.norm_eps: float | None = norms.eps if norms else None  # of query and key heads
         self._workspace = new_workspace(decoder)
         _derive_weights(decoder)
@@ -132,9 +132,9 @@ def _one_of_each_kind(layers: Sequence[Any]) -> list[Any]:
 def _derive_weights(decoder: Decoder) -> None:
     """What layers compute of weights and keep. In a graph that is never replayed it would be garbage."""
     for layer in decoder.layers:
-        own = layer.attention
-        norms = [layer.attention_norm, layer.mlp_norm, getattr(own, "norm", None)]
-        heads = getattr(own, "qk_norms", None)
+        module = layer.attention
+        norms = [layer.attention_norm, layer.mlp_norm, getattr(module, "norm", None)]
+        heads = getattr(module, "qk_norms", None)
         norms += [heads.q, heads.k] if heads else []
         for norm in norms:
             getattr(norm, "weight", None)
@@ -144,40 +144,40 @@ def _derive_weights(decoder: Decoder) -> None:
 
 
 def _self_attention(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
-    own = layer.attention
-    count = own.heads + 2 * own.kv_heads
-    has_gate = len(own.qkv.weight) > count * own.head_dim
-    qkv, x = gemms.project(x, layer.attention_norm, own.qkv, in_parts=not has_gate)
-    projected = qkv.view(*qkv.shape[:-1], -1, own.head_dim)
-    mixed = mixer.mix(projected[..., :count, :], own, index)
+    module = layer.attention
+    count = module.heads + 2 * module.kv_heads
+    has_gate = len(module.qkv.weight) > count * module.head_dim
+    qkv, x = gemms.project(x, layer.attention_norm, module.qkv, in_parts=not has_gate)
+    projected = qkv.view(*qkv.shape[:-1], -1, module.head_dim)
+    mixed = mixer.mix(projected[..., :count, :], module, index)
     if has_gate:
         mixed = sigmoid_gate(mixed, projected[:, count:].flatten(1))
-    return gemms.add(mixed, own.out, x)
+    return gemms.add(mixed, module.out, x)
 
 
 def _latent_attention(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
-    own = layer.attention
-    projected, x = gemms.project(x, layer.attention_norm, own.inputs)
-    if own.q_norm is not None and own.q_up is not None:
-        first, kv = projected.tensor_split([own.q_up.inputs], dim=-1)
-        projected = torch.cat((own.q_up(own.q_norm(first)), kv), dim=-1)
-    return gemms.add(mixer.mix(projected, own, index), own.out, x)
+    module = layer.attention
+    projected, x = gemms.project(x, layer.attention_norm, module.inputs)
+    if module.q_norm is not None and module.q_up is not None:
+        first, kv = projected.tensor_split([module.q_up.inputs], dim=-1)
+        projected = torch.cat((module.q_up(module.q_norm(first)), kv), dim=-1)
+    return gemms.add(mixer.mix(projected, module, index), module.out, x)
 
 
 def _delta_net(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
-    own = layer.attention
-    projected, x = gemms.project(x, layer.attention_norm, own.inputs, own.gates)
-    return gemms.add(mixer.mix(projected, own, index), own.out, x)
+    module = layer.attention
+    projected, x = gemms.project(x, layer.attention_norm, module.inputs, module.gates)
+    return gemms.add(mixer.mix(projected, module, index), module.out, x)
 
 
 def _cross_attention(x: Residual, layer: CrossLayer, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
     """Scaling what goes into the last GEMM, here and in the MLP, scales what comes out."""
     assert mixer.rows is not None
-    own = layer.attention
-    q, x = gemms.project(x, layer.attention_norm, own.q)
-    queries = own.q_norm(q.view(len(q), own.heads, own.head_dim))
-    mixed = mixer.mix(queries, own, index).mul_(mixer.rows * layer.attention_gate.tanh())
-    return gemms.add(mixed, own.out, x)
+    module = layer.attention
+    q, x = gemms.project(x, layer.attention_norm, module.q)
+    queries = module.q_norm(q.view(len(q), module.heads, module.head_dim))
+    mixed = mixer.mix(queries, module, index).mul_(mixer.rows * layer.attention_gate.tanh())
+    return gemms.add(mixed, module.out, x)
 
 
 _LAYERS: Mapping[type, Callable[[Residual, Any, int, Mixer, Gemms], Residual]] = {

@@ -43,8 +43,8 @@ class BlockTables:
 
     def slots(self, rows: Metadata | int, tokens: npt.NDArray[np.integer[Any]], block_size: int) -> Metadata:
         """KV slots of the requests' tokens with these indices: block * block_size + offset."""
-        found: Metadata = self._mirror[rows, tokens // block_size] * block_size + tokens % block_size
-        return found
+        slots: Metadata = self._mirror[rows, tokens // block_size] * block_size + tokens % block_size
+        return slots
 
     def open(self, request_id: str, blocks: Sequence[int]) -> None:
         """Add a request, or replace its table."""

@@ -45,10 +45,10 @@ class CrossAttentions:
         self, layers: Sequence[CrossLayer], slab: EmbeddingSlab, max_requests: int, max_states: int = 0
     ) -> None:
         """`max_states`: that a token attends to, where an image may stand in a prompt several times."""
-        own = layers[0].attention
+        module = layers[0].attention
         self._slab = slab
         self._kv = unpack(layers, slab.memory.view(-1, slab.width))  # [layers, 2, states, kv_heads, d]
-        self._heads = (own.heads, own.kv_heads)
+        self._heads = (module.heads, module.kv_heads)
         states = max(len(slab.memory), max_states)
         device = slab.memory.device
         self._decode_tables = torch.zeros(max_requests + 1, states, dtype=torch.int32, device=device)
@@ -135,11 +135,13 @@ class CrossAttentions:
         return Mixer(self._attend(stretches), parts.is_crossing.to(self._kv.dtype)[:, None])
 
     def _attend(self, stretches: Stretches) -> Mixing:
-        def attend(projected: Tensor, own: CrossAttention, index: int, out: Tensor | None = None) -> Tensor:
+        def attend(
+            projected: Tensor, module: CrossAttention, index: int, out: Tensor | None = None
+        ) -> Tensor:
             keys, values = self._kv[index]
             by_head = None if out is None else out.view(projected.shape)
             return cross_attention(
-                projected, keys, values, stretches, own.head_dim**-0.5, out=by_head
+                projected, keys, values, stretches, module.head_dim**-0.5, out=by_head
             ).flatten(1)
 
         return attend

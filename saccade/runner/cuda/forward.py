@@ -141,9 +141,9 @@ class CudaForward:
 
     def _scatter_blocks(self) -> None:
         """Spread the timed requests' blocks over the whole cache, as in real use. Nothing is stored there."""
-        some = self._tables.blocks[:, : -(-2 * _MEASURED_CONTEXT // self.block_size)]
-        spread = torch.arange(some.numel(), device=self.device).remainder_(self._num_blocks)
-        some.copy_(spread.view(some.shape))
+        blocks = self._tables.blocks[:, : -(-2 * _MEASURED_CONTEXT // self.block_size)]
+        spread = torch.arange(blocks.numel(), device=self.device).remainder_(self._num_blocks)
+        blocks.copy_(spread.view(blocks.shape))
 
     def _trial_rows(self, size: int) -> DecodeRows:
         zeros = np.zeros(size, np.int32)
@@ -236,8 +236,8 @@ class CudaForward:
         batch = self._batch_of(decode)
         rows = self._decode_rows(decode, batch)
         self._tables.flush()
-        found = self._mixed_graphs.run(size, chunks, _splicing(prefill, embeddings), rows)
-        return self._collecting(decode, batch, found, self._decoded)
+        decoded = self._mixed_graphs.run(size, chunks, _splicing(prefill, embeddings), rows)
+        return self._collecting(decode, batch, decoded, self._decoded)
 
     def _prefill(self, windows: Windows, embeddings: Embeddings) -> Sampled:
         chunks = [self._window(window, state) for window, state in windows]
@@ -246,15 +246,15 @@ class CudaForward:
     def _run_prefill(self, windows: Windows, chunks: Sequence[Window], embeddings: Embeddings) -> Sampled:
         self._tables.flush()
         all_rows = needs_rows(windows)
-        found = self._prefill_graphs.run(chunks, _splicing(windows, embeddings), all_rows=all_rows)
-        if found.rows is not None:
+        decoded = self._prefill_graphs.run(chunks, _splicing(windows, embeddings), all_rows=all_rows)
+        if decoded.rows is not None:
             decoder = self._decoder.decoder
-            keep_rows(windows, found.rows, decoder, lambda rows: rows @ decoder.head.T)
+            keep_rows(windows, decoded.rows, decoder, lambda rows: rows @ decoder.head.T)
         sampling = [(window, state) for window, state in windows if window.samples]
         if not sampling:
             return dict
         batch = DecodeBatch([state for _, state in sampling], self._tables)
-        return self._collecting(sampling, batch, found, self._prefilled)
+        return self._collecting(sampling, batch, decoded, self._prefilled)
 
     def _batch_of(self, windows: Windows) -> DecodeBatch:
         states = [state for _, state in windows]
@@ -299,23 +299,25 @@ class CudaForward:
             rows = kind.begin_prefill(rows, window, state)
         return rows
 
-    def _sample(self, windows: Windows, batch: DecodeBatch, found: Decoded) -> None:
+    def _sample(self, windows: Windows, batch: DecodeBatch, decoded: Decoded) -> None:
         """Replace the argmax of rows that sample on the device; the next step reads the tokens there."""
         if not batch.device_sampled:
             return
         which = batch.device_sampled
-        asked = []
+        sampling = []
         for window, state in (windows[i] for i in which):
-            asked.append((state.request.params, state.request.seed, window.end - state.num_prompt))
-        inputs = SamplingInputs.of(asked)
+            sampling.append((state.request.params, state.request.seed, window.end - state.num_prompt))
+        inputs = SamplingInputs.of(sampling)
         here, rows = to_device(np.stack([which, batch.rows[which]]), self.device)
         values = to_device(inputs.values, self.device)
         sink = TokenSink(self._tables.last_tokens, rows)
-        sample_tokens(found.logits, here, values, inputs.has_filters, found.tokens, sink)
+        sample_tokens(decoded.logits, here, values, inputs.has_filters, decoded.tokens, sink)
 
-    def _collecting(self, windows: Windows, batch: DecodeBatch, found: Decoded, to: TokenReadback) -> Sampled:
-        self._sample(windows, batch, found)
-        pending = _Pending(batch, to.copy(found.tokens), found.logits, found.hidden)
+    def _collecting(
+        self, windows: Windows, batch: DecodeBatch, decoded: Decoded, to: TokenReadback
+    ) -> Sampled:
+        self._sample(windows, batch, decoded)
+        pending = _Pending(batch, to.copy(decoded.tokens), decoded.logits, decoded.hidden)
         if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
             return lambda: _samples(pending)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -336,11 +338,11 @@ def _sample_of(token: int) -> Sample:
 def _samples(pending: _Pending) -> dict[str, Sample]:
     batch = pending.batch
     tokens = pending.tokens.tolist()
-    found = dict(zip(batch.ids, map(_sample_of, tokens), strict=True))
+    samples = dict(zip(batch.ids, map(_sample_of, tokens), strict=True))
     for state, token in zip(batch.states, tokens, strict=True):
         if state.samples_on_device:
             state.append(token)
-    return {**found, **_sample_on_host(pending)} if batch.host_sampled else found
+    return {**samples, **_sample_on_host(pending)} if batch.host_sampled else samples
 
 
 def _sample_on_host(pending: _Pending) -> dict[str, Sample]:
@@ -353,16 +355,16 @@ def _sample_on_host(pending: _Pending) -> dict[str, Sample]:
 
 def _splicing(windows: Windows, embeddings: Embeddings) -> Splice | None:
     """Writes the embeddings of images in the windows into the packed rows; None without any."""
-    found = []
+    spans = []
     row = 0
     for window, state in windows:
         if window.start < state.num_prompt:
             inside = overlapping(state.spans, window.start, window.end)
-            found += [(row, window, span) for span in inside if span.is_spliced]
+            spans += [(row, window, span) for span in inside if span.is_spliced]
         row += window.end - window.start
 
     def write(embeds: Tensor) -> None:
-        for first, window, span in found:
+        for first, window, span in spans:
             splice(embeds, first, window, span, embeddings[span.key])
 
-    return write if found else None
+    return write if spans else None

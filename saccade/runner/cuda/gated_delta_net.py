@@ -74,9 +74,11 @@ class DeltaNets:
     def decode(self, step: DecodePass) -> Mixer:
         rows = step.metadata.rows
 
-        def mix(projected: Tensor, own: GatedDeltaNet, index: int, out: Tensor | None = None) -> Tensor:
+        def mix(projected: Tensor, module: GatedDeltaNet, index: int, out: Tensor | None = None) -> Tensor:
             states = self._states_of(index)
-            return gdn_decode(projected, rows, self.shape, weights_of(own), states, self._counters, out=out)
+            return gdn_decode(
+                projected, rows, self.shape, weights_of(module), states, self._counters, out=out
+            )
 
         return Mixer(mix)
 
@@ -86,9 +88,9 @@ class DeltaNets:
         plan = plan_chunks(parts.piece_starts, parts.piece_rows, parts.keep, tokens)
         workspace = self._workspace_for(max_chunks(tokens, len(parts.piece_rows)))
 
-        def mix(projected: Tensor, own: GatedDeltaNet, index: int, out: Tensor | None = None) -> Tensor:
+        def mix(projected: Tensor, module: GatedDeltaNet, index: int, out: Tensor | None = None) -> Tensor:
             states = self._states_of(index)
-            run = GDNPrefill(projected, plan, self.shape, weights_of(own), states, workspace)
+            run = GDNPrefill(projected, plan, self.shape, weights_of(module), states, workspace)
             return run(out)
 
         return Mixer(mix)

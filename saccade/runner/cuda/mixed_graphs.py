@@ -113,12 +113,12 @@ class MixedGraphs:
     def _both(self, first: int, prefill: Mixer, decode: Mixer) -> Mixer:
         """What mixes both parts of a pass: rows before `first` are prefill."""
 
-        def mix(projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor:
+        def mix(projected: Tensor, module: Any, index: int, out: Tensor | None = None) -> Tensor:
             if out is None:
-                out = projected.new_empty(len(projected), own.out.inputs)
+                out = projected.new_empty(len(projected), module.out.inputs)
             self._concurrently(
-                lambda: prefill.mix(projected[:first], own, index, out[:first]),
-                lambda: decode.mix(projected[first:], own, index, out[first:]),
+                lambda: prefill.mix(projected[:first], module, index, out[:first]),
+                lambda: decode.mix(projected[first:], module, index, out[first:]),
             )
             return out
 

@@ -56,14 +56,14 @@ class LatentAttentions:
 
     @classmethod
     def of(cls, parts: DecoderParts) -> Self | None:
-        own = parts.fused.first(LatentAttention)
-        return cls(own, parts.fused.kv, parts.block_size, parts.fused.scale) if own else None
+        module = parts.fused.first(LatentAttention)
+        return cls(module, parts.fused.kv, parts.block_size, parts.fused.scale) if module else None
 
-    def __init__(self, own: LatentAttention, kv: PagedKV, block_size: int, scale: float) -> None:
+    def __init__(self, module: LatentAttention, kv: PagedKV, block_size: int, scale: float) -> None:
         """`own`: any layer's, for its shape."""
-        mla = own.mla
+        mla = module.mla
         self.dims = MLADims(mla.kv_lora_rank, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim)
-        self.heads = own.heads
+        self.heads = module.heads
         self.block_size = block_size
         self.scale = scale
         self._kv = kv.k
@@ -106,11 +106,13 @@ class LatentAttentions:
             step.inputs.cos, step.inputs.sin, step.metadata.slots, step.inputs.tables, step.metadata.seq_lens
         )
 
-        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
-            queries = self._store_and_absorb(projected, own, index, rows)
+        def attend(
+            projected: Tensor, module: LatentAttention, index: int, out: Tensor | None = None
+        ) -> Tensor:
+            queries = self._store_and_absorb(projected, module, index, rows)
             cache = self._kv[index]
             paged = (cache, rows.tables, rows.seq_lens, self.dims.rank, self.block_size, self.scale)
-            return self._to_values(self._kernels.decode(queries, *paged), own, out)
+            return self._to_values(self._kernels.decode(queries, *paged), module, out)
 
         return Mixer(attend)
 
@@ -123,24 +125,28 @@ class LatentAttentions:
         return Mixer(self._expanded(rows, step.tiles, contexts, step.sizes.expanded))
 
     def _absorbed(self, rows: _Rows, tiles: Tiles, splits: int | None) -> Mixing:
-        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
-            queries = self._store_and_absorb(projected, own, index, rows)
+        def attend(
+            projected: Tensor, module: LatentAttention, index: int, out: Tensor | None = None
+        ) -> Tensor:
+            queries = self._store_and_absorb(projected, module, index, rows)
             cache = self._kv[index]
             paged = (cache, rows.tables, rows.seq_lens, tiles, self.dims.rank, self.block_size, self.scale)
-            return self._to_values(self._kernels.prefill(queries, *paged, splits=splits), own, out)
+            return self._to_values(self._kernels.prefill(queries, *paged, splits=splits), module, out)
 
         return attend
 
     def _expanded(self, rows: _Rows, tiles: Tiles, contexts: Tiles, total: int) -> Mixing:
         """`contexts`: the tiles of all contexts. `total`: their tokens, or more."""
 
-        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
+        def attend(
+            projected: Tensor, module: LatentAttention, index: int, out: Tensor | None = None
+        ) -> Tensor:
             q, kv = self._split(projected)
             q_rope = q[..., self.dims.nope :]
-            self._store(q_rope, kv, own, index, rows, q_rope)  # in place
+            self._store(q_rope, kv, module, index, rows, q_rope)  # in place
             cache = self._kv[index]
             context = expand_context(
-                cache, rows.tables, contexts, total, own.expand, self.dims, self.block_size
+                cache, rows.tables, contexts, total, module.expand, self.dims, self.block_size
             )
             if out is None:
                 out = self._new_out(projected)
@@ -157,28 +163,30 @@ class LatentAttentions:
         return q.view(len(q), self.heads, -1), kv
 
     def _store(
-        self, q_rope: Tensor, kv: Tensor, own: LatentAttention, index: int, rows: _Rows, rotated: Tensor
+        self, q_rope: Tensor, kv: Tensor, module: LatentAttention, index: int, rows: _Rows, rotated: Tensor
     ) -> None:
-        norm = own.norm
+        norm = module.norm
         rotation = (rows.cos, rows.sin)
         mla_rope_store(q_rope, kv, *rotation, norm.weight, norm.eps, self._kv[index], rows.slots, rotated)
 
-    def _store_and_absorb(self, projected: Tensor, own: LatentAttention, index: int, rows: _Rows) -> Tensor:
+    def _store_and_absorb(
+        self, projected: Tensor, module: LatentAttention, index: int, rows: _Rows
+    ) -> Tensor:
         """Queries [T, heads, rank + rope]."""
         dims = self.dims
         q, kv = self._split(projected)
         queries = projected.new_empty(len(projected), self.heads, dims.rank + dims.rope)
-        self._store(q[..., dims.nope :], kv, own, index, rows, queries[..., dims.rank :])
+        self._store(q[..., dims.nope :], kv, module, index, rows, queries[..., dims.rank :])
         absorbed = queries[..., : dims.rank].transpose(0, 1)
-        torch.bmm(q[..., : dims.nope].transpose(0, 1), own.to_keys, out=absorbed)
+        torch.bmm(q[..., : dims.nope].transpose(0, 1), module.to_keys, out=absorbed)
         return queries
 
-    def _to_values(self, mixed: Tensor, own: LatentAttention, out: Tensor | None) -> Tensor:
+    def _to_values(self, mixed: Tensor, module: LatentAttention, out: Tensor | None) -> Tensor:
         """[T, heads, rank] -> [T, heads * value]"""
         if out is None:
             out = self._new_out(mixed)
         by_head = out.view(len(out), self.heads, -1).transpose(0, 1)
-        torch.bmm(mixed.transpose(0, 1), own.to_values.mT, out=by_head)
+        torch.bmm(mixed.transpose(0, 1), module.to_values.mT, out=by_head)
         return out
 
     def _new_out(self, rows: Tensor) -> Tensor:

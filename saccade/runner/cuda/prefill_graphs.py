@@ -98,8 +98,8 @@ class PrefillGraphs:
         captured.graph.replay()
         if samples:
             static.head.replay()
-        found = (static.found.tokens, static.found.logits, static.last.hidden)
-        return Decoded(*(rows[:samples] for rows in found))
+        outputs = (static.found.tokens, static.found.logits, static.last.hidden)
+        return Decoded(*(rows[:samples] for rows in outputs))
 
     def _run_eager(
         self, windows: Sequence[Window], samples: int, splice: Splice | None, all_rows: bool
@@ -118,28 +118,28 @@ class PrefillGraphs:
         parts = Parts.of(metadata, sizes)
         every = gemms.normed(x, self.decoder.decoder) if all_rows else None
         hidden = gemms.normed(x, self.decoder.decoder, parts.last) if every is None else every[parts.last]
-        found = self._new_found(samples)
+        decoded = self._new_found(samples)
         if samples:
             last = _Last(hidden[:samples], parts.request_rows[:samples])
-            self._find(last, found, ArgmaxWorkspace.allocate(samples, table.device))
-        return found._replace(hidden=hidden[:samples], rows=every)
+            self._find(last, decoded, ArgmaxWorkspace.allocate(samples, table.device))
+        return decoded._replace(hidden=hidden[:samples], rows=every)
 
     def capture(self, pool: Any, max_tokens: int) -> None:
         """Graphs for every size of a step, the largest first: the others share its memory."""
-        wanted = self.wanted_graphs(max_tokens)
-        static = self._new_static(pool, wanted)
-        for sizes in tqdm(wanted, "Capturing prefill", disable=is_compiling() or None):
+        graphs = self.wanted_graphs(max_tokens)
+        static = self._new_static(pool, graphs)
+        for sizes in tqdm(graphs, "Capturing prefill", disable=is_compiling() or None):
             self._capture(static, pool, sizes)
         self._static = static
 
     def wanted_graphs(self, max_tokens: int) -> list[Sizes]:
         """Of all graphs for steps of up to so many tokens."""
-        found = []
+        graphs = []
         for tokens in reversed([tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]):
             for is_short in sorted({False, self.attention.is_short(tokens, [tokens])}):
                 for optional in (False, True) if self.kinds.is_optional else (False,):
-                    found.append(self.graph_sizes(tokens, is_short=is_short, optional=optional))
-        return found
+                    graphs.append(self.graph_sizes(tokens, is_short=is_short, optional=optional))
+        return graphs
 
     def _capture(self, static: _Static, pool: Any, sizes: Sizes) -> None:
         metadata = self.new_metadata((), sizes)
@@ -186,25 +186,27 @@ class PrefillGraphs:
         """Of a row of the decoder's input."""
         return self.decoder.decoder.embedding_size
 
-    def _new_static(self, pool: Any, wanted: Sequence[Sizes]) -> _Static:
+    def _new_static(self, pool: Any, graphs: Sequence[Sizes]) -> _Static:
         table = self.decoder.decoder.table
         device = table.device
         request_rows = torch.full((GRAPH_WINDOWS,), self.tables.spare, device=device).int()
         last = _Last(table.new_zeros(GRAPH_WINDOWS, table.shape[1]), request_rows)
-        found = self._new_found(GRAPH_WINDOWS)
+        decoded = self._new_found(GRAPH_WINDOWS)
         workspace = ArgmaxWorkspace.allocate(GRAPH_WINDOWS, device)
-        head = capture(partial(self._find, last, found, workspace), pool)
-        max_tokens = max(sizes.tokens for sizes in wanted)
-        staging = PinnedStaging(max(sizes.offsets()[-1] for sizes in wanted), device)
-        return _Static(table.new_zeros(max_tokens, self.width), staging, last, found, workspace, head)
+        head = capture(partial(self._find, last, decoded, workspace), pool)
+        max_tokens = max(sizes.tokens for sizes in graphs)
+        staging = PinnedStaging(max(sizes.offsets()[-1] for sizes in graphs), device)
+        return _Static(table.new_zeros(max_tokens, self.width), staging, last, decoded, workspace, head)
 
     def _new_found(self, rows: int) -> Decoded:
         head = self.decoder.decoder.head
         return Decoded(head.new_zeros(rows, dtype=torch.int64), head.new_empty(rows, len(head)))
 
-    def _find(self, last: _Last, found: Decoded, workspace: ArgmaxWorkspace) -> None:
-        torch.mm(last.hidden, self.decoder.decoder.head.T, out=found.logits)
-        argmax(found.logits, workspace, found.tokens, TokenSink(self.tables.last_tokens, last.request_rows))
+    def _find(self, last: _Last, decoded: Decoded, workspace: ArgmaxWorkspace) -> None:
+        torch.mm(last.hidden, self.decoder.decoder.head.T, out=decoded.logits)
+        argmax(
+            decoded.logits, workspace, decoded.tokens, TokenSink(self.tables.last_tokens, last.request_rows)
+        )
 
     def _forward_into(self, static: _Static, metadata: Tensor, sizes: Sizes) -> None:
         x, gemms = self._layers(static.embeds[: sizes.tokens], metadata, sizes)

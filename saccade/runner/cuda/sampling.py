@@ -41,11 +41,11 @@ def self_test(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None
     logits = logits.to(device, dtype)
     params = torch.tensor(_CASES, dtype=torch.float64, device=device).T
     which = torch.arange(len(_CASES), device=device)
-    found, last_tokens = (torch.zeros(len(_CASES), dtype=torch.int64, device=device) for _ in range(2))
-    kernel.sample_rows(logits, which, params, found, TokenSink(last_tokens, which))
+    tokens, last_tokens = (torch.zeros(len(_CASES), dtype=torch.int64, device=device) for _ in range(2))
+    kernel.sample_rows(logits, which, params, tokens, TokenSink(last_tokens, which))
     expected = sample_rows(logits, params, has_filters=True)
-    if not torch.equal(found, expected) or not torch.equal(last_tokens, expected):
-        raise ValueError(f"sampled {found.tolist()}, not {expected.tolist()}")
+    if not torch.equal(tokens, expected) or not torch.equal(last_tokens, expected):
+        raise ValueError(f"sampled {tokens.tolist()}, not {expected.tolist()}")
 
 
 def _self_test_on_gpu(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:

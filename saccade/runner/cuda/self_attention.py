@@ -50,11 +50,11 @@ class SelfAttentions:
         kv = self._fused.kv
         scale = self._fused.scale
 
-        def attend(projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor:
-            norms = own.qk_norms
+        def attend(projected: Tensor, module: Any, index: int, out: Tensor | None = None) -> Tensor:
+            norms = module.qk_norms
             weights = (norms.q.weight, norms.k.weight) if norms else ()
             new = NewTokens(projected, inputs.cos, inputs.sin, metadata.slots, inputs.query_scales, *weights)
-            by_head = None if out is None else out.view(len(out), own.heads, own.head_dim)
+            by_head = None if out is None else out.view(len(out), module.heads, module.head_dim)
             paged = (kv.k[index], kv.v[index], inputs.tables, metadata.seq_lens)
             return self._decode(new, *paged, scale, planned, by_head, kv.scales_of(index)).flatten(1)
 
@@ -66,10 +66,10 @@ class SelfAttentions:
         kv = self._fused.kv
         scale = self._fused.scale
 
-        def attend(projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor:
-            norms = own.qk_norms
+        def attend(projected: Tensor, module: Any, index: int, out: Tensor | None = None) -> Tensor:
+            norms = module.qk_norms
             if norms is not None:
-                qk_rms_norm(projected, norms.q.weight, norms.k.weight, own.heads, norms.eps)  # in place
+                qk_rms_norm(projected, norms.q.weight, norms.k.weight, module.heads, norms.eps)  # in place
             q, k, v = self._fused.split(projected)
             cached = (kv.k[index], kv.v[index])
             rotation = (inputs.cos, inputs.sin)
