@@ -152,8 +152,8 @@ class Options:
     )
     attention_backend: str = _option(
         "auto",
-        "prefill attention on a GPU: triton (our kernels), flashinfer (must be installed; Hopper GPUs, half "
-        "precision) or auto: our Hopper kernel if it supports the model, else flashinfer if installed",
+        "prefill attention on a GPU, by one way: the fastest of our kernels that supports model and GPU; "
+        "triton means the same, and flashinfer is accepted with a warning",
     )
     image_decode_threads: int | None = _option(None, "image decoders; automatic: one per core, at most 8")
     isolate_decoders: str = _option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from saccade.models.layers.torch_attention import PagedKV
 from saccade.options.engine import Options, SchedulerConfig
 from saccade.runner.build_embedding_tiers import build_tiers
 from saccade.runner.build_encoder import load, local_encoder, max_patches
-from saccade.runner.cuda.attention_selector import AttentionTarget, check
 from saccade.runner.cuda.compile_kernels import compile_kernels
 from saccade.runner.cuda.kv_host_blocks import HostBlocks
 from saccade.runner.device_memory import MemoryPlan
@@ -37,6 +37,8 @@ from saccade.runner.torch_threads import OneTorchThread
 from saccade.runner.weight_packing import pack_where_faster
 from saccade.structured.grammar import Grammars
 from saccade.types.media import Geometry, Key
+
+logger = logging.getLogger(__name__)
 
 _REMOTE_IMAGES = 4  # of the largest size, that may be under way in one encoder worker
 _MIN_ARENA_BYTES = 16 << 20
@@ -63,8 +65,8 @@ def build_runner(
 ) -> Runner:
     memory = MemoryReport(plan)
     sizes = plan.scheduler
-    target = AttentionTarget(config.text, plan.dtype, plan.device, plan.kv_dtype != plan.dtype)
-    check(options.attention_backend, target)
+    if options.attention_backend == "flashinfer":
+        logger.warning("attention_backend=flashinfer has no effect: prefill runs on Saccade's own kernels")
     if plan.device.type == "cuda":
         _claim(plan.device, options.gpu_memory_utilization)
     with memory.part("weights"):
@@ -82,7 +84,7 @@ def build_runner(
     with memory.part("graphs"):
         images = options.limit_mm_per_prompt.get("image", 0)
         parts = ForwardParts(model, kv, sizes, states, embeddings, max(1, images))
-        forward, eager_reason = _captured(parts, target, options.attention_backend)
+        forward, eager_reason = _captured(parts, plan.device)
     encoder = _encoder(model, options, plan, largest, links)
     pack_where_faster(model, plan.dtype, plan.device)  # after the encoder's tiers, which hash the weights
     # Beside a GPU, PyTorch only copies kilobytes on the host. Split over cores that decode they take 10 ms.
@@ -99,11 +101,11 @@ def _new_kv(path: Path, config: ModelConfig, options: Options, plan: MemoryPlan)
     return PagedKV.allocate(*shape, plan.kv_dtype, plan.device, scales)
 
 
-def _captured(parts: ForwardParts, target: AttentionTarget, backend: str) -> tuple[Forward, str | None]:
-    """What `select_forward` gives, with the tower captured, too."""
+def _captured(parts: ForwardParts, device: torch.device) -> tuple[Forward, str | None]:
+    """As `select_forward`, with the tower captured, too."""
     model = parts.model
-    compile_kernels(target.device, partial(run_forward, parts, target, backend), partial(run_tower, model))
-    forward, eager_reason = select_forward(parts, target, backend)
+    compile_kernels(device, partial(run_forward, parts), partial(run_tower, model))
+    forward, eager_reason = select_forward(parts)
     capture_tower(model)
     return forward, eager_reason
 

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.errors import ConfigError
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.cross_attention import CrossDecoder
 from saccade.models.layers.mla import LatentDecoder
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.layers.transformers_text import TextModel
 from saccade.options.engine import SchedulerConfig
-from saccade.runner.cuda.attention_selector import AttentionTarget, choose
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Forward
 from saccade.runner.recurrent_state import RecurrentStates
@@ -40,18 +38,16 @@ class ForwardParts(NamedTuple):
     max_images: int = 1  # of a prompt
 
 
-def select_forward(parts: ForwardParts, target: AttentionTarget, backend: str) -> tuple[Forward, str | None]:
+def select_forward(parts: ForwardParts) -> tuple[Forward, str | None]:
     """With the reason, for the start-up log, why a GPU runs the model in eager PyTorch."""
     plain = partial(TorchForward, parts.model, parts.kv, parts.sizes.block_size, parts.states)
-    if target.device.type != "cuda":
+    if not parts.kv.k.is_cuda:
         return plain(), None
-    capture = partial(_capture, parts, target, backend)
+    capture = partial(_capture, parts)
     decoder: Any = parts.model.decoder
     if not isinstance(decoder, _CHECKED):
         return capture(), None
     reason = decoder.eager_reason() if isinstance(decoder, TextModel) else None
-    if reason and backend == "flashinfer":
-        raise ConfigError(f"attention_backend=flashinfer cannot be used: {reason}")
     forward = None
     if reason is None:
         forward, reason = try_graphs(capture, partial(_check, parts, plain()))
@@ -69,8 +65,6 @@ def try_graphs(
         forward = capture()
         check(forward)
         return forward, None
-    except ConfigError:
-        raise
     except Exception as error:  # anything: PyTorch runs the model, too
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     forward = None  # its graphs hold memory
@@ -79,14 +73,14 @@ def try_graphs(
     return None, reason
 
 
-def run_forward(parts: ForwardParts, target: AttentionTarget, backend: str) -> None:
+def run_forward(parts: ForwardParts) -> None:
     """Every pass that is captured, with what is captured thrown away."""
     decoder: Any = parts.model.decoder
     if not isinstance(decoder, TextModel):  # Transformers' layers may launch anything
-        _capture(parts, target, backend)
+        _capture(parts)
 
 
-def _capture(parts: ForwardParts, target: AttentionTarget, backend: str) -> Forward:
+def _capture(parts: ForwardParts) -> Forward:
     from saccade.runner.cuda.forward import CudaForward  # needs Triton, which only CUDA machines have
 
     sizes = parts.sizes
@@ -98,8 +92,7 @@ def _capture(parts: ForwardParts, target: AttentionTarget, backend: str) -> Forw
         block_size=sizes.block_size,
         max_requests=sizes.max_num_seqs,
         max_blocks=max_blocks,
-        axes=3 if target.text.mrope_section else 1,
-        flash=choose(backend, target, sizes.block_size, max_blocks, decoder.scale),
+        axes=3 if parts.model.config.text.mrope_section else 1,
         states=parts.states,
         slab=parts.embeddings if isinstance(parts.embeddings, EmbeddingSlab) else None,
         max_cross_states=_max_cross_states(parts),

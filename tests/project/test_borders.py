@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "kernels.launch": {"util.torch_utils"},
     "kernels.ops": {"kernels", "kernels.launch"},
-    "kernels.attention": {"kernels.launch", "util.torch_utils"},
+    "kernels.attention": {"kernels.launch", "kernels.ops", "util.torch_utils"},
     "kernels.gemm": {"kernels.launch", "kernels.ops"},
     "kernels.gdn": {"kernels.launch"},
     "kernels.moe": {"kernels.launch", "kernels.ops", "kernels.gemm"},
@@ -147,13 +147,10 @@ LAZY_ALLOWED = {
     "saccade/media/pdf_reader.py",  # PDFium, where PDFs are
     "saccade/apps/bench/video.py",  # and where they are made
     "saccade/runner/forward_selector.py",  # Triton, where there is a GPU
-    "saccade/runner/cuda/attention_selector.py",
     "saccade/runner/cuda/kv_host_blocks.py",
     "saccade/runner/cuda/compile_kernels.py",
     "saccade/runner/encoder/graph_capture.py",
-    "saccade/models/cuda/vision.py",  # Gluon, where the GPU is a Hopper
-    "saccade/kernels/attention/decode.py",
-    "saccade/kernels/attention/prefill.py",
+    "saccade/kernels/attention/registry.py",  # Gluon, where the GPU is a Hopper
     "saccade/kernels/gemm/linear_act.py",
     "saccade/kernels/gemm/vit_qkv_rope.py",
     "saccade/models/cuda/gemms.py",  # Gluon, too

@@ -50,10 +50,11 @@ def hopper_decode(
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
     seq_lens: Tensor,  # int32 [requests], the new token included; 0 for padding rows, which come last
-    schedule: TileSchedule,
     block_size: int,
     scale: float,
     workspace: DecodeWorkspace,
+    *,
+    schedule: TileSchedule,
     out: Tensor | None = None,  # contiguous
     norm_eps: float = 0.0,
 ) -> Tensor:  # [requests, heads, d]; padding rows are not written

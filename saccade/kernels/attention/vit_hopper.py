@@ -21,6 +21,7 @@ from torch import Tensor
 
 from saccade.kernels.attention import fixed_max_softmax as softmax
 from saccade.kernels.attention.online_softmax import LOG2_E
+from saccade.kernels.attention.vit import VisionHeads
 from saccade.kernels.attention.vit_combine import CELL, combine
 from saccade.kernels.attention.vit_schedule import KEYS, TILE_ROWS, TileSchedule
 from saccade.kernels.launch import gluon_compat as hopper
@@ -54,11 +55,6 @@ def suits(lengths: Sequence[int], dim: int, dtype: torch.dtype) -> bool:
     return has_heads and dtype == torch.bfloat16 and min(lengths) >= _MIN_LENGTH
 
 
-def takes_parted(dim: int) -> bool:
-    """Whether queries and keys of such heads may be in the order of `hopper_qkv_rope`."""
-    return dim == _FIRST + _REST
-
-
 class HopperVit:
     """Attention over one packing, layer after layer.
 
@@ -75,8 +71,9 @@ class HopperVit:
         """Contiguous q, k, v [T, 3, heads, d] -> [T, heads, d]."""
         return self._attend(qkv, scale, is_parted=False)
 
-    def takes_parted(self, dim: int, dtype: torch.dtype) -> bool:
-        return takes_parted(dim)
+    def takes_parted(self, heads: VisionHeads) -> bool:
+        """Whether queries and keys of such heads may be in the order of `hopper_qkv_rope`."""
+        return heads.dim == _FIRST + _REST
 
     def parted(self, qkv: Tensor, scale: float) -> Tensor:
         """The same, with queries and keys in the order of `hopper_qkv_rope`."""

@@ -15,9 +15,14 @@ class Heads(NamedTuple):
     head_dim: int
 
 
+Capability = tuple[int, int]
+"""Of a GPU, as CUDA numbers them: H100 and H200 are (9, 0)."""
+HOPPER: Capability = (9, 0)
+
+
 class Gpu(NamedTuple):
     sms: int
-    capability: tuple[int, int]
+    capability: Capability
     shared_memory: int  # bytes that a program may have
 
 
@@ -29,11 +34,11 @@ _INTERPRETER = Gpu(sms=4, capability=(0, 0), shared_memory=227 << 10)  # SMs: en
 def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return _INTERPRETER
-    found = torch.cuda.get_device_properties(device)
-    capability = (found.major, found.minor)
-    known = _SHARED_MEMORY.get(capability, 99 << 10)
-    shared = getattr(found, "shared_memory_per_block_optin", known)  # not in every PyTorch
-    return Gpu(found.multi_processor_count, capability, shared)
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    usual = _SHARED_MEMORY.get(capability, 99 << 10)
+    shared = getattr(properties, "shared_memory_per_block_optin", usual)  # not in every PyTorch
+    return Gpu(properties.multi_processor_count, capability, shared)
 
 
 def num_sms(device: torch.device) -> int:
@@ -51,7 +56,7 @@ def has_async_mma(device: torch.device) -> bool:
 
 
 def is_hopper(device: torch.device) -> bool:
-    return gpu_of(device).capability == (9, 0)
+    return gpu_of(device).capability == HOPPER
 
 
 def has_tensor_memory(device: torch.device) -> bool:

@@ -45,6 +45,7 @@ class KernelChoice:
     supports: Callable[..., bool]  # takes the arguments of the call, as `self_test` does
     self_test: Callable[..., object]  # raises if the kernel does not compile, or is wrong
     fallback: str  # what runs instead, for the log
+    why: str = ""  # it is used, for the log
     decided: dict[tuple[Hashable, ...], bool] = field(default_factory=dict)
 
     def __call__(self, *case: Hashable) -> bool:
@@ -74,4 +75,6 @@ class KernelChoice:
         except Exception as error:
             _log.warning("%s cannot be used: %s (%s: %s)", self.name, self.fallback, type(error).__name__, error)
             return False
+        if self.why:
+            _log.info("%s is used: %s", self.name, self.why)
         return True

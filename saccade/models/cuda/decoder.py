@@ -1,13 +1,13 @@
 """The decoder with fused kernels, for CUDA devices: same weights and result as `Decoder.forward`.
 
-Decode and prefill differ only in the attention that the caller passes in. Nothing here reads a value back
-from the device, so a CUDA graph can hold all of it.
+Decode and prefill differ only in what mixes tokens: the caller passes a mixer for each kind of layers.
+Nothing here reads a value back from the device, so a CUDA graph can hold all of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -21,14 +21,14 @@ from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.moe import prepare_moe
 from saccade.models.cuda.residual import Gemms, Residual
 from saccade.models.layers.cross_attention import CrossAttention, CrossLayer
-from saccade.models.layers.decoder import Decoder
+from saccade.models.layers.decoder import Decoder, SelfAttention
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.moe import MoE
 from saccade.models.layers.torch_attention import PagedKV
 
 T = TypeVar("T")
-_WITHOUT_KV = (GatedDeltaNet, CrossAttention)  # their states are elsewhere
+_WITHOUT_KV = (GatedDeltaNet, CrossAttention)  # kinds of layers whose states are elsewhere
 
 
 class Mixing(Protocol):
@@ -48,17 +48,15 @@ class Mixing(Protocol):
     ) -> Tensor: ...
 
 
-class Crossing(NamedTuple):
-    """Cross-attention of a pass."""
+class Mixer(NamedTuple):
+    """What one kind of layers does with the tokens of a pass."""
 
-    attend: Mixing
-    rows: Tensor  # [T, 1] in the model's dtype: 1 for rows that attend to images, 0 for others
+    mix: Mixing
+    rows: Tensor | None = None  # [T, 1] in the model's dtype: 1 for rows that it changes, else 0; None: all
 
 
 class Mixers(NamedTuple):
-    attend: Mixing
-    delta: Mixing | None = None  # of decoders with gated delta nets
-    cross: Crossing | None = None  # None: no row attends to an image, so such layers are skipped
+    by_kind: Mapping[type, Mixer]  # by the class of a layer's attention; layers of other kinds are skipped
     positions: Tensor | None = None  # int32 [T]: for layers that apply RoPE themselves
 
 
@@ -66,13 +64,11 @@ class FusedDecoder:
     def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
         self.decoder = decoder
         self.kv = kv
-        self.net = _first(decoder, GatedDeltaNet)  # for its shape, as the next
-        self.latent = _first(decoder, LatentAttention)
-        attention = next(
+        module = next(
             layer.attention for layer in decoder.layers if not isinstance(layer.attention, _WITHOUT_KV)
         )
-        self.heads = Heads(attention.heads, attention.kv_heads, attention.head_dim)
-        norms = getattr(attention, "qk_norms", None)
+        self.heads = Heads(module.heads, module.kv_heads, module.head_dim)
+        norms = getattr(module, "qk_norms", None)
         self.norm_eps: float | None = norms.eps if norms else None  # of query and key heads
         self._gemms = DecoderGemms(decoder)
         _derive_weights(decoder)
@@ -87,58 +83,26 @@ class FusedDecoder:
         counts = Counter[type]()  # layers of each kind; all that have keys and values are one
         layers = self.decoder.layers
         for number, layer in enumerate(_one_of_each_kind(layers) if is_compiling() else layers):
-            kind = type(layer.attention)
-            counted = kind if kind in _WITHOUT_KV else object
+            kind = kind_of(layer.attention)
+            counted = kind if kind in _WITHOUT_KV else SelfAttention
             index = counts[counted]
             counts[counted] += 1
-            # Methods: their memory is free before the MLP begins.
-            if kind is CrossAttention:
-                x = x if mixers.cross is None else self._cross(x, layer, index, mixers.cross, gemms)
+            mixer = mixers.by_kind.get(kind)
+            if mixer is None:
                 continue
-            if kind is GatedDeltaNet:
-                assert mixers.delta is not None
-                x = self._delta(x, layer, index, mixers.delta, gemms)
-            elif kind is LatentAttention:
-                x = self._latent(x, layer, index, mixers.attend, gemms)
-            else:
-                x = self._attention(x, layer, index, mixers.attend, gemms)
-            x = gemms.mlp(x, layer.mlp_norm, layer.mlp)
+            # Functions: their memory is free before the MLP begins.
+            x = _LAYERS[kind](x, layer, index, mixer, gemms)
+            scales = None if mixer.rows is None else mixer.rows * layer.mlp_gate.tanh()
+            x = gemms.mlp(x, layer.mlp_norm, layer.mlp, scales)
             if number < len(deep):
                 (x.rows if x.added is None else x.added.view(-1, *x.rows.shape)[0]).add_(deep[number])
         return x
 
-    def _attention(self, x: Residual, layer: Any, index: int, attend: Mixing, gemms: Gemms) -> Residual:
-        attention = layer.attention
-        count = attention.heads + 2 * attention.kv_heads
-        has_gate = len(attention.qkv.weight) > count * attention.head_dim
-        qkv, x = gemms.project(x, layer.attention_norm, attention.qkv, in_parts=not has_gate)
-        projected = qkv.view(*qkv.shape[:-1], -1, attention.head_dim)
-        mixed = attend(projected[..., :count, :], attention, index)
-        if has_gate:
-            mixed = sigmoid_gate(mixed, projected[:, count:].flatten(1))
-        return gemms.add(mixed, attention.out, x)
-
-    def _latent(self, x: Residual, layer: Any, index: int, attend: Mixing, gemms: Gemms) -> Residual:
-        attention = layer.attention
-        projected, x = gemms.project(x, layer.attention_norm, attention.inputs)
-        if attention.q_norm is not None and attention.q_up is not None:
-            first, kv = projected.tensor_split([attention.q_up.inputs], dim=-1)
-            projected = torch.cat((attention.q_up(attention.q_norm(first)), kv), dim=-1)
-        return gemms.add(attend(projected, attention, index), attention.out, x)
-
-    def _delta(self, x: Residual, layer: Any, index: int, mix: Mixing, gemms: Gemms) -> Residual:
-        net = layer.attention
-        projected, x = gemms.project(x, layer.attention_norm, net.inputs, net.gates)
-        return gemms.add(mix(projected, net, index), net.out, x)
-
-    def _cross(self, x: Residual, layer: CrossLayer, index: int, cross: Crossing, gemms: Gemms) -> Residual:
-        """With its MLP. Scaling what goes into the last GEMM of each scales what comes out."""
-        attention = layer.attention
-        q, x = gemms.project(x, layer.attention_norm, attention.q)
-        queries = attention.q_norm(q.view(len(q), attention.heads, attention.head_dim))
-        mixed = cross.attend(queries, attention, index).mul_(cross.rows * layer.attention_gate.tanh())
-        x = gemms.add(mixed, attention.out, x)
-        return gemms.mlp(x, layer.mlp_norm, layer.mlp, cross.rows * layer.mlp_gate.tanh())
+    def first(self, kind: type[T]) -> T | None:
+        """The first attention of this kind."""
+        return next(
+            (layer.attention for layer in self.decoder.layers if isinstance(layer.attention, kind)), None
+        )
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a layer's projection, or of its split-K partials."""
@@ -168,9 +132,9 @@ def _one_of_each_kind(layers: Sequence[Any]) -> list[Any]:
 def _derive_weights(decoder: Decoder) -> None:
     """What layers compute of weights and keep. In a graph that is never replayed it would be garbage."""
     for layer in decoder.layers:
-        attention = layer.attention
-        norms = [layer.attention_norm, layer.mlp_norm, getattr(attention, "norm", None)]
-        heads = getattr(attention, "qk_norms", None)
+        module = layer.attention
+        norms = [layer.attention_norm, layer.mlp_norm, getattr(module, "norm", None)]
+        heads = getattr(module, "qk_norms", None)
         norms += [heads.q, heads.k] if heads else []
         for norm in norms:
             getattr(norm, "weight", None)
@@ -179,6 +143,52 @@ def _derive_weights(decoder: Decoder) -> None:
     getattr(decoder.norm, "weight", None)
 
 
-def _first(decoder: Decoder, kind: type[T]) -> T | None:
-    """The first attention of this kind."""
-    return next((layer.attention for layer in decoder.layers if isinstance(layer.attention, kind)), None)
+def _self_attention(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
+    module = layer.attention
+    count = module.heads + 2 * module.kv_heads
+    has_gate = len(module.qkv.weight) > count * module.head_dim
+    qkv, x = gemms.project(x, layer.attention_norm, module.qkv, in_parts=not has_gate)
+    projected = qkv.view(*qkv.shape[:-1], -1, module.head_dim)
+    mixed = mixer.mix(projected[..., :count, :], module, index)
+    if has_gate:
+        mixed = sigmoid_gate(mixed, projected[:, count:].flatten(1))
+    return gemms.add(mixed, module.out, x)
+
+
+def _latent_attention(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
+    module = layer.attention
+    projected, x = gemms.project(x, layer.attention_norm, module.inputs)
+    if module.q_norm is not None and module.q_up is not None:
+        first, kv = projected.tensor_split([module.q_up.inputs], dim=-1)
+        projected = torch.cat((module.q_up(module.q_norm(first)), kv), dim=-1)
+    return gemms.add(mixer.mix(projected, module, index), module.out, x)
+
+
+def _delta_net(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
+    module = layer.attention
+    projected, x = gemms.project(x, layer.attention_norm, module.inputs, module.gates)
+    return gemms.add(mixer.mix(projected, module, index), module.out, x)
+
+
+def _cross_attention(x: Residual, layer: CrossLayer, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
+    """Scaling what goes into the last GEMM, here and in the MLP, scales what comes out."""
+    assert mixer.rows is not None
+    module = layer.attention
+    q, x = gemms.project(x, layer.attention_norm, module.q)
+    queries = module.q_norm(q.view(len(q), module.heads, module.head_dim))
+    mixed = mixer.mix(queries, module, index).mul_(mixer.rows * layer.attention_gate.tanh())
+    return gemms.add(mixed, module.out, x)
+
+
+_LAYERS: Mapping[type, Callable[[Residual, Any, int, Mixer, Gemms], Residual]] = {
+    SelfAttention: _self_attention,
+    LatentAttention: _latent_attention,
+    GatedDeltaNet: _delta_net,
+    CrossAttention: _cross_attention,
+}
+"""From the residual to the residual with a layer's mixed tokens added, before its MLP."""
+
+
+def kind_of(attention: Any) -> type:
+    """Families may have an attention of their own, which is called like a `SelfAttention`."""
+    return type(attention) if type(attention) in _LAYERS else SelfAttention

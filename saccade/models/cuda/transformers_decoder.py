@@ -13,10 +13,10 @@ from torch import Tensor
 
 from saccade.kernels.gemm.skinny import MAX_ROWS, SplitWorkspace, skinny_linear
 from saccade.kernels.launch.device import Heads
-from saccade.models.cuda.decoder import FusedDecoder, Mixers
+from saccade.models.cuda.decoder import FusedDecoder, Mixers, T
 from saccade.models.cuda.residual import Gemms, Residual
 from saccade.models.cuda.transformers_fusion import Fusion
-from saccade.models.layers.decoder import Decoder
+from saccade.models.layers.decoder import Decoder, SelfAttention
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.layers.transformers_text import TextModel
 
@@ -31,7 +31,6 @@ class TransformersDecoder(FusedDecoder):
         self.text = text
         self.kv = kv
         self.decoder: Any = text
-        self.net = self.latent = None
         config = text.config
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         out = SimpleNamespace(inputs=config.num_heads * config.head_dim)  # of the output projection
@@ -72,15 +71,19 @@ class TransformersDecoder(FusedDecoder):
 
         return self.text.forward(embeds.to(self.text.table), positions, attend).float()
 
+    def first(self, kind: type[T]) -> T | None:
+        return None  # its layers are of no kind of ours
+
     def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
         return _Head(self._workspace)  # type: ignore[return-value]
 
     def forward(self, embeds: Tensor, mixers: Mixers, gemms: Gemms) -> Residual:
         assert mixers.positions is not None
+        mix = mixers.by_kind[SelfAttention].mix
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Transformers' layers have applied RoPE; our kernels rotate by nothing."""
-            return mixers.attend(_whole(q, k, v), self._own, layer).view(q.shape)
+            return mix(_whole(q, k, v), self._own, layer).view(q.shape)
 
         with self._fusion:
             return Residual(self.text.forward(embeds, mixers.positions[None].long(), attend))

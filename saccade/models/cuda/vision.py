@@ -7,22 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.vit_schedule import TileSchedule
-from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
+from saccade.kernels.attention.registry import VIT, usable
+from saccade.kernels.attention.vit import Attend, PackedAttention, PartedAttend, VisionHeads, VitKernel
 from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.gemm.vit_qkv_rope import qkv_rope
-from saccade.kernels.launch.device import is_hopper, num_sms
-from saccade.kernels.launch.kernel_choice import KernelChoice, assert_agree
-from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.kernels.ops import image_preprocess, vit_elementwise
-from saccade.kernels.ops.reference import parted_columns
-from saccade.models.cuda import vision_attention
-from saccade.models.cuda.vision_attention import Attend, AttentionPath, PartedAttend
 from saccade.models.cuda.vision_graphs import VisionGraphs, packed_cells
 from saccade.models.layers.activation import Activation, quick_gelu, silu_and_mul, tanh_gelu
 from saccade.models.layers.layernorm import RMSNorm
@@ -40,30 +34,30 @@ _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
     tanh_gelu: ("tanh_gelu", vit_elementwise.tanh_gelu),
 }
 """The name that `linear_act` has for each, and a kernel for it alone."""
-_MIN_SCHEDULED = 768  # patches of a captured pass: smaller ones have too few tiles for all SMs
-_KEPT = 8  # packings: images of one camera have one size
-_TESTED_PROGRAMS = (2, 15)  # of the self-test: one item after the other, and some of them cut
+_PACKINGS = 8  # that are remembered: images of one camera have one size
 
 
 class FusedVision:
-    def __init__(self, attention: str | None = None) -> None:
-        """Without a name: the attention that is fastest on this device."""
-        self._given = attention
+    def __init__(self, attention: Sequence[VitKernel] | None = None) -> None:
+        """`attention`: kernels, of which a pass takes the first that suits it; None: those of this device."""
+        self._asked = attention
         self._last: PatchPositions | None = None  # of the last eager pass
 
     @cached_property
-    def _name(self) -> str:
-        """Decided when it is used first, so that its kernels may be compiled before."""
-        has_hopper = torch.cuda.is_available() and _can_use_hopper(torch.device("cuda"))
-        return self._given or ("hopper" if has_hopper else "triton")
+    def _kernels(self) -> Sequence[VitKernel]:
+        """Decided when they are used first, so that they may be compiled before."""
+        if self._asked is not None:
+            return self._asked
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return [kernel for _, kernel in usable(VIT, device)]
 
     @cached_property
     def _attention(self) -> Callable[[tuple[int, ...], torch.device], Attend]:
-        return lru_cache(maxsize=_KEPT)(ATTENTION[self._name])
+        return lru_cache(maxsize=_PACKINGS)(partial(PackedAttention, self._kernels))
 
     @cached_property
     def _graphs(self) -> VisionGraphs:
-        return VisionGraphs(_FusedPass, _graph_paths(self._name), self._eager)
+        return VisionGraphs(_FusedPass, self._kernels, self._eager)
 
     def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
         if isinstance(image, Tensor):
@@ -124,7 +118,8 @@ class _FusedPass:
         """Attention [T, heads, d]. RoPE is fused into the projection where device and attention can."""
         normed = _norm(x, block.attention_norm, block.out)
         dim = len(block.qkv.weight) // (3 * block.heads)
-        if self._rotary is not None and self._parted is not None and self._parted.takes_parted(dim, x.dtype):
+        heads = VisionHeads(block.heads, dim, x.dtype)
+        if self._rotary is not None and self._parted is not None and self._parted.takes_parted(heads):
             parted = qkv_rope(normed, block.qkv.weight, block.qkv.bias, self._rotary, block.heads)
             if parted is not None:
                 del normed  # before attention needs as much memory
@@ -158,85 +153,3 @@ def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
 
 def _weigh_axis(image: Tensor, taps: Taps) -> Tensor:
     return image_preprocess.weigh_axis(image, taps.starts, taps.weights, BITS)
-
-
-def _by_triton(lengths: Sequence[int], device: torch.device) -> Attend:
-    return _over(Tiles.of(lengths, TILE_ROWS, device))
-
-
-def _over(tiles: Tiles) -> Attend:
-    def attend(qkv: Tensor, scale: float) -> Tensor:
-        q, k, v = qkv.unbind(1)  # [T, heads, d] each
-        return packed_vit(q, k, v, tiles, scale)
-
-    return attend
-
-
-class _ByHopper:
-    """Chosen once heads are known: others, and images that are too small, take the Triton kernel."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self._lengths = lengths
-        self._device = device
-        self._chosen: Attend | None = None
-
-    def __call__(self, qkv: Tensor, scale: float) -> Tensor:
-        return self._choose(qkv)(qkv, scale)
-
-    def takes_parted(self, dim: int, dtype: torch.dtype) -> bool:
-        from saccade.kernels.attention import vit_hopper
-
-        return vit_hopper.takes_parted(dim) and vit_hopper.suits(self._lengths, dim, dtype)
-
-    def parted(self, qkv: Tensor, scale: float) -> Tensor:
-        chosen = self._choose(qkv)
-        assert isinstance(chosen, PartedAttend), "`takes_parted` was asked before"
-        return chosen.parted(qkv, scale)
-
-    def _choose(self, like: Tensor) -> Attend:
-        from saccade.kernels.attention import vit_hopper
-
-        if self._chosen is None and vit_hopper.suits(self._lengths, like.shape[3], like.dtype):
-            schedule = TileSchedule.of(self._lengths, like.shape[2], num_sms(like.device), like.device)
-            self._chosen = vit_hopper.HopperVit(schedule)
-        self._chosen = self._chosen or _by_triton(self._lengths, self._device)
-        return self._chosen
-
-
-def _graph_paths(attention: str) -> tuple[AttentionPath, ...]:
-    """Of captured passes."""
-    tiled = vision_attention.TiledAttention(_over, TILE_ROWS)
-    if attention != "hopper":
-        return (tiled,)
-    from saccade.kernels.attention import vit_hopper
-
-    programs = num_sms(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    kernel = (vit_hopper.suits, vit_hopper.HopperVit)
-    return vision_attention.ScheduledAttention(*kernel, programs, _MIN_SCHEDULED), tiled
-
-
-def _self_test(device: torch.device) -> None:
-    """It must compile and agree with the Triton kernel, also where weights overflow."""
-    from saccade.kernels.attention import vit_hopper
-
-    lengths = [1500, 257]
-    qkv = torch.randn(sum(lengths), 3, 2, 80, device=device, dtype=torch.bfloat16)
-    qkv[5, 1] *= 60  # a key of the second tile with scores larger by hundreds of powers of two
-    expected = _by_triton(lengths, device)(qkv, 1.0)
-    parted = qkv.flatten(1)[:, parted_columns(2, 80)].view_as(qkv)
-    for programs in _TESTED_PROGRAMS:
-        attend = vit_hopper.HopperVit(TileSchedule.of(lengths, 2, programs, device))
-        for _ in range(2):  # the second layer is launched differently
-            assert_agree(attend(qkv, 1.0), expected, 0.05)
-            assert_agree(attend.parted(parted, 1.0), expected, 0.05)
-
-
-_can_use_hopper = KernelChoice(
-    "the Hopper kernel of vision attention", is_hopper, _self_test, "the Triton kernel runs instead"
-)
-
-
-ATTENTION: dict[str, Callable[[Sequence[int], torch.device], Attend]] = {
-    "triton": _by_triton,  # one launch for images of any sizes, and nothing to set up for a new size
-    "hopper": _ByHopper,  # the same, faster on Hopper GPUs
-}

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from saccade.kernels.attention.vit import Attend, PassLimits, VisionHeads, VitKernel
 from saccade.kernels.launch.compile_ahead import is_compiling, record
 from saccade.kernels.ops import vit_elementwise
-from saccade.models.cuda.vision_attention import Attend, AttentionPath, PassLimits, VisionHeads
 from saccade.models.vision.backend import Blocks, Lengths, RunBlocks
 from saccade.models.vision.blocks import PatchPositions, VisionBlock
 from saccade.vision_graph_sizes import IMAGES, size_for
@@ -80,13 +80,13 @@ class _StaticBuffers:
 class VisionGraphs:
     """Graphs of all blocks for many sizes, captured in `capturing`, the largest first. The rest is eager."""
 
-    def __init__(self, make: Make, paths: Sequence[AttentionPath], eager: Begin) -> None:
-        """A pass takes the first path that suits it."""
+    def __init__(self, make: Make, kernels: Sequence[VitKernel], eager: Begin) -> None:
+        """A pass takes the first kernel that suits it."""
         self.make = make
-        self.paths = paths
+        self.kernels = kernels
         self.eager = eager
         self._buffers: _StaticBuffers | None = None
-        self._graphs: dict[tuple[int, AttentionPath, VisionBlock], _Graph] = {}  # by size and first block
+        self._graphs: dict[tuple[int, VitKernel, VisionBlock], _Graph] = {}  # by size and first block
         self._sizes: set[int] = set()
         self._is_capturing = False
         self._pool: Any = None
@@ -113,19 +113,19 @@ class VisionGraphs:
         heads = VisionHeads(block.heads, len(block.qkv.weight) // (3 * block.heads), x.dtype)
         limits = PassLimits(of.size, IMAGES)
         if self._is_capturing and self._buffers is None:
-            largest = max(path.metadata_size(heads, limits) for path in self.paths)
+            largest = max(kernel.metadata_size(heads, limits) for kernel in self.kernels)
             self._buffers = _StaticBuffers.like(x, of.positions, of.size, largest)
-        path = next(path for path in self.paths if path.suits(of.lengths, heads, of.size))
+        kernel = next(kernel for kernel in self.kernels if kernel.suits(of.lengths, heads, of.size))
         buffers = self._buffers
-        key = (of.size, path, block)
-        size = path.metadata_size(heads, limits)
+        key = (of.size, kernel, block)
+        size = kernel.metadata_size(heads, limits)
         if buffers is None or not buffers.fits(x, of.positions, of.size, size):
             return None
         if key not in self._graphs and not self._is_capturing:
             return None
-        self._copy_inputs(buffers, of, x, path, heads)
+        self._copy_inputs(buffers, of, x, kernel, heads)
         if key not in self._graphs:
-            attend = path.attend(buffers.metadata[:size], limits)
+            attend = kernel.attend(buffers.metadata[:size], limits)
             self._graphs[key] = self._capture(buffers, of.size, blocks[:BLOCKS_PER_GRAPH], attend)
             self._sizes.add(of.size)
         graph = self._graphs[key]
@@ -134,7 +134,7 @@ class VisionGraphs:
         return buffers.x[: len(x)], graph.blocks
 
     def _copy_inputs(
-        self, buffers: _StaticBuffers, of: _GraphPass, x: Tensor, path: AttentionPath, heads: VisionHeads
+        self, buffers: _StaticBuffers, of: _GraphPass, x: Tensor, kernel: VitKernel, heads: VisionHeads
     ) -> None:
         if x.data_ptr() != buffers.x.data_ptr():
             buffers.x[: len(x)] = x
@@ -142,10 +142,10 @@ class VisionGraphs:
             return
         before = self._current
         self._current = None  # should what follows fail
-        metadata = of.metadata(path, heads, x.is_cuda)
+        metadata = of.metadata(kernel, heads, x.is_cuda)
         buffers.metadata[: len(metadata)].copy_(metadata, non_blocking=True)
         if of.positions is not None and (before is None or not of.positions.are(before.positions)):
-            buffers.write_cos_sin(of.positions, path.metadata_size(heads, PassLimits(of.size, IMAGES)))
+            buffers.write_cos_sin(of.positions, kernel.metadata_size(heads, PassLimits(of.size, IMAGES)))
         self._current = of
 
     def _capture(self, buffers: _StaticBuffers, size: int, blocks: Blocks, attend: Attend) -> _Graph:
@@ -192,12 +192,12 @@ class _GraphPass:
         has_positions = self.positions is not None and self.positions.are(other.positions)
         return self.lengths == other.lengths and (has_positions or self.positions is other.positions is None)
 
-    def metadata(self, path: AttentionPath, heads: VisionHeads, is_cuda: bool) -> Tensor:
-        """Laid out as `_StaticBuffers.metadata`, on the CPU. All blocks of a pass take the same path."""
+    def metadata(self, kernel: VitKernel, heads: VisionHeads, is_cuda: bool) -> Tensor:
+        """Laid out as `_StaticBuffers.metadata`, on the CPU. All blocks of a pass take the same kernel."""
         if self._metadata is None:
             limits = PassLimits(self.size, IMAGES)
-            own = path.metadata(self.lengths, heads, limits)
-            size = path.metadata_size(heads, limits)
+            own = kernel.metadata(self.lengths, heads, limits)
+            size = kernel.metadata_size(heads, limits)
             cells = packed_cells(self.positions) if self.positions else torch.empty(0, dtype=torch.int32)
             self._metadata = torch.zeros(size + len(cells), dtype=torch.int32, pin_memory=is_cuda)
             self._metadata[: len(own)] = own

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from saccade.runner.cuda.staging import Metadata, PinnedStaging, to_device
+from saccade.runner.cuda.staging import Metadata, PinnedStaging
 
 _STAGED_ROWS = 16  # whole rows that fit in the staging buffer: the prefills of a step
 
@@ -44,13 +43,8 @@ class BlockTables:
 
     def slots(self, rows: Metadata | int, tokens: npt.NDArray[np.integer[Any]], block_size: int) -> Metadata:
         """KV slots of the requests' tokens with these indices: block * block_size + offset."""
-        found: Metadata = self._mirror[rows, tokens // block_size] * block_size + tokens % block_size
-        return found
-
-    def blocks_of(self, rows: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """The first `counts` blocks of these rows, concatenated on the device."""
-        parts = [self._mirror[row, :count] for row, count in zip(rows, counts, strict=True)]
-        return to_device(np.concatenate([np.zeros(0, np.int32), *parts]), self.blocks.device)
+        slots: Metadata = self._mirror[rows, tokens // block_size] * block_size + tokens % block_size
+        return slots
 
     def open(self, request_id: str, blocks: Sequence[int]) -> None:
         """Add a request, or replace its table."""
@@ -71,10 +65,12 @@ class BlockTables:
         if indices and indices[-1] == index:
             self._changes[row] = indices[:-1]
 
-    def close(self, request_id: str) -> None:
+    def close(self, request_id: str) -> int | None:
+        """The row that it had, if it had one."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free.append(row)
+        return row
 
     def clear(self) -> None:
         for request_id in list(self._rows):

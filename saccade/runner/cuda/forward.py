@@ -14,23 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
 from saccade.kernels.ops.argmax import TokenSink
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.cuda.transformers_decoder import TransformersDecoder
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.layers.cross_attention import CrossDecoder
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.layers.transformers_text import TextModel
 from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.cuda.block_table import BlockTables
-from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
-from saccade.runner.cuda.gated_delta_net import DeltaNets
 from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES, GRAPH_WINDOWS
+from saccade.runner.cuda.layer_kinds import LayerKinds
+from saccade.runner.cuda.layer_pass import DecoderParts
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
-from saccade.runner.cuda.mla import LatentAttentions
 from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice
 from saccade.runner.cuda.prefill_metadata import Window, stretches_of
 from saccade.runner.cuda.sampling import has_kernel, sample_tokens
@@ -82,7 +79,6 @@ class CudaForward:
         max_requests: int,
         max_blocks: int,
         axes: int,
-        flash: FlashInferPrefill | None = None,  # None: prefill uses only our own kernels
         states: RecurrentStates | None = None,  # of decoders with gated delta nets
         slab: EmbeddingSlab | None = None,  # of decoders with cross-attention
         max_cross_states: int = 0,  # that a token attends to
@@ -94,23 +90,12 @@ class CudaForward:
         self._decoder = (
             TransformersDecoder(decoder, kv) if isinstance(decoder, TextModel) else FusedDecoder(decoder, kv)
         )
-        self._states = states
-        nets = None
-        if states is not None and self._decoder.net is not None:
-            nets = DeltaNets(self._decoder.net, states, max_requests)
-        latent = None
-        if self._decoder.latent is not None:
-            latent = LatentAttentions(self._decoder.latent, kv, block_size, decoder.scale)
-        self._cross = None
-        if isinstance(decoder, CrossDecoder):
-            assert slab is not None, "cross-attention reads the slab of embeddings"
-            self._cross = CrossAttentions(decoder.cross_layers, slab, max_requests, max_cross_states)
-        shared = (self._decoder, self._tables, block_size)
-        kinds = (nets, latent, self._cross)
-        self._decode_graphs = DecodeGraphs(*shared, max_requests, *kinds)
-        self._prefill_graphs = PrefillGraphs(*shared, axes, flash, *kinds)
-        # FlashInfer plans each prefill on the host, which mixed batches do not support.
-        self._mixed_graphs = MixedGraphs(self._prefill_graphs, self._decode_graphs) if flash is None else None
+        parts = DecoderParts(self._decoder, block_size, max_requests, states, slab, max_cross_states)
+        self._kinds = LayerKinds(parts)
+        shared = (self._decoder, self._kinds, self._tables, block_size)
+        self._decode_graphs = DecodeGraphs(*shared, max_requests)
+        self._prefill_graphs = PrefillGraphs(*shared, axes)
+        self._mixed_graphs = MixedGraphs(self._prefill_graphs, self._decode_graphs)
         self._decoded = TokenReadback(max_requests, self.device)
         self._prefilled = TokenReadback(max_requests, self.device)
         self._last_batch = DecodeBatch([], self._tables)  # that decoded last
@@ -123,8 +108,7 @@ class CudaForward:
         pool = torch.cuda.graph_pool_handle()
         self._prefill_graphs.capture(pool, max_tokens)
         self._decode_graphs.capture(pool)
-        if self._mixed_graphs:
-            self._mixed_graphs.capture(pool, max_tokens)
+        self._mixed_graphs.capture(pool, max_tokens)
         has_kernel(self.device, self._decoder.decoder.head.dtype, self._decoder.vocab_size)
         torch.cuda.synchronize(self.device)
 
@@ -144,7 +128,7 @@ class CudaForward:
         self._scatter_blocks()
         run = self._decode_graphs.run
         sizes = self._decode_graphs.sizes
-        mixed = {size.rows for size in self._mixed_graphs.sizes()} if self._mixed_graphs else ()
+        mixed = {size.rows for size in self._mixed_graphs.sizes()}
         return LatencyProfile(
             decode_ms=timed_curve((size, partial(run, self._trial_rows(size))) for size in sizes),
             prefill_ms=timed_curve(self._prefill_trials()),
@@ -157,9 +141,9 @@ class CudaForward:
 
     def _scatter_blocks(self) -> None:
         """Spread the timed requests' blocks over the whole cache, as in real use. Nothing is stored there."""
-        some = self._tables.blocks[:, : -(-2 * _MEASURED_CONTEXT // self.block_size)]
-        spread = torch.arange(some.numel(), device=self.device).remainder_(self._num_blocks)
-        some.copy_(spread.view(some.shape))
+        blocks = self._tables.blocks[:, : -(-2 * _MEASURED_CONTEXT // self.block_size)]
+        spread = torch.arange(blocks.numel(), device=self.device).remainder_(self._num_blocks)
+        blocks.copy_(spread.view(blocks.shape))
 
     def _trial_rows(self, size: int) -> DecodeRows:
         zeros = np.zeros(size, np.int32)
@@ -177,13 +161,11 @@ class CudaForward:
     def _trial_window(self, tokens: int, *, samples: bool = False) -> Window:
         zeros = np.zeros((self._prefill_graphs.axes, tokens), np.int32)
         slots = np.full(tokens, -1)
-        past = 0 if self._decoder.latent else _MEASURED_CONTEXT  # MLA expands a long one outside of graphs
-        seq_len = min(past + tokens, self._longest)
+        seq_len = min(self._kinds.attention.past_of_trials + tokens, self._longest)
         return Window(0, zeros[0], zeros, slots, seq_len, samples, ((tokens, -1),))
 
     def _mixed_trials(self, rows: int) -> Iterator[tuple[int, Callable[[], object]]]:
         """Both together: a window inside its prompt, since the last one of a prompt is never mixed."""
-        assert self._mixed_graphs is not None
         for size in self._mixed_graphs.sizes():
             if size.rows == rows and size.tokens <= self._longest:
                 window = self._trial_window(size.tokens)
@@ -198,25 +180,21 @@ class CudaForward:
     def open(self, admission: Admission) -> None:
         request_id = admission.request.request_id
         self._tables.open(request_id, admission.block_ids)
-        if self._states:  # a state's row is that of the block tables
-            self._states.open(request_id, admission.state, self._tables.row(request_id))
+        for kind in self._kinds.of_requests:
+            kind.open(admission, self._tables.row(request_id))
 
     def extend(self, request_id: str, held: int, blocks: Sequence[int]) -> None:
         self._tables.extend(request_id, held, blocks)
 
     def close(self, request_id: str) -> None:
-        if self._cross:
-            self._cross.close(self._tables.row(request_id))
-        self._tables.close(request_id)
-        if self._states:
-            self._states.close(request_id)
+        row = self._tables.close(request_id)
+        for kind in self._kinds.of_requests:
+            kind.close(request_id, row)
 
     def clear(self) -> None:
         self._tables.clear()
-        if self._cross:
-            self._cross.clear()
-        if self._states:
-            self._states.clear()
+        for kind in self._kinds.of_requests:
+            kind.clear()
 
     def step(self, decode: Windows, encode: Callable[[], Windows], embeddings: Embeddings) -> Sampled:
         """Decode is launched first: its tokens are read back while images are still being encoded."""
@@ -247,8 +225,8 @@ class CudaForward:
         if not prefill:
             return self._decode(decode)
         tokens = sum(window.end - window.start for window, _ in prefill)
-        size = self._mixed_graphs.fitting(tokens, len(prefill), len(decode)) if self._mixed_graphs else None
-        if self._mixed_graphs is None or size is None or needs_rows(prefill):
+        size = self._mixed_graphs.fitting(tokens, len(prefill), len(decode))
+        if size is None or needs_rows(prefill):
             self._prefill(prefill, embeddings)
             return self._decode(decode)
         chunks = [self._window(window, state) for window, state in prefill]
@@ -258,8 +236,8 @@ class CudaForward:
         batch = self._batch_of(decode)
         rows = self._decode_rows(decode, batch)
         self._tables.flush()
-        found = self._mixed_graphs.run(size, chunks, _splicing(prefill, embeddings), rows)
-        return self._collecting(decode, batch, found, self._decoded)
+        decoded = self._mixed_graphs.run(size, chunks, _splicing(prefill, embeddings), rows)
+        return self._collecting(decode, batch, decoded, self._decoded)
 
     def _prefill(self, windows: Windows, embeddings: Embeddings) -> Sampled:
         chunks = [self._window(window, state) for window, state in windows]
@@ -268,15 +246,15 @@ class CudaForward:
     def _run_prefill(self, windows: Windows, chunks: Sequence[Window], embeddings: Embeddings) -> Sampled:
         self._tables.flush()
         all_rows = needs_rows(windows)
-        found = self._prefill_graphs.run(chunks, _splicing(windows, embeddings), all_rows=all_rows)
-        if found.rows is not None:
+        decoded = self._prefill_graphs.run(chunks, _splicing(windows, embeddings), all_rows=all_rows)
+        if decoded.rows is not None:
             decoder = self._decoder.decoder
-            keep_rows(windows, found.rows, decoder, lambda rows: rows @ decoder.head.T)
+            keep_rows(windows, decoded.rows, decoder, lambda rows: rows @ decoder.head.T)
         sampling = [(window, state) for window, state in windows if window.samples]
         if not sampling:
             return dict
         batch = DecodeBatch([state for _, state in sampling], self._tables)
-        return self._collecting(sampling, batch, found, self._prefilled)
+        return self._collecting(sampling, batch, decoded, self._prefilled)
 
     def _batch_of(self, windows: Windows) -> DecodeBatch:
         states = [state for _, state in windows]
@@ -291,57 +269,55 @@ class CudaForward:
         for window, _ in windows:
             if window.new_blocks:  # the pass writes the block of the new token itself
                 tables.set_by_device(tables.row(window.request_id), window.start // self.block_size)
-            if self._states:
-                self._states.advance(window)
         return DecodeRows(
             tokens=np.array(tokens, np.int32),
             positions=starts + batch.shifts,
             slots=tables.slots(batch.rows, starts, self.block_size),
             seq_lens=starts + 1,
             rows=batch.rows,
-            states=self._cross_states(batch),
+            states=self._begin_decode(windows, batch.rows),
         )
 
-    def _cross_states(self, batch: DecodeBatch) -> Metadata:
-        if self._cross is None:
-            return np.zeros(len(batch.rows), np.int32)
-        pairs = zip(batch.rows.tolist(), batch.states, strict=True)
-        return np.array([self._cross.decode_states(row, state) for row, state in pairs], np.int32)
+    def _begin_decode(self, windows: Windows, rows: Metadata) -> Metadata:
+        """States of images that each row attends to."""
+        states = np.zeros(len(rows), np.int32)
+        for kind in self._kinds.of_requests:
+            kind.begin_decode(windows, rows, states)
+        return states
 
     def _window(self, window: ScheduledWindow, state: RequestState) -> Window:
         row = self._tables.row(window.request_id)
-        pieces: tuple[tuple[int, int], ...] = ()
-        if self._states:
-            self._states.advance(window)
-            pieces = tuple(self._states.pieces(window))
-        return Window(
+        rows = Window(
             row,
             embedded(state, window),
             state.positions(window.start, window.end),
             self._tables.slots(row, np.arange(window.start, window.end), self.block_size),
             window.end,
             window.samples,
-            pieces,
-            self._cross.stretches(window, state) if self._cross else (),
         )
+        for kind in self._kinds.of_requests:
+            rows = kind.begin_prefill(rows, window, state)
+        return rows
 
-    def _sample(self, windows: Windows, batch: DecodeBatch, found: Decoded) -> None:
+    def _sample(self, windows: Windows, batch: DecodeBatch, decoded: Decoded) -> None:
         """Replace the argmax of rows that sample on the device; the next step reads the tokens there."""
         if not batch.device_sampled:
             return
         which = batch.device_sampled
-        asked = []
+        sampling = []
         for window, state in (windows[i] for i in which):
-            asked.append((state.request.params, state.request.seed, window.end - state.num_prompt))
-        inputs = SamplingInputs.of(asked)
+            sampling.append((state.request.params, state.request.seed, window.end - state.num_prompt))
+        inputs = SamplingInputs.of(sampling)
         here, rows = to_device(np.stack([which, batch.rows[which]]), self.device)
         values = to_device(inputs.values, self.device)
         sink = TokenSink(self._tables.last_tokens, rows)
-        sample_tokens(found.logits, here, values, inputs.has_filters, found.tokens, sink)
+        sample_tokens(decoded.logits, here, values, inputs.has_filters, decoded.tokens, sink)
 
-    def _collecting(self, windows: Windows, batch: DecodeBatch, found: Decoded, to: TokenReadback) -> Sampled:
-        self._sample(windows, batch, found)
-        pending = _Pending(batch, to.copy(found.tokens), found.logits, found.hidden)
+    def _collecting(
+        self, windows: Windows, batch: DecodeBatch, decoded: Decoded, to: TokenReadback
+    ) -> Sampled:
+        self._sample(windows, batch, decoded)
+        pending = _Pending(batch, to.copy(decoded.tokens), decoded.logits, decoded.hidden)
         if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
             return lambda: _samples(pending)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -362,11 +338,11 @@ def _sample_of(token: int) -> Sample:
 def _samples(pending: _Pending) -> dict[str, Sample]:
     batch = pending.batch
     tokens = pending.tokens.tolist()
-    found = dict(zip(batch.ids, map(_sample_of, tokens), strict=True))
+    samples = dict(zip(batch.ids, map(_sample_of, tokens), strict=True))
     for state, token in zip(batch.states, tokens, strict=True):
         if state.samples_on_device:
             state.append(token)
-    return {**found, **_sample_on_host(pending)} if batch.host_sampled else found
+    return {**samples, **_sample_on_host(pending)} if batch.host_sampled else samples
 
 
 def _sample_on_host(pending: _Pending) -> dict[str, Sample]:
@@ -379,16 +355,16 @@ def _sample_on_host(pending: _Pending) -> dict[str, Sample]:
 
 def _splicing(windows: Windows, embeddings: Embeddings) -> Splice | None:
     """Writes the embeddings of images in the windows into the packed rows; None without any."""
-    found = []
+    spans = []
     row = 0
     for window, state in windows:
         if window.start < state.num_prompt:
             inside = overlapping(state.spans, window.start, window.end)
-            found += [(row, window, span) for span in inside if span.is_spliced]
+            spans += [(row, window, span) for span in inside if span.is_spliced]
         row += window.end - window.start
 
     def write(embeds: Tensor) -> None:
-        for first, window, span in found:
+        for first, window, span in spans:
             splice(embeds, first, window, span, embeddings[span.key])
 
-    return write if found else None
+    return write if spans else None

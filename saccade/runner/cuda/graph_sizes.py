@@ -31,10 +31,10 @@ class MixedSize(NamedTuple):
 
 def mixed_sizes(max_tokens: int, max_rows: int) -> list[MixedSize]:
     """The largest first; none is larger than a step needs. With one request at a time there are none."""
-    found = []
+    sizes = []
     for smaller, rows in pairwise((0, *_SIZES)):
         if smaller < max_rows and max_rows > 1:
             tokens = [size - min(rows, max_rows) for size in _SIZES[rows]]
-            needed = [size for less, size in pairwise((0, *tokens)) if less < max_tokens - smaller]
-            found += [MixedSize(size, min(rows, max_rows)) for size in needed]
-    return sorted(found, reverse=True)
+            useful = [size for less, size in pairwise((0, *tokens)) if less < max_tokens - smaller]
+            sizes += [MixedSize(size, min(rows, max_rows)) for size in useful]
+    return sorted(sizes, reverse=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.models.cuda.decoder import Crossing, Mixers, Mixing
+from saccade.models.cuda.decoder import Mixer, Mixers
 from saccade.models.cuda.residual import Residual
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
 from saccade.runner.cuda.graph_capture import capture
@@ -40,7 +40,9 @@ class MixedGraphs:
         self._decoder = prefill.decoder
         table = self._decoder.decoder.table
         self._embeds = table.new_zeros(MAX_MIXED_ROWS, prefill.width)
-        self._staging = PinnedStaging(prefill.mixed_sizes(MAX_MIXED_ROWS).offsets()[-1], table.device)
+        self._staging = PinnedStaging(
+            prefill.graph_sizes(MAX_MIXED_ROWS, optional=True).offsets()[-1], table.device
+        )
         self._prepared: dict[MixedSize, _Prepared] = {}
         self._side: torch.cuda.Stream | None = None
         if table.is_cuda:
@@ -64,7 +66,7 @@ class MixedGraphs:
         prepared = self._prepared[size]
         self._prefill.write(self._staging.open(), windows, prepared.sizes)
         self._staging.send(prepared.metadata)
-        self._prefill.fill_tables(windows)
+        self._prefill.kinds.begin_pass(windows)
         self._decode.send(rows, size.rows)
         if splice is not None:
             splice(self._embeds)
@@ -72,11 +74,11 @@ class MixedGraphs:
             self._forward(size, prepared)
         else:
             prepared.graph.replay()
-        return self._decode.found(len(rows.tokens))
+        return self._decode.decoded(len(rows.tokens))
 
     def prepare(self, size: MixedSize) -> _Prepared:
         """Allocate what passes of this size need."""
-        sizes = self._prefill.mixed_sizes(size.tokens)
+        sizes = self._prefill.graph_sizes(size.tokens, optional=True)
         prepared = _Prepared(sizes, self._prefill.new_metadata((), sizes), None)
         self._prepared[size] = prepared
         return prepared
@@ -94,40 +96,36 @@ class MixedGraphs:
         first = size.tokens
         embeds = self._embeds[: sum(size)]
         half = self._prefill.attention.half(size.tokens)
-        attend_prefill = self._prefill.begin(embeds[:first], prepared.metadata, prepared.sizes, half.splits)
-        _, attend_decode = self._decode.begin(size.rows, embeds[first:], half.programs)
+        prefill = self._prefill.begin(embeds[:first], prepared.metadata, prepared.sizes, half.splits)
+        decode = self._decode.begin(size.rows, embeds[first:], half.programs, has_images=True)
         gemms = self._decoder.gemms(len(embeds))
-
+        decode_mixers = self._decode.kinds.decode(decode)
+        prefill_mixers = self._prefill.kinds.prefill(prefill)
+        both = {
+            layer: self._both(first, mixer, decode_mixers[layer]) for layer, mixer in prefill_mixers.items()
+        }
         before = self._prefill.positions(prepared.metadata, prepared.sizes)
-        positions = torch.cat((before, self._decode.positions(size.rows)))
-        mixers = Mixers(self._both(first, attend_prefill, attend_decode), positions=positions)
-        net_prefill = self._prefill.begin_nets(prepared.metadata, prepared.sizes)
-        net_decode = self._decode.begin_nets(size.rows)
-        if net_prefill is not None and net_decode is not None:
-            mixers = mixers._replace(delta=self._both(first, net_prefill, net_decode))
-        cross_prefill = self._prefill.begin_cross(prepared.metadata, prepared.sizes)
-        cross_decode = self._decode.begin_cross(size.rows)
-        if cross_prefill is not None and cross_decode is not None:
-            attend = self._both(first, cross_prefill.attend, cross_decode.attend)
-            rows = torch.cat((cross_prefill.rows, cross_decode.rows))
-            mixers = mixers._replace(cross=Crossing(attend, rows))
+        mixers = Mixers(both, torch.cat((before, self._decode.positions(size.rows))))
         x = self._decoder.forward(embeds, mixers, gemms)
         added = x.added if x.added is None else x.added[..., first:, :].contiguous()
         self._decode.finish(Residual(x.rows[first:], added), gemms, size.rows)
 
-    def _both(self, first: int, prefill: Mixing, decode: Mixing) -> Mixing:
+    def _both(self, first: int, prefill: Mixer, decode: Mixer) -> Mixer:
         """What mixes both parts of a pass: rows before `first` are prefill."""
 
-        def mix(projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor:
+        def mix(projected: Tensor, module: Any, index: int, out: Tensor | None = None) -> Tensor:
             if out is None:
-                out = projected.new_empty(len(projected), own.out.inputs)
+                out = projected.new_empty(len(projected), module.out.inputs)
             self._concurrently(
-                lambda: prefill(projected[:first], own, index, out[:first]),
-                lambda: decode(projected[first:], own, index, out[first:]),
+                lambda: prefill.mix(projected[:first], module, index, out[:first]),
+                lambda: decode.mix(projected[first:], module, index, out[first:]),
             )
             return out
 
-        return mix
+        rows = None
+        if prefill.rows is not None and decode.rows is not None:
+            rows = torch.cat((prefill.rows, decode.rows))
+        return Mixer(mix, rows)
 
     def _concurrently(self, here: Callable[[], object], there: Callable[[], object]) -> None:
         """Fork to a side stream and join: both start after earlier kernels and end before later ones."""

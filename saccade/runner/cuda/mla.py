@@ -10,35 +10,36 @@ one. Longer contexts are expanded in passes that are launched kernel by kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from saccade.kernels.attention.mla_absorbed import (
     choose_prefill_splits,
-    mla_decode,
-    mla_prefill,
     prefill_launch,
     tile_tokens,
 )
 from saccade.kernels.attention.mla_expanded import (
+    GATHERED,
     MLADims,
     expand_context,
     is_worth_it,
-    mla_expanded_prefill,
     tile_rows,
 )
 from saccade.kernels.attention.mla_store import mla_rope_store
 from saccade.kernels.attention.prefill import Half
+from saccade.kernels.attention.registry import MLA, usable
 from saccade.kernels.launch.varlen_tiles import Tiles
-from saccade.models.cuda.decoder import Mixing
+from saccade.models.cuda.decoder import Mixer, Mixing
 from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.cuda.graph_sizes import MAX_EXPANDED
+from saccade.runner.cuda.layer_pass import DecodePass, DecoderParts, PrefillPass
+from saccade.runner.cuda.prefill_metadata import Sizes, Window
 
 
-class LatentStep(NamedTuple):
+class _Rows(NamedTuple):
     """Metadata of the rows of a pass, on the device."""
 
     cos: Tensor  # [T, rope]
@@ -49,15 +50,25 @@ class LatentStep(NamedTuple):
 
 
 class LatentAttentions:
-    def __init__(self, own: LatentAttention, kv: PagedKV, block_size: int, scale: float) -> None:
-        """`own`: of any layer, for its shape."""
-        mla = own.mla
+    layer = LatentAttention
+    is_optional = False
+    past_of_trials = 0  # tokens: a long one is expanded outside of graphs
+
+    @classmethod
+    def of(cls, parts: DecoderParts) -> Self | None:
+        module = parts.fused.first(LatentAttention)
+        return cls(module, parts.fused.kv, parts.block_size, parts.fused.scale) if module else None
+
+    def __init__(self, module: LatentAttention, kv: PagedKV, block_size: int, scale: float) -> None:
+        """`own`: any layer's, for its shape."""
+        mla = module.mla
         self.dims = MLADims(mla.kv_lora_rank, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim)
-        self.heads = own.heads
+        self.heads = module.heads
         self.block_size = block_size
         self.scale = scale
         self._kv = kv.k
         self._launch = prefill_launch(kv.k)
+        self._kernels = usable(MLA, kv.k.device)[0].kernel
 
     def is_short(self, tokens: int, seq_lens: Sequence[int]) -> bool:
         """Whether a CUDA graph of so many tokens runs these contexts in the expanded form."""
@@ -80,41 +91,67 @@ class LatentAttentions:
         splits = choose_prefill_splits(tiles, self.heads, self._launch, self._kv.device, share=2)
         return Half(splits, tiles * -(-self.heads // self._launch.rows) * splits)
 
-    def decode(self, step: LatentStep) -> Mixing:
-        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
-            queries = self._store_and_absorb(projected, own, index, step)
+    def sized(self, sizes: Sizes, windows: Sequence[Window] | None) -> Sizes:
+        if windows is None:
+            return sizes._replace(expanded=sizes.tokens if sizes.is_short else 0)
+        expanded = self.expanded_of(windows)
+        return sizes._replace(expanded=expanded, is_short=expanded > 0)
+
+    def expanded_of(self, windows: Sequence[Window]) -> int:
+        lengths = [len(window.tokens) for window in windows]
+        return self.expanded(lengths, [window.seq_len for window in windows])
+
+    def decode(self, step: DecodePass) -> Mixer:
+        rows = _Rows(
+            step.inputs.cos, step.inputs.sin, step.metadata.slots, step.inputs.tables, step.metadata.seq_lens
+        )
+
+        def attend(
+            projected: Tensor, module: LatentAttention, index: int, out: Tensor | None = None
+        ) -> Tensor:
+            queries = self._store_and_absorb(projected, module, index, rows)
             cache = self._kv[index]
-            given = (cache, step.tables, step.seq_lens, self.dims.rank, self.block_size, self.scale)
-            return self._to_values(mla_decode(queries, *given), own, out)
+            paged = (cache, rows.tables, rows.seq_lens, self.dims.rank, self.block_size, self.scale)
+            return self._to_values(self._kernels.decode(queries, *paged), module, out)
+
+        return Mixer(attend)
+
+    def prefill(self, step: PrefillPass) -> Mixer:
+        inputs = step.inputs
+        rows = _Rows(inputs.cos, inputs.sin, step.parts.slots, inputs.tables, step.parts.seq_lens)
+        if not step.sizes.expanded:
+            return Mixer(self._absorbed(rows, step.tiles, step.splits))
+        contexts = Tiles(step.parts.context_starts, step.parts.context_tiles.view(-1, 2), GATHERED)
+        return Mixer(self._expanded(rows, step.tiles, contexts, step.sizes.expanded))
+
+    def _absorbed(self, rows: _Rows, tiles: Tiles, splits: int | None) -> Mixing:
+        def attend(
+            projected: Tensor, module: LatentAttention, index: int, out: Tensor | None = None
+        ) -> Tensor:
+            queries = self._store_and_absorb(projected, module, index, rows)
+            cache = self._kv[index]
+            paged = (cache, rows.tables, rows.seq_lens, tiles, self.dims.rank, self.block_size, self.scale)
+            return self._to_values(self._kernels.prefill(queries, *paged, splits=splits), module, out)
 
         return attend
 
-    def prefill(self, step: LatentStep, tiles: Tiles, splits: int | None = None) -> Mixing:
-        """In the absorbed form."""
-
-        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
-            queries = self._store_and_absorb(projected, own, index, step)
-            cache = self._kv[index]
-            given = (cache, step.tables, step.seq_lens, tiles, self.dims.rank, self.block_size, self.scale)
-            return self._to_values(mla_prefill(queries, *given, splits=splits), own, out)
-
-        return attend
-
-    def prefill_expanded(self, step: LatentStep, tiles: Tiles, contexts: Tiles, total: int) -> Mixing:
+    def _expanded(self, rows: _Rows, tiles: Tiles, contexts: Tiles, total: int) -> Mixing:
         """`contexts`: the tiles of all contexts. `total`: their tokens, or more."""
 
-        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
+        def attend(
+            projected: Tensor, module: LatentAttention, index: int, out: Tensor | None = None
+        ) -> Tensor:
             q, kv = self._split(projected)
             q_rope = q[..., self.dims.nope :]
-            self._store(q_rope, kv, own, index, step, q_rope)  # in place
+            self._store(q_rope, kv, module, index, rows, q_rope)  # in place
             cache = self._kv[index]
             context = expand_context(
-                cache, step.tables, contexts, total, own.expand, self.dims, self.block_size
+                cache, rows.tables, contexts, total, module.expand, self.dims, self.block_size
             )
             if out is None:
                 out = self._new_out(projected)
             by_head = out.view(len(out), self.heads, -1)
-            mla_expanded_prefill(q, context, tiles, self.dims, self.scale, out=by_head)
+            self._kernels.expanded(q, context, tiles, self.dims, self.scale, out=by_head)
             return out
 
         return attend
@@ -126,30 +163,30 @@ class LatentAttentions:
         return q.view(len(q), self.heads, -1), kv
 
     def _store(
-        self, q_rope: Tensor, kv: Tensor, own: LatentAttention, index: int, step: LatentStep, rotated: Tensor
+        self, q_rope: Tensor, kv: Tensor, module: LatentAttention, index: int, rows: _Rows, rotated: Tensor
     ) -> None:
-        norm = own.norm
-        rotation = (step.cos, step.sin)
-        mla_rope_store(q_rope, kv, *rotation, norm.weight, norm.eps, self._kv[index], step.slots, rotated)
+        norm = module.norm
+        rotation = (rows.cos, rows.sin)
+        mla_rope_store(q_rope, kv, *rotation, norm.weight, norm.eps, self._kv[index], rows.slots, rotated)
 
     def _store_and_absorb(
-        self, projected: Tensor, own: LatentAttention, index: int, step: LatentStep
+        self, projected: Tensor, module: LatentAttention, index: int, rows: _Rows
     ) -> Tensor:
         """Queries [T, heads, rank + rope]."""
         dims = self.dims
         q, kv = self._split(projected)
         queries = projected.new_empty(len(projected), self.heads, dims.rank + dims.rope)
-        self._store(q[..., dims.nope :], kv, own, index, step, queries[..., dims.rank :])
+        self._store(q[..., dims.nope :], kv, module, index, rows, queries[..., dims.rank :])
         absorbed = queries[..., : dims.rank].transpose(0, 1)
-        torch.bmm(q[..., : dims.nope].transpose(0, 1), own.to_keys, out=absorbed)
+        torch.bmm(q[..., : dims.nope].transpose(0, 1), module.to_keys, out=absorbed)
         return queries
 
-    def _to_values(self, mixed: Tensor, own: LatentAttention, out: Tensor | None) -> Tensor:
+    def _to_values(self, mixed: Tensor, module: LatentAttention, out: Tensor | None) -> Tensor:
         """[T, heads, rank] -> [T, heads * value]"""
         if out is None:
             out = self._new_out(mixed)
         by_head = out.view(len(out), self.heads, -1).transpose(0, 1)
-        torch.bmm(mixed.transpose(0, 1), own.to_values.mT, out=by_head)
+        torch.bmm(mixed.transpose(0, 1), module.to_values.mT, out=by_head)
         return out
 
     def _new_out(self, rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ int32 a step   | tokens | slots | positions | rows | seq_lens | starts | last | 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -19,10 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade.kernels.attention.mla_expanded import GATHERED
-from saccade.runner.cuda.cross_attention import Stretch
 from saccade.runner.cuda.staging import Metadata
+from saccade.types.media import Key
 
 _NO_ROW = 2**30  # beyond the last row of any window
+
+
+class Stretch(NamedTuple):
+    """Rows of a window that attend to the same images."""
+
+    tokens: int
+    keys: tuple[Key, ...] = ()
+    states: int = 0  # of these images
 
 
 class Window(NamedTuple):
@@ -57,9 +65,9 @@ class Sizes(NamedTuple):
         p = self.pieces
         c = -(-self.expanded // GATHERED) + w if self.expanded else 0
         s = self.stretches
-        own = (t, t, self.axes * t, w, w, w + 1, w, w, 2 * self.tiles, p + 1, p, p, w + 1, 2 * c)
+        common = (t, t, self.axes * t, w, w, w + 1, w, w, 2 * self.tiles, p + 1, p, p, w + 1, 2 * c)
         cross = (t, s + 1, s, 2 * (-(-t // self.stretch_rows) + s)) if s else (0, 0, 0, 0)
-        return [0, *accumulate((*own, *cross))]
+        return [0, *accumulate((*common, *cross))]
 
 
 class Parts(NamedTuple):
@@ -96,7 +104,6 @@ def write_metadata(
     *,
     rows: int,  # of a tile
     spare: int,  # row of the block tables that no request has
-    states: Callable[[Sequence[Stretch]], list[int]] | None,  # of each stretch, for cross-attention
 ) -> None:
     """The rest of each part is padding."""
     parts = Parts.of(flat, sizes)
@@ -124,9 +131,7 @@ def write_metadata(
     if sizes.expanded:
         _write_contexts(parts, windows)
     if sizes.stretches:
-        assert states is not None
-        found = stretches_of(windows, sizes.tokens)
-        _write_stretches(parts, found, states(found), sizes)
+        _write_stretches(parts, stretches_of(windows, sizes.tokens), sizes)
 
 
 def _fill(target: Metadata, values: Sequence[int] | npt.NDArray[np.integer[Any]], padding: int) -> None:
@@ -150,9 +155,9 @@ def is_crossing(windows: Sequence[Window]) -> bool:
 
 def stretches_of(windows: Sequence[Window], tokens: int = 0) -> list[Stretch]:
     """All rows of a pass of so many tokens; padding is the last stretch."""
-    found = [one for window in windows for one in window.stretches or (Stretch(len(window.tokens)),)]
-    padding = tokens - sum(stretch.tokens for stretch in found)
-    return [*found, Stretch(padding)] if padding > 0 else found
+    stretches = [one for window in windows for one in window.stretches or (Stretch(len(window.tokens)),)]
+    padding = tokens - sum(stretch.tokens for stretch in stretches)
+    return [*stretches, Stretch(padding)] if padding > 0 else stretches
 
 
 def _write_contexts(parts: Parts, windows: Sequence[Window]) -> None:
@@ -161,28 +166,29 @@ def _write_contexts(parts: Parts, windows: Sequence[Window]) -> None:
     parts.context_starts[0] = 0
     _fill(parts.context_starts[1:], np.cumsum(seq_lens), sum(seq_lens))
     index = parts.context_tiles.reshape(-1, 2)
-    found = [(i, row) for i, seq_len in enumerate(seq_lens) for row in range(0, seq_len, GATHERED)]
-    if found:
-        index[: len(found)] = found
-    index[len(found) :] = 0, _NO_ROW
+    tiles = [(i, row) for i, seq_len in enumerate(seq_lens) for row in range(0, seq_len, GATHERED)]
+    if tiles:
+        index[: len(tiles)] = tiles
+    index[len(tiles) :] = 0, _NO_ROW
 
 
 def _write_tiles(index: Metadata, windows: Sequence[Window], rows: int) -> None:
     """The window and first row of each tile, the one with most keys first, as `varlen_tiles` says."""
-    found = [
+    tiles = [
         (window.seq_len - len(window.tokens) + first, owner, first)
         for owner, window in enumerate(windows)
         for first in range(0, len(window.tokens), rows)
     ]
-    found.sort(reverse=True)
-    assert len(found) <= len(index), f"{len(found)} tiles in a launch of {len(index)}"
-    if found:
-        index[: len(found)] = np.array(found, np.int32)[:, 1:]
-    index[len(found) :] = 0, _NO_ROW
+    tiles.sort(reverse=True)
+    assert len(tiles) <= len(index), f"{len(tiles)} tiles in a launch of {len(index)}"
+    if tiles:
+        index[: len(tiles)] = np.array(tiles, np.int32)[:, 1:]
+    index[len(tiles) :] = 0, _NO_ROW
 
 
-def _write_stretches(parts: Parts, found: Sequence[Stretch], counts: Sequence[int], sizes: Sizes) -> None:
-    lengths = [stretch.tokens for stretch in found]
+def _write_stretches(parts: Parts, stretches: Sequence[Stretch], sizes: Sizes) -> None:
+    lengths = [stretch.tokens for stretch in stretches]
+    counts = [stretch.states for stretch in stretches]
     parts.stretch_starts[0] = 0
     _fill(parts.stretch_starts[1:], np.cumsum(lengths), sizes.tokens)
     _fill(parts.stretch_counts, counts, 0)

@@ -65,10 +65,10 @@ def check_logits(
             without = _logits(plain, _admission(text, (), tokens, block_size), embeddings, token)
             effect = float((expected - without).abs().max() / largest)
             limit = max(_MAX_SHARE * effect, _MAX_ROUNDING)
-        found = _logits(forward, admission, embeddings, token)
+        logits = _logits(forward, admission, embeddings, token)
     finally:
         embeddings.pop(_KEY, None)
-    error = float((found - expected).abs().max() / largest)
+    error = float((logits - expected).abs().max() / largest)
     if not error <= limit:
         raise RuntimeError(f"logits differ by {error:.1e} from those of eager PyTorch; {limit:.1e} may be")
 

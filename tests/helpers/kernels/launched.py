@@ -32,7 +32,7 @@ from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.state_dict import Parameters
 from saccade.runner.build import new_slab
 from saccade.runner.cuda.forward import CudaForward
-from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES, MAX_MIXED_ROWS, mixed_sizes
+from saccade.runner.cuda.graph_sizes import MAX_MIXED_ROWS, mixed_sizes
 from saccade.runner.cuda.kv_host_blocks import _by_block
 from saccade.runner.cuda.prefill_metadata import Parts
 from saccade.runner.recurrent_state import RecurrentStates
@@ -245,7 +245,7 @@ def decode(forward: CudaForward) -> None:
     for requests in DECODED:
         rows = forward._trial_rows(requests)
         found = graphs.run(rows)
-        if graphs.cross is not None:
+        if graphs.kinds.is_optional:
             graphs.run(rows._replace(states=rows.states + 1))
     which = torch.empty(MAX_REQUESTS, dtype=torch.int64, device=META)
     params = torch.empty(5, MAX_REQUESTS, dtype=torch.float64, device=META)
@@ -258,8 +258,8 @@ def prefill(forward: CudaForward) -> None:
     for tokens in PREFILLED:
         graphs.run([forward._trial_window(tokens, samples=True)])
         for is_short in {False, graphs.attention.is_short(tokens, [tokens])}:
-            own = graphs.graph_sizes(tokens, is_short=is_short)
-            for sizes in [own, graphs._crossing(own, GRAPH_STRETCHES)] if graphs.cross else [own]:
+            for optional in (False, True) if graphs.kinds.is_optional else (False,):
+                sizes = graphs.graph_sizes(tokens, is_short=is_short, optional=optional)
                 embeds = torch.empty(tokens, graphs.width, dtype=forward._decoder.decoder.table.dtype, device=META)
                 metadata = graphs.new_metadata((), sizes)
                 x, gemms = graphs._layers(embeds, metadata, sizes)
@@ -268,7 +268,6 @@ def prefill(forward: CudaForward) -> None:
 
 def mix(forward: CudaForward) -> None:
     graphs = forward._mixed_graphs
-    assert graphs is not None
     for size in mixed_sizes(MAX_MIXED_ROWS, MAX_REQUESTS):
         graphs._forward(size, graphs.prepare(size))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from saccade.kernels.attention import decode, decode_hopper
+from saccade.kernels.attention import decode_hopper, decode_triton, registry
 from saccade.kernels.attention.decode import DecodeAttention
 from saccade.kernels.attention.decode_hopper import suits
 from saccade.kernels.attention.decode_hopper_schedule import KEYS, TileSchedule, plan_schedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace
-from saccade.kernels.launch.device import Heads
+from saccade.kernels.attention.registry import DECODE, Usable
+from saccade.kernels.launch.device import HOPPER, Gpu, Heads, num_sms
 from tests.helpers.kernels.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
 HEADS = Heads(num_heads=12, num_kv_heads=2, head_dim=128)
@@ -105,9 +108,12 @@ def test_heads_and_blocks_it_is_not_made_for_go_another_way(
     assert suits(dim, group, dtype, block_size) is expected
 
 
+CASE = (DEVICE, HEADS, HALF, BLOCK, None)
+
+
 def attention(*, by_hopper: bool) -> DecodeAttention:
     made = DecodeAttention(HEADS, HALF, BLOCK, 64, DEVICE)
-    made.by_hopper = by_hopper
+    made.kernels = [Usable(row.smallest, row.build(*CASE)) for row in DECODE[0 if by_hopper else 1 :]]
     return made
 
 
@@ -118,7 +124,7 @@ def test_many_requests_go_to_it_and_few_to_the_plain_kernel(
     paged, q = Paged.of([5] * requests, kv_heads=2, dim=128, dtype=HALF), random(requests, 12, 128, dtype=HALF)
     found, calls = paged.expected(q, [1] * requests), []
 
-    def hopper(*given: object) -> Tensor:
+    def hopper(*given: object, **_: object) -> Tensor:
         calls.append(given)
         return found
 
@@ -130,7 +136,7 @@ def test_many_requests_go_to_it_and_few_to_the_plain_kernel(
 
 
 def test_a_device_that_is_no_hopper_gpu_never_tries_it() -> None:
-    assert not DecodeAttention(HEADS, torch.bfloat16, BLOCK, 64, torch.device("cpu")).by_hopper
+    assert len(DecodeAttention(HEADS, torch.bfloat16, BLOCK, 64, torch.device("cpu")).kernels) == 1
 
 
 def test_a_kernel_that_fails_is_left_out_with_its_reason(
@@ -140,10 +146,10 @@ def test_a_kernel_that_fails_is_left_out_with_its_reason(
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(decode_hopper, "hopper_decode", fail)
-    monkeypatch.setattr(decode, "is_hopper", lambda device: True)
-    monkeypatch.setattr(decode.can_use_hopper, "decided", {})
+    monkeypatch.setattr(registry, "gpu_of", lambda device: Gpu(132, HOPPER, 227 << 10))
+    monkeypatch.setattr(DECODE[0].choice, "decided", {})
     with caplog.at_level(logging.WARNING):
-        assert not DecodeAttention(Heads(2, 1, 128), HALF, BLOCK, 64, DEVICE).by_hopper
+        assert len(DecodeAttention(Heads(2, 1, 128), HALF, BLOCK, 64, DEVICE).kernels) == 1
     assert "no such instruction" in caplog.text
 
 
@@ -153,26 +159,25 @@ def test_the_trial_accepts_what_agrees_with_the_plain_kernel(
 ) -> None:
     """The plain kernel in its place: the trial's own example must be one that a right kernel passes."""
 
-    def plain(
-        new: object, k: Tensor, v: Tensor, tables: Tensor, seq_lens: Tensor, _: TileSchedule, *rest: object
-    ) -> Tensor:
-        *rest, _, eps = rest
-        return decode.paged_decode(new, k, v, tables, seq_lens, *rest, norm_eps=eps)  # type: ignore[arg-type]
+    def plain(*given: Any, schedule: TileSchedule, **options: Any) -> Tensor:
+        return decode_triton.paged_decode(*given, **options)
 
     monkeypatch.setattr(decode_hopper, "hopper_decode", plain)
-    decode.can_use_hopper.self_test(Heads(2, 1, 128), HALF, BLOCK, DEVICE, norm_eps)
+    choice = DECODE[0].choice
+    assert choice is not None
+    choice.self_test(DEVICE, Heads(2, 1, 128), HALF, BLOCK, norm_eps)
 
 
 @pytest.mark.parametrize(("taken", "programs"), [(0, 12), (4, 8), (6, 6), (7, 12)])
 def test_beside_others_it_has_the_multiprocessors_they_leave_or_comes_after_them(taken: int, programs: int) -> None:
-    made = DecodeAttention(HEADS, HALF, BLOCK, 64, DEVICE)
-    made.by_hopper, made._programs = True, 12
-    schedule = made.plan(ints([100] * 16), taken)
-    assert schedule is not None and len(schedule.metadata) == programs
+    made = attention(by_hopper=True)
+    made._programs = 12
+    planned = made.plan(ints([100] * 16), taken)
+    assert isinstance(planned, partial) and len(planned.keywords["schedule"].metadata) == programs
 
 
 def test_the_workspace_has_room_for_two_parts_of_every_program() -> None:
     made = DecodeWorkspace.allocate(1, 12, 1, 128, DEVICE)
-    programs = decode.num_sms(DEVICE)
+    programs = num_sms(DEVICE)
     assert made.mixed.numel() >= 2 * programs * 12 * 128
     assert made.maxima.numel() == made.sums.numel() >= 2 * programs * 12

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention import decode_triton, prefill, prefill_hopper
+from saccade.kernels.attention import decode_triton, prefill, prefill_hopper, registry
 from saccade.kernels.attention.prefill import PrefillAttention
 from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Partials, combine
 from saccade.kernels.attention.prefill_hopper import ROWS, choose_splits, suits
 from saccade.kernels.attention.prefill_triton import choose_rows
-from saccade.kernels.launch.device import Heads
+from saccade.kernels.attention.registry import PREFILL, Usable
+from saccade.kernels.launch.device import HOPPER, Gpu, Heads
 from saccade.kernels.launch.varlen_tiles import Tiles
 from tests.helpers.kernels.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
@@ -22,8 +23,11 @@ HEADS = Heads(num_heads=12, num_kv_heads=2, head_dim=128)
 SIZES = [16, 64, 128, 256, 512, 640, 1024]
 
 
-def attention(*, by_hopper: bool) -> PrefillAttention:
-    return PrefillAttention(12, BLOCK, DEVICE, by_hopper=by_hopper)
+def attention(heads: Heads = HEADS, *, by_hopper: bool) -> PrefillAttention:
+    made = PrefillAttention(heads, HALF, BLOCK, DEVICE)
+    rows = PREFILL[0 if by_hopper else 1 :]
+    made.kernels = [Usable(row.smallest, row.build(DEVICE, heads, HALF, BLOCK)) for row in rows]
+    return made
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 128, 129, 512, 2700, 8192])
@@ -62,7 +66,7 @@ def test_few_tokens_behind_a_context_that_is_short_for_many_go_the_long_way(toke
 
 @pytest.mark.usefixtures("on_h200")
 def test_more_heads_than_a_wave_of_programs_holds_are_never_short() -> None:
-    assert not PrefillAttention(32, BLOCK, DEVICE, by_hopper=True).is_short(512, [512])
+    assert not attention(Heads(32, 8, 128), by_hopper=True).is_short(512, [512])
 
 
 @pytest.mark.parametrize("by_hopper", [False, True])
@@ -74,7 +78,7 @@ def test_short_passes_have_small_tiles(tokens: int, by_hopper: bool) -> None:
 @pytest.mark.parametrize("is_short", [False, True])
 def test_the_short_way_gives_what_the_long_one_does(is_short: bool) -> None:
     paged, q = Paged.of([40, 300], kv_heads=2, dim=64, dtype=HALF), random(90, 4, 64, dtype=HALF)
-    attend = PrefillAttention(4, BLOCK, DEVICE, by_hopper=False)
+    attend = attention(Heads(4, 2, 64), by_hopper=False)
     tiles = Tiles.of([20, 70], attend.rows(90, is_short=is_short), DEVICE, seq_lens=[40, 300])
     splits = 1 if is_short else None
     found = attend(q, paged.k, paged.v, paged.tables, ints([40, 300]), tiles, 0.2, splits=splits)
@@ -117,7 +121,7 @@ def test_heads_and_blocks_it_is_not_made_for_go_another_way(
 
 
 def test_a_device_that_is_no_hopper_gpu_never_tries_it() -> None:
-    assert not PrefillAttention.best(HEADS, torch.bfloat16, BLOCK, torch.device("cpu")).by_hopper
+    assert len(PrefillAttention(HEADS, torch.bfloat16, BLOCK, torch.device("cpu")).kernels) == 1
 
 
 def test_a_kernel_that_fails_is_left_out_with_its_reason(
@@ -127,10 +131,10 @@ def test_a_kernel_that_fails_is_left_out_with_its_reason(
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(prefill_hopper, "hopper_prefill", fail)
-    monkeypatch.setattr(prefill, "is_hopper", lambda device: True)
-    monkeypatch.setattr(prefill.can_use_hopper, "decided", {})
+    monkeypatch.setattr(registry, "gpu_of", lambda device: Gpu(H200, HOPPER, 227 << 10))
+    monkeypatch.setattr(PREFILL[0].choice, "decided", {})
     with caplog.at_level(logging.WARNING):
-        assert not PrefillAttention.best(Heads(2, 1, 128), torch.bfloat16, BLOCK, DEVICE).by_hopper
+        assert len(PrefillAttention(Heads(2, 1, 128), torch.bfloat16, BLOCK, DEVICE).kernels) == 1
     assert "no such instruction" in caplog.text
 
 

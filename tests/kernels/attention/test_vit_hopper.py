@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from saccade.kernels.attention.registry import VIT
 from saccade.kernels.attention.vit_hopper import suits
 from saccade.models.cuda.vision import FusedVision
 from tests.helpers.families.vision_towers import DEVICE, random
@@ -31,5 +32,6 @@ def test_heads_and_images_it_is_not_made_for_go_another_way(
 
 def test_such_images_get_the_plain_kernel_s_result() -> None:
     qkv = random(20, 3, 2, 64)
-    ways = [FusedVision(name)._attention((12, 8), DEVICE) for name in ("hopper", "triton")]
+    kernels = [row.build(DEVICE) for row in VIT]
+    ways = [FusedVision(chosen)._attention((12, 8), DEVICE) for chosen in (kernels, kernels[1:])]
     assert torch.equal(ways[0](qkv, 0.2), ways[1](qkv, 0.2))

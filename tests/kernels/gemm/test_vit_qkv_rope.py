@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from saccade.kernels.attention.vit import Attend, TiledVit, VisionHeads
 from saccade.kernels.gemm import hopper_mainloop, hopper_vit_qkv_rope
 from saccade.kernels.gemm.hopper_mainloop import BOX, num_tiles, num_whole
 from saccade.kernels.gemm.hopper_vit_qkv_rope import DIM, suits
@@ -117,10 +118,10 @@ def test_without_such_a_device_there_is_no_kernel() -> None:
 class Parted:
     """Attention that is given parts only."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
 
-    def takes_parted(self, dim: int, dtype: torch.dtype) -> bool:
+    def takes_parted(self, heads: VisionHeads) -> bool:
         return True
 
     def __call__(self, qkv: Tensor, scale: float) -> Tensor:
@@ -132,18 +133,22 @@ class Parted:
         return packed_attention(*usual.unbind(1), self.lengths, scale)
 
 
+class PartedVit(TiledVit):
+    def begin(self, lengths: Sequence[int], heads: VisionHeads, device: torch.device) -> Attend:
+        return Parted(lengths)
+
+
 def test_a_tower_gets_the_same_from_heads_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     patches = random(sum(grid.patches for grid in GRIDS), 24)
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches, GRIDS)
     monkeypatch.setattr(vision, "qkv_rope", reference.qkv_rope)
-    monkeypatch.setitem(vision.ATTENTION, "triton", Parted)  # type: ignore[arg-type]
-    found = encode(model(QWEN, FusedVision("triton"), Qwen2VL), patches, GRIDS)
+    found = encode(model(QWEN, FusedVision([PartedVit()]), Qwen2VL), patches, GRIDS)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_attention_that_knows_no_parts_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     patches = random(sum(grid.patches for grid in GRIDS), 24)
-    expected = encode(model(QWEN, FusedVision("triton"), Qwen2VL), patches, GRIDS)
+    expected = encode(model(QWEN, FusedVision([TiledVit()]), Qwen2VL), patches, GRIDS)
     monkeypatch.setattr(vision, "qkv_rope", lambda *_: pytest.fail("nobody takes parts"))
-    found = encode(model(QWEN, FusedVision("triton"), Qwen2VL), patches, GRIDS)
+    found = encode(model(QWEN, FusedVision([TiledVit()]), Qwen2VL), patches, GRIDS)
     assert torch.equal(torch.cat(found), torch.cat(expected))

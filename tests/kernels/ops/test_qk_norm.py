@@ -9,8 +9,8 @@ from saccade.checkpoint.config import TextConfig
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, paged_decode
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.qk_norm import qk_rms_norm
-from saccade.models.cuda.decoder import FusedDecoder, Mixers
-from saccade.models.layers.decoder import Biases, Decoder
+from saccade.models.cuda.decoder import FusedDecoder, Mixer, Mixers
+from saccade.models.layers.decoder import Biases, Decoder, SelfAttention
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.state_dict import Parameters
 from tests.helpers.kernels.paged import BLOCK, Paged
@@ -50,7 +50,7 @@ def test_the_fused_decoder_hands_attention_the_heads_of_the_plain_one(has_qk_nor
         return projected[:, :4].flatten(1)
 
     fused = FusedDecoder(decoder, PagedKV.allocate(text, 1, 16, torch.float32, DEVICE))
-    fused.forward(x, Mixers(keep), fused.gemms(3))
+    fused.forward(x, Mixers({SelfAttention: Mixer(keep)}), fused.gemms(3))
     own = layer.attention
     qkv = own.qkv(layer.attention_norm(x)).view(3, 8, 16)
     torch.testing.assert_close(seen[0], qkv, atol=2e-4, rtol=2e-4)  # attention applies the norms

@@ -9,12 +9,12 @@ import torch
 
 from saccade import costs
 from saccade.checkpoint.config import LinearConfig
-from saccade.models.cuda.decoder import FusedDecoder, Mixers
+from saccade.models.cuda.decoder import FusedDecoder, Mixer, Mixers
 from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.residual import Residual
 from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.fp8_weights import FP8, Fp8Weights
-from saccade.models.layers.decoder import Biases
+from saccade.models.layers.decoder import Biases, SelfAttention
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
@@ -108,6 +108,8 @@ def test_a_prompt_takes_the_memory_that_is_planned_for_it() -> None:
     fused, embeds = FusedDecoder(made, kv), rows_of(rows, 64, 1, torch.float32)
     with PeakMemory() as memory:
         memory.hold(embeds)
-        fused.forward(embeds, Mixers(lambda qkv, own, index: qkv[:, :4].flatten(1)), fused.gemms(rows))
+        fused.forward(
+            embeds, Mixers({SelfAttention: Mixer(lambda qkv, own, index: qkv[:, :4].flatten(1))}), fused.gemms(rows)
+        )
     planned = costs.fused_prompt_bytes_per_token(TEXT, "float32") - 2 * TEXT.head_dim * 4  # angles are the caller's
     assert memory.peak == pytest.approx(rows * planned, rel=0.02)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from saccade import costs
+from saccade.kernels.attention.registry import VIT
 from saccade.kernels.ops import vit_elementwise
-from saccade.models.cuda.vision import ATTENTION, FusedVision
+from saccade.models.cuda.vision import FusedVision
 from saccade.models.cuda.vision_graphs import packed_cells
 from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
@@ -103,7 +104,7 @@ def test_the_fused_activation_is_the_plain_one() -> None:
 
 
 def test_every_attention_of_the_table_can_be_chosen() -> None:
-    assert all(FusedVision(name).begin([4], None, DEVICE) for name in ATTENTION)
+    assert all(FusedVision([row.build(DEVICE)]).begin([4], None, DEVICE) for row in VIT)
 
 
 @pytest.mark.parametrize("act", ["quick_gelu", "gelu"])

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from saccade import vision_graph_sizes
 from saccade.checkpoint.config import model_config
-from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
+from saccade.kernels.attention.vit import PassLimits, ScheduledVit, TiledVit, VisionHeads, num_tiles
 from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda import vision_graphs
 from saccade.models.cuda.vision import FusedVision, _FusedPass
-from saccade.models.cuda.vision_attention import PassLimits, ScheduledAttention, TiledAttention, VisionHeads, num_tiles
 from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.vision.backend import TorchVision, run_blocks
@@ -231,11 +230,10 @@ def test_tiles_of_any_images_fit_the_recorded_launch() -> None:
 def shared_or_tiled() -> Qwen2VL | Llava:
     """Pictures of 16 patches and more are shared out among three programs."""
     ops = FusedVision()
-    shared = ScheduledAttention(
+    shared = ScheduledVit(
         lambda lengths, *_: min(lengths) >= 16, lambda shares: partial(attend, shares), 3, min_patches=16
     )
-    tiled = TiledAttention(lambda tiles: lambda qkv, scale: packed_vit(*qkv.unbind(1), tiles, scale), TILE_ROWS)
-    ops._graphs = vision_graphs.VisionGraphs(_FusedPass, (shared, tiled), ops._eager)
+    ops._graphs = vision_graphs.VisionGraphs(_FusedPass, (shared, TiledVit()), ops._eager)
     made = model(QWEN, ops, Qwen2VL)
     capture_tower(made)
     return made
@@ -264,7 +262,7 @@ def test_both_ways_are_recorded_before_the_engine_runs(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("lengths", [[2048], [1564], [256] * 8, [300, 1200, 400], [641, 641]], ids=str)
 def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> None:
-    way = ScheduledAttention(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, min_patches=0)
+    way = ScheduledVit(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, min_patches=0)
     heads, maximum = VisionHeads(16, 80, torch.bfloat16), PassLimits(2048, 32)
     assert len(way.metadata(lengths, heads, maximum)) <= way.metadata_size(heads, maximum)
 

@@ -12,6 +12,7 @@ import torch
 from saccade import LLM
 from saccade.models.cuda.moe import prepare_moe
 from saccade.models.layers.moe import MoE
+from saccade.runner.cuda.gated_delta_net import DeltaNets
 from tests.helpers.engine.async_engine import FEW, answers, new_forward, overlapped, prompts
 from tests.helpers.families.families import FAMILIES
 from tests.helpers.kernels.compiling import compiling_on_the_cpu
@@ -23,7 +24,9 @@ def compile_ahead_of(llm: LLM) -> int:
     """Passes that were recorded."""
     core = llm.engine.core
     with compiling_on_the_cpu() as recorded:
-        new_forward(core.runner, core.limits, core.runner.forward._states).capture(64)
+        kinds = core.runner.forward._kinds.of_requests
+        states = next((kind.states for kind in kinds if isinstance(kind, DeltaNets)), None)
+        new_forward(core.runner, core.limits, states).capture(64)
     return len(recorded)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from saccade.kernels.attention import cross
+from saccade.kernels.attention import cross, registry
 from saccade.runner.cuda import cross_attention as cross_tables
-from saccade.runner.cuda import mla
 from saccade.runner.cuda.self_check import check_logits
 from saccade.runner.torch_forward import TorchForward
 from tests.helpers.engine.async_engine import TWO_LAYERS, overlapped
@@ -47,8 +46,8 @@ def test_an_engine_for_few_tokens_is_checked_with_few_or_not_at_all(tmp_path: Pa
 
 
 def test_wrong_latent_attention_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = mla.mla_decode
-    monkeypatch.setattr(mla, "mla_decode", lambda *given: right(*given).neg())
+    right = registry.mla_decode
+    monkeypatch.setattr(registry, "mla_decode", lambda *given: right(*given).neg())
     with pytest.raises(RuntimeError, match="logits differ by"):
         check(FAMILIES["deepseek_vl_v2"].build(tmp_path, **SHORT["deepseek_vl_v2"]))
 
