@@ -115,7 +115,7 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-35B-A3B", "Llama-3.2-11B-Vision"])
 def test_what_is_planned_to_be_in_float8_is(name: str) -> None:
     config = model_config(SHAPES[name])
-    params = Parameters(torch.bfloat16, META, kept=Fp8Weights(in_blocks=True))
+    params = Parameters(torch.bfloat16, META, quantized=Fp8Weights(in_blocks=True))
     family_class(config)(ModelParts(config, params, {}, TorchVision()))
     found = sum(weight.numel() for weight in params.targets.values() if weight.dtype == FP8)
     assert found == costs.fp8_params(config.text, in_blocks=True)

@@ -126,7 +126,7 @@ def test_a_shared_expert_of_other_groups_runs_apart() -> None:
     shared = [f"{layer}.shared.{name}.0.weight" for name in ("gate_up.gate", "gate_up.up", "down")]
     for formats, is_stacked in ((dict.fromkeys(shared, own), True), (dict.fromkeys(shared, other), False)):
         kept = Int4Weights({**dict.fromkeys(routed, own), **formats})
-        params = Parameters(torch.float16, CPU, kept=kept)
+        params = Parameters(torch.float16, CPU, quantized=kept)
         for level in layer.split("."):
             params = params.within(level)
         made = MoE(params, 128, moe_config(width=128, shared=128))

@@ -27,7 +27,7 @@ WIDE = MoELaunch(16, TILE._replace(swapped=False), TILE._replace(outputs=128, sw
 
 def make_layer(in_blocks: bool) -> MoE:
     names = Fp8Weights(in_blocks, None)
-    params = Parameters(HALF, DEVICE, kept=names).within("decoder").within("layers").within(0)
+    params = Parameters(HALF, DEVICE, quantized=names).within("decoder").within("layers").within(0)
     layer = MoE(params, HIDDEN, config(width=128, count=4, per_token=2))
     assert layer.gate_up_scales is not None and layer.down_scales is not None
     layer.routers.copy_(random(4, HIDDEN, seed=5))

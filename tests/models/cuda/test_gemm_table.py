@@ -74,7 +74,7 @@ TABLE = [  # shape, weights, GPUs, rows, regime, launches of a layer
 def test_a_layer_launches_what_the_table_says(
     shape: str, kind: str, gpus: str, sizes: list[int], regime: str, expected: str
 ) -> None:
-    made = Decoder(Parameters(torch.bfloat16, META, kept=KEPT[kind]).within("decoder"), TEXTS[shape], Biases())
+    made = Decoder(Parameters(torch.bfloat16, META, quantized=KEPT[kind]).within("decoder"), TEXTS[shape], Biases())
     for gpu in gpus.split():
         for rows in sizes:
             with launches(GPUS[gpu]) as noted:

@@ -48,7 +48,7 @@ def test_what_a_delta_net_has_in_float8_is_projected_into_the_rows_of_its_gates(
     if DEVICE.type == "cuda":
         dtype = torch.bfloat16
     linear = LinearConfig((0, 1), 1, 4, 64, 128, 4)
-    params = Parameters(dtype, DEVICE, kept=Fp8Weights(in_blocks=True))
+    params = Parameters(dtype, DEVICE, quantized=Fp8Weights(in_blocks=True))
     made = HybridDecoder(params.within("decoder"), replace(TEXT, hidden_size=512), linear)
     fill_random(params.targets, 3, DEVICE, params.scales)
     layer, gemms = made.layers[0], DecoderGemms(made).for_rows(rows)
