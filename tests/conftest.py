@@ -50,6 +50,10 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries that count what is left at the end would call it leaked
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Last, it would run while others are idle.
     items.sort(key=lambda item: not item.path.name.startswith(FIRST))

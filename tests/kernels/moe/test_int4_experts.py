@@ -30,7 +30,9 @@ LAYOUTS = pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, T
 
 def make_layer(group: int = 64, has_zeros: bool = True, width: int = 128, **changes: object) -> MoE:
     own = Int4Format(group, has_zeros, torch.float16)
-    params = Parameters(HALF, DEVICE, quantized=Int4Weights({}, default=own)).within("decoder").within("layers").within(0)
+    params = (
+        Parameters(HALF, DEVICE, quantized=Int4Weights({}, default=own)).within("decoder").within("layers").within(0)
+    )
     layer = MoE(params, HIDDEN, config(width=width, count=4, per_token=2, **changes))
     fill_random(params.targets, 0, DEVICE, params.scales)
     generator = torch.Generator().manual_seed(1)
