@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saccade.checkpoint.quantization import Quantization, stays_fp8
 from saccade.errors import ConfigError
+from saccade.util.torch_utils import capability_of
 
 BLOCK = 128
 LARGEST = 448.0
@@ -56,7 +57,7 @@ class Fp8Weights(NamedTuple):
 
 def multiplies_fp8(device: torch.device) -> bool:
     """From compute capability 8.9 on (Ada, Hopper, Blackwell)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return capability_of(device) >= (8, 9)
 
 
 def check_online(how: str, quantization: Quantization | None, device: torch.device) -> None:

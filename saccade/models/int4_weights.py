@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.util.torch_utils import capability_of
+
 CHUNK = 128
 GROUPS = (32, 64, 128)
 DEFAULT_ZERO = 8  # of groups without zero points
@@ -99,7 +101,7 @@ class Int4Weights:
 
 def keeps_int4(device: torch.device) -> bool:
     """From compute capability 8.0 on, as kernels multiply bfloat16."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return capability_of(device) >= (8, 0)
 
 
 def suits(columns: int, groups: int) -> bool:

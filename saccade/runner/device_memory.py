@@ -23,6 +23,7 @@ from saccade.runner.encoder.nvjpeg import load_library
 from saccade.runner.memory import Encoders, Machine, MemoryParts, size_memory
 from saccade.runner.weight_packing import plan_packing
 from saccade.types.media import Geometry
+from saccade.util.torch_utils import capability_of
 
 _FP8_FROM = (8, 9)  # compute capability
 
@@ -55,7 +56,7 @@ def plan_memory(
     dtype, why_dtype = dtype_of(options.dtype, model.dtype, device)
     kv_dtype = costs.kv_dtype(options.kv_cache_dtype, dtype)
     if kv_dtype == costs.FP8 and device.type == "cuda":
-        _check_fp8(options.kv_cache_dtype, torch.cuda.get_device_capability(device))
+        _check_fp8(options.kv_cache_dtype, capability_of(device))
     packing = plan_packing(model, dtype, device)
     machine = Machine(
         device=device.type,

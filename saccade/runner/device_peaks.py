@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from saccade.util.torch_utils import capability_of
+
 _WARM_UP = 3
 _REPEATS = 10
 
@@ -47,7 +49,7 @@ def measure_device(device: torch.device) -> MeasuredDevice:
         name = f"{platform.machine()} CPU of {torch.get_num_threads()} threads"
         return MeasuredDevice(name, memory, measure_peaks(device, torch.float32), has_fp8=False)
     name = torch.cuda.get_device_name(device)
-    has_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
+    has_fp8 = capability_of(device) >= (8, 9)
     return MeasuredDevice(name, torch.cuda.mem_get_info(device)[1], measure_peaks(device), has_fp8)
 
 

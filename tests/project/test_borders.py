@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "models.families": {"errors", "types", "checkpoint", "models", "models.layers", "models.vision"}
     | {"util.torch_utils"},
     "models": {"errors", "types", "checkpoint", "models.layers", "models.quantized", "models.vision"}
-    | {"models.families"},
+    | {"models.families", "util.torch_utils"},
     "models.quantized": {"errors", "checkpoint", "models"},
     "runner.embedding_tiers": NOUNS | {"media"},
     "runner.encoder": NOUNS

@@ -30,8 +30,9 @@ from saccade.kernels.attention.mla_expanded import mla_expanded_prefill
 from saccade.kernels.attention.prefill_triton import choose_rows, paged_prefill
 from saccade.kernels.attention.self_tests import check_decode, check_prefill, check_vit
 from saccade.kernels.attention.vit import ScheduledVit, TiledVit, VitKernel
-from saccade.kernels.launch.device import HOPPER, Capability, Heads, gpu_of, num_sms
+from saccade.kernels.launch.device import HOPPER, Heads, gpu_of, num_sms
 from saccade.kernels.launch.kernel_choice import KernelChoice
+from saccade.util.torch_utils import Capability
 
 K = TypeVar("K")
 _MIN_SCHEDULED = 768  # patches of a captured pass: smaller ones have too few tiles for all SMs

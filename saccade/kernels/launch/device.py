@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.util.torch_utils import Capability, capability_of
+
 
 class Heads(NamedTuple):
     num_heads: int
@@ -15,8 +17,6 @@ class Heads(NamedTuple):
     head_dim: int
 
 
-Capability = tuple[int, int]
-"""Of a GPU, as CUDA numbers them: H100 and H200 are (9, 0)."""
 HOPPER: Capability = (9, 0)
 
 
@@ -35,7 +35,7 @@ def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return _INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
+    capability = capability_of(device)
     usual = _SHARED_MEMORY.get(capability, 99 << 10)
     shared = getattr(properties, "shared_memory_per_block_optin", usual)  # not in every PyTorch
     return Gpu(properties.multi_processor_count, capability, shared)
