@@ -29,18 +29,18 @@ class BlocksRemoved:
 
 
 @dataclass(slots=True)
-class AllBlocksCleared:
+class BlocksCleared:
     """Of both media."""
 
 
-KVEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
+KVEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class KVEventLog:
     """Events since the last `take`. A step adds no more than it computes, restores and evicts."""
 
     def __init__(self) -> None:
-        self._events: list[KVEvent] = [AllBlocksCleared()]  # whatever an engine before this one had
+        self._events: list[KVEvent] = [BlocksCleared()]  # whatever an engine before this one had
 
     def stored(self, parent: bytes | None, digest: bytes, token_ids: list[int], records: bytes) -> None:
         last = self._events[-1] if self._events else None
@@ -67,7 +67,7 @@ class KVEventLog:
 
     def clear(self) -> None:
         """All blocks are gone, and with them what was to be told."""
-        self._events = [AllBlocksCleared()]
+        self._events = [BlocksCleared()]
 
     def take(self) -> list[KVEvent]:
         events = self._events

@@ -8,13 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "saccade"
 FAMILIES = ("models/families/", "processor/families/")  # each has its own classes of the same names
-_SHARED = """
-AllBlocksCleared Begun Capacity Demand Encoded Job Load Outcome Output Placement Plan Rate RayWorker Refused Reply Ring
-Rule Sample Shape Sizes Start Target TileSchedule _Buffer _Choice _Frame _Gemm _Job _Keys _Refusal _Renderer _Rows
-_Shared _Sizes _State _Window _Worker
-"""
-SHARED = frozenset(_SHARED.split())
-"""Names of two classes or more. The list may only become shorter."""
+SHARED = {"RayWorker", "Ring", "Sizes", "TileSchedule", "_Shared", "_Sizes"}
+"""Names of two classes or more: kernels, and actors found by that name. The list may only become shorter."""
 
 
 def classes_by_name() -> dict[str, list[str]]:

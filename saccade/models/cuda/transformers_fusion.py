@@ -130,7 +130,7 @@ class Fusion:
             return
         self._fused["q/k/v"] += 1
         linears: list[Any] = [getattr(attention, name) for name in _QKV]
-        shared = _Shared(partial(self._linear, merged), [linear.out_features for linear in linears])
+        shared = _SharedGemm(partial(self._linear, merged), [linear.out_features for linear in linears])
         for index, linear in enumerate(linears):
             self._forwards[linear] = partial(shared.part, index)
         self._head_norms.update(getattr(attention, name, None) for name in _QK_NORMS)
@@ -157,7 +157,7 @@ class Fusion:
         return outputs.view(*x.shape[:-1], -1)
 
 
-class _Shared:
+class _SharedGemm:
     """The output of a merged GEMM, from the first of its linears that is called to the last."""
 
     def __init__(self, forward: _Forward, sizes: Sequence[int]) -> None:

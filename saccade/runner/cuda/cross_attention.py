@@ -21,7 +21,7 @@ from saccade.runner.batch import RequestState
 from saccade.runner.cross_attention_metadata import stretches as attended_stretches
 from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES
 from saccade.runner.cuda.layer_pass import DecodePass, DecoderParts, PrefillPass
-from saccade.runner.cuda.prefill_metadata import Sizes, Stretch, Window, is_crossing, stretches_of
+from saccade.runner.cuda.prefill_metadata import PrefillSizes, Stretch, Window, is_crossing, stretches_of
 from saccade.runner.cuda.staging import Metadata
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Windows
@@ -83,7 +83,7 @@ class CrossAttentions:
             stretches=tuple(stretch._replace(states=self._states_of(stretch.keys)) for stretch in stretches)
         )
 
-    def sized(self, sizes: Sizes, windows: Sequence[Window] | None) -> Sizes:
+    def sized(self, sizes: PrefillSizes, windows: Sequence[Window] | None) -> PrefillSizes:
         stretches = GRAPH_STRETCHES
         if windows is not None:
             if not is_crossing(windows):

@@ -20,7 +20,7 @@ from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.runner.batch import RequestState
 from saccade.runner.cuda.graph_sizes import GRAPH_PIECES
 from saccade.runner.cuda.layer_pass import DecodePass, DecoderParts, PrefillPass
-from saccade.runner.cuda.prefill_metadata import Sizes, Window
+from saccade.runner.cuda.prefill_metadata import PrefillSizes, Window
 from saccade.runner.cuda.staging import Metadata
 from saccade.runner.forward import Windows
 from saccade.runner.recurrent_state import RecurrentStates
@@ -66,7 +66,7 @@ class DeltaNets:
     def begin_pass(self, windows: Sequence[Window]) -> None:
         """All that its layers read is in the metadata."""
 
-    def sized(self, sizes: Sizes, windows: Sequence[Window] | None) -> Sizes:
+    def sized(self, sizes: PrefillSizes, windows: Sequence[Window] | None) -> PrefillSizes:
         if windows is None:
             return sizes._replace(pieces=GRAPH_PIECES)
         return sizes._replace(pieces=sum(len(window.pieces) for window in windows))

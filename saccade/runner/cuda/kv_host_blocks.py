@@ -134,7 +134,7 @@ class HostBlocks:
             self._unpin()
 
 
-class _Buffer:
+class _CopyRows:
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows  # int64 [blocks, width]
         self.unused: Event = None  # since then
@@ -147,10 +147,10 @@ class _Lane:
         self.stream: Stream = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.buffers = [_Buffer(torch.empty(shape, dtype=torch.int64, device=device)) for _ in range(count)]
+        self.buffers = [_CopyRows(torch.empty(shape, dtype=torch.int64, device=device)) for _ in range(count)]
         self._under_way: deque[_UnderWay] = deque()
 
-    def next_buffer(self) -> _Buffer:
+    def next_buffer(self) -> _CopyRows:
         self.buffers.append(self.buffers.pop(0))
         return self.buffers[-1]
 

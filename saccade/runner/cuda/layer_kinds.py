@@ -19,7 +19,7 @@ from saccade.runner.cuda.layer_pass import (
     TiledKind,
 )
 from saccade.runner.cuda.mla import LatentAttentions
-from saccade.runner.cuda.prefill_metadata import Sizes, Window
+from saccade.runner.cuda.prefill_metadata import PrefillSizes, Window
 from saccade.runner.cuda.self_attention import SelfAttentions
 
 _KINDS = (DeltaNets, CrossAttentions)  # beside attention over the KV cache
@@ -34,8 +34,8 @@ class LayerKinds:
         self.is_optional = any(kind.is_optional for kind in self._all)
 
     def sized(
-        self, sizes: Sizes, windows: Sequence[Window] | None = None, *, optional: bool = False
-    ) -> Sizes:
+        self, sizes: PrefillSizes, windows: Sequence[Window] | None = None, *, optional: bool = False
+    ) -> PrefillSizes:
         """With the metadata that all kinds need. `optional`: a graph's, with kinds that passes may skip."""
         for kind in self._all:
             if optional or windows is not None or not kind.is_optional:

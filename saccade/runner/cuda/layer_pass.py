@@ -12,7 +12,7 @@ from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.kernels.ops.prepare_inputs import DecodeInputs, DecodeMetadata, PrefillInputs
 from saccade.models.cuda.decoder import FusedDecoder, Mixer
 from saccade.runner.batch import RequestState
-from saccade.runner.cuda.prefill_metadata import Parts, Sizes, Window
+from saccade.runner.cuda.prefill_metadata import Parts, PrefillSizes, Window
 from saccade.runner.cuda.staging import Metadata
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Windows
@@ -44,7 +44,7 @@ class DecodePass(NamedTuple):
 class PrefillPass(NamedTuple):
     parts: Parts
     inputs: PrefillInputs
-    sizes: Sizes
+    sizes: PrefillSizes
     tiles: Tiles
     splits: int | None  # of keys; None: the kernel chooses
 
@@ -58,7 +58,7 @@ class LayerKind(Protocol):
     def is_optional(self) -> bool:
         """Whether its layers are skipped in some passes, which have graphs without them."""
 
-    def sized(self, sizes: Sizes, windows: Sequence[Window] | None) -> Sizes:
+    def sized(self, sizes: PrefillSizes, windows: Sequence[Window] | None) -> PrefillSizes:
         """With the metadata that it needs for these windows; None: for any that a CUDA graph holds."""
 
     def decode(self, step: DecodePass) -> Mixer | None: ...

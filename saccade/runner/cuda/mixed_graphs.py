@@ -23,12 +23,12 @@ from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
 from saccade.runner.cuda.graph_capture import capture
 from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS, MAX_MIXED_ROWS, MixedSize, mixed_sizes
 from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice
-from saccade.runner.cuda.prefill_metadata import Sizes, Window
+from saccade.runner.cuda.prefill_metadata import PrefillSizes, Window
 from saccade.runner.cuda.staging import PinnedStaging
 
 
 class _Prepared(NamedTuple):
-    sizes: Sizes  # of the prefill metadata
+    sizes: PrefillSizes  # of the prefill metadata
     metadata: Tensor  # int32, laid out by `sizes`
     graph: torch.cuda.CUDAGraph | None  # None: launched kernel by kernel
 

@@ -36,10 +36,10 @@ from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.cuda.graph_sizes import MAX_EXPANDED
 from saccade.runner.cuda.layer_pass import DecodePass, DecoderParts, PrefillPass
-from saccade.runner.cuda.prefill_metadata import Sizes, Window
+from saccade.runner.cuda.prefill_metadata import PrefillSizes, Window
 
 
-class _Rows(NamedTuple):
+class _LatentRows(NamedTuple):
     """Metadata of the rows of a pass, on the device."""
 
     cos: Tensor  # [T, rope]
@@ -91,7 +91,7 @@ class LatentAttentions:
         splits = choose_prefill_splits(tiles, self.heads, self._launch, self._kv.device, share=2)
         return Half(splits, tiles * -(-self.heads // self._launch.rows) * splits)
 
-    def sized(self, sizes: Sizes, windows: Sequence[Window] | None) -> Sizes:
+    def sized(self, sizes: PrefillSizes, windows: Sequence[Window] | None) -> PrefillSizes:
         if windows is None:
             return sizes._replace(expanded=sizes.tokens if sizes.is_short else 0)
         expanded = self.expanded_of(windows)
@@ -102,7 +102,7 @@ class LatentAttentions:
         return self.expanded(lengths, [window.seq_len for window in windows])
 
     def decode(self, step: DecodePass) -> Mixer:
-        rows = _Rows(
+        rows = _LatentRows(
             step.inputs.cos, step.inputs.sin, step.metadata.slots, step.inputs.tables, step.metadata.seq_lens
         )
 
@@ -118,13 +118,13 @@ class LatentAttentions:
 
     def prefill(self, step: PrefillPass) -> Mixer:
         inputs = step.inputs
-        rows = _Rows(inputs.cos, inputs.sin, step.parts.slots, inputs.tables, step.parts.seq_lens)
+        rows = _LatentRows(inputs.cos, inputs.sin, step.parts.slots, inputs.tables, step.parts.seq_lens)
         if not step.sizes.expanded:
             return Mixer(self._absorbed(rows, step.tiles, step.splits))
         contexts = Tiles(step.parts.context_starts, step.parts.context_tiles.view(-1, 2), GATHERED)
         return Mixer(self._expanded(rows, step.tiles, contexts, step.sizes.expanded))
 
-    def _absorbed(self, rows: _Rows, tiles: Tiles, splits: int | None) -> Mixing:
+    def _absorbed(self, rows: _LatentRows, tiles: Tiles, splits: int | None) -> Mixing:
         def attend(
             projected: Tensor, module: LatentAttention, index: int, out: Tensor | None = None
         ) -> Tensor:
@@ -135,7 +135,7 @@ class LatentAttentions:
 
         return attend
 
-    def _expanded(self, rows: _Rows, tiles: Tiles, contexts: Tiles, total: int) -> Mixing:
+    def _expanded(self, rows: _LatentRows, tiles: Tiles, contexts: Tiles, total: int) -> Mixing:
         """`contexts`: the tiles of all contexts. `total`: their tokens, or more."""
 
         def attend(
@@ -163,14 +163,20 @@ class LatentAttentions:
         return q.view(len(q), self.heads, -1), kv
 
     def _store(
-        self, q_rope: Tensor, kv: Tensor, module: LatentAttention, index: int, rows: _Rows, rotated: Tensor
+        self,
+        q_rope: Tensor,
+        kv: Tensor,
+        module: LatentAttention,
+        index: int,
+        rows: _LatentRows,
+        rotated: Tensor,
     ) -> None:
         norm = module.norm
         rotation = (rows.cos, rows.sin)
         mla_rope_store(q_rope, kv, *rotation, norm.weight, norm.eps, self._kv[index], rows.slots, rotated)
 
     def _store_and_absorb(
-        self, projected: Tensor, module: LatentAttention, index: int, rows: _Rows
+        self, projected: Tensor, module: LatentAttention, index: int, rows: _LatentRows
     ) -> Tensor:
         """Queries [T, heads, rank + rope]."""
         dims = self.dims

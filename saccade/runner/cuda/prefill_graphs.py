@@ -33,7 +33,7 @@ from saccade.runner.cuda.layer_kinds import LayerKinds
 from saccade.runner.cuda.layer_pass import PrefillPass
 from saccade.runner.cuda.prefill_metadata import (
     Parts,
-    Sizes,
+    PrefillSizes,
     Window,
     is_crossing,
     stretches_of,
@@ -47,7 +47,7 @@ Splice = Callable[[Tensor], None]
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    sizes: Sizes
+    sizes: PrefillSizes
     metadata: Tensor  # int32, laid out by `sizes`
 
 
@@ -108,7 +108,7 @@ class PrefillGraphs:
         table = self.decoder.decoder.table
         rows = self.attention.rows(tokens, is_short=self.attention.expanded_of(windows) > 0)
         tiles = sum(-(-len(window.tokens) // rows) for window in windows)
-        sizes = self.kinds.sized(Sizes(tokens, len(windows), self.axes, tiles), windows)
+        sizes = self.kinds.sized(PrefillSizes(tokens, len(windows), self.axes, tiles), windows)
         self.kinds.begin_pass(windows)
         embeds = table.new_zeros(tokens, self.width)
         if splice is not None:
@@ -132,7 +132,7 @@ class PrefillGraphs:
             self._capture(static, pool, sizes)
         self._static = static
 
-    def wanted_graphs(self, max_tokens: int) -> list[Sizes]:
+    def wanted_graphs(self, max_tokens: int) -> list[PrefillSizes]:
         """Of all graphs for steps of up to so many tokens."""
         graphs = []
         for tokens in reversed([tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]):
@@ -141,18 +141,18 @@ class PrefillGraphs:
                     graphs.append(self.graph_sizes(tokens, is_short=is_short, optional=optional))
         return graphs
 
-    def _capture(self, static: _Static, pool: Any, sizes: Sizes) -> None:
+    def _capture(self, static: _Static, pool: Any, sizes: PrefillSizes) -> None:
         metadata = self.new_metadata((), sizes)
         graph = capture(partial(self._forward_into, static, metadata, sizes), pool)
         key = (sizes.tokens, sizes.is_short, sizes.stretches > 0)
         self._captured[key] = _Captured(graph, sizes, metadata)
 
-    def new_metadata(self, windows: Sequence[Window], sizes: Sizes) -> Tensor:
+    def new_metadata(self, windows: Sequence[Window], sizes: PrefillSizes) -> Tensor:
         flat = np.zeros(sizes.offsets()[-1], np.int32)
         self.write(flat, windows, sizes)
         return to_device(flat, self.tables.blocks.device)
 
-    def write(self, flat: Metadata, windows: Sequence[Window], sizes: Sizes) -> None:
+    def write(self, flat: Metadata, windows: Sequence[Window], sizes: PrefillSizes) -> None:
         write_metadata(flat, windows, sizes, rows=self._rows(sizes), spare=self.tables.spare)
 
     def captured_sizes(self) -> list[int]:
@@ -172,13 +172,13 @@ class PrefillGraphs:
             return None
         return self._captured.get((size, is_short, crosses))
 
-    def graph_sizes(self, tokens: int, *, is_short: bool = False, optional: bool = False) -> Sizes:
-        """Sizes of a graph, `optional`: with kinds of layers that passes may skip."""
+    def graph_sizes(self, tokens: int, *, is_short: bool = False, optional: bool = False) -> PrefillSizes:
+        """PrefillSizes of a graph, `optional`: with kinds of layers that passes may skip."""
         tiles = -(-tokens // self.attention.rows(tokens, is_short=is_short)) + GRAPH_WINDOWS
-        sizes = Sizes(tokens, GRAPH_WINDOWS, self.axes, tiles, is_short)
+        sizes = PrefillSizes(tokens, GRAPH_WINDOWS, self.axes, tiles, is_short)
         return self.kinds.sized(sizes, optional=optional)
 
-    def _rows(self, sizes: Sizes) -> int:
+    def _rows(self, sizes: PrefillSizes) -> int:
         return self.attention.rows(sizes.tokens, is_short=sizes.is_short)
 
     @property
@@ -186,7 +186,7 @@ class PrefillGraphs:
         """Of a row of the decoder's input."""
         return self.decoder.decoder.embedding_size
 
-    def _new_static(self, pool: Any, graphs: Sequence[Sizes]) -> _Static:
+    def _new_static(self, pool: Any, graphs: Sequence[PrefillSizes]) -> _Static:
         table = self.decoder.decoder.table
         device = table.device
         request_rows = torch.full((GRAPH_WINDOWS,), self.tables.spare, device=device).int()
@@ -208,24 +208,24 @@ class PrefillGraphs:
             decoded.logits, workspace, decoded.tokens, TokenSink(self.tables.last_tokens, last.request_rows)
         )
 
-    def _forward_into(self, static: _Static, metadata: Tensor, sizes: Sizes) -> None:
+    def _forward_into(self, static: _Static, metadata: Tensor, sizes: PrefillSizes) -> None:
         x, gemms = self._layers(static.embeds[: sizes.tokens], metadata, sizes)
         parts = Parts.of(metadata, sizes)
         static.last.hidden.copy_(gemms.normed(x, self.decoder.decoder, parts.last))
         static.last.request_rows.copy_(parts.request_rows)
 
-    def _layers(self, embeds: Tensor, metadata: Tensor, sizes: Sizes) -> tuple[Residual, Gemms]:
+    def _layers(self, embeds: Tensor, metadata: Tensor, sizes: PrefillSizes) -> tuple[Residual, Gemms]:
         step = self.begin(embeds, metadata, sizes, 1 if sizes.is_short else None)
         gemms = self.decoder.gemms(sizes.tokens, in_parts=self.decoder.norm_eps is None)
         mixers = Mixers(self.kinds.prefill(step), self.positions(metadata, sizes))
         return self.decoder.forward(embeds, mixers, gemms), gemms
 
-    def positions(self, metadata: Tensor, sizes: Sizes) -> Tensor:
+    def positions(self, metadata: Tensor, sizes: PrefillSizes) -> Tensor:
         """Of the first axis."""
         positions: Tensor = Parts.of(metadata, sizes).positions[: sizes.tokens]
         return positions
 
-    def begin(self, embeds: Tensor, metadata: Tensor, sizes: Sizes, splits: int | None) -> PrefillPass:
+    def begin(self, embeds: Tensor, metadata: Tensor, sizes: PrefillSizes, splits: int | None) -> PrefillPass:
         """Writes the embeddings of text tokens into `embeds`."""
         parts = Parts.of(metadata, sizes)
         decoder = self.decoder.decoder

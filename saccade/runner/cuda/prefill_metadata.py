@@ -46,8 +46,8 @@ class Window(NamedTuple):
     stretches: tuple[Stretch, ...] = ()  # for cross-attention: all tokens, where any attends to an image
 
 
-class Sizes(NamedTuple):
-    """Sizes of a pass's metadata."""
+class PrefillSizes(NamedTuple):
+    """PrefillSizes of a pass's metadata."""
 
     tokens: int
     windows: int
@@ -93,14 +93,14 @@ class Parts(NamedTuple):
     stretch_tiles: Any
 
     @classmethod
-    def of(cls, flat: Any, sizes: Sizes) -> Parts:
+    def of(cls, flat: Any, sizes: PrefillSizes) -> Parts:
         return cls(*[flat[first:end] for first, end in pairwise(sizes.offsets())])
 
 
 def write_metadata(
     flat: Metadata,
     windows: Sequence[Window],
-    sizes: Sizes,
+    sizes: PrefillSizes,
     *,
     rows: int,  # of a tile
     spare: int,  # row of the block tables that no request has
@@ -186,7 +186,7 @@ def _write_tiles(index: Metadata, windows: Sequence[Window], rows: int) -> None:
     index[len(tiles) :] = 0, _NO_ROW
 
 
-def _write_stretches(parts: Parts, stretches: Sequence[Stretch], sizes: Sizes) -> None:
+def _write_stretches(parts: Parts, stretches: Sequence[Stretch], sizes: PrefillSizes) -> None:
     lengths = [stretch.tokens for stretch in stretches]
     counts = [stretch.states for stretch in stretches]
     parts.stretch_starts[0] = 0

@@ -15,7 +15,7 @@ from saccade.kernels.ops.qk_norm import qk_rms_norm
 from saccade.models.cuda.decoder import FusedDecoder, Mixer
 from saccade.models.layers.decoder import SelfAttention
 from saccade.runner.cuda.layer_pass import DecodePass, DecoderParts, PrefillPass
-from saccade.runner.cuda.prefill_metadata import Sizes, Window
+from saccade.runner.cuda.prefill_metadata import PrefillSizes, Window
 
 
 class SelfAttentions:
@@ -40,7 +40,7 @@ class SelfAttentions:
     def expanded_of(self, windows: Sequence[Window]) -> int:
         return 0
 
-    def sized(self, sizes: Sizes, windows: Sequence[Window] | None) -> Sizes:
+    def sized(self, sizes: PrefillSizes, windows: Sequence[Window] | None) -> PrefillSizes:
         return sizes
 
     def decode(self, step: DecodePass) -> Mixer:

@@ -21,7 +21,7 @@ class PinnedStaging:
         self.size = size
         is_cuda = device.type == "cuda"
         hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
-        self._buffers = [_Buffer(host, host.numpy(), _event() if is_cuda else None) for host in hosts]
+        self._buffers = [_StagingBuffer(host, host.numpy(), _event() if is_cuda else None) for host in hosts]
 
     def open(self) -> Metadata:
         """The buffer to write next, with its old contents; waits until its last copy is done."""
@@ -39,7 +39,7 @@ class PinnedStaging:
             buffer.copied.record()
 
 
-class _Buffer(NamedTuple):
+class _StagingBuffer(NamedTuple):
     host: Tensor  # int32 [size]
     metadata: Metadata  # the same memory
     copied: torch.cuda.Event | None  # after its last copy; None where copies are synchronous
