@@ -84,7 +84,9 @@ def sides(kind: Kind) -> Kind:
 
 def _is_number(value: Any) -> bool:
     """The bound keeps out whole numbers that no float can hold."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    )
 
 
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))

@@ -33,13 +33,15 @@ COMMANDS: Mapping[str, str] = {  # in the order of --help
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 on success, 2 on a usage error, 1 otherwise; errors are one line on stderr."""
-    args = _parse(argv)
-    level = logging.DEBUG if args.debug else logging.INFO
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    shows_tracebacks = False
     try:
+        args = _parse(argv)
+        shows_tracebacks = args.debug
+        level = logging.DEBUG if args.debug else logging.INFO
+        logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
         return int(args.run(args))
     except (ConfigError, RequestError, OSError) as error:
-        if args.debug:
+        if shows_tracebacks:
             raise
         print(f"saccade: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1

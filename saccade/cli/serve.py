@@ -52,6 +52,7 @@ def _find_model(args: argparse.Namespace) -> None:
         *values, args.model = getattr(args, flag)
         setattr(args, flag, tuple(values))
     if args.named_model is None:
+        args.model = args.model or None  # an empty variable of a shell
         return
     if args.model not in (None, args.named_model):
         both = f"MODEL is {args.model} and --model is {args.named_model}"

@@ -248,7 +248,7 @@ def whole_number(kwargs: Mapping[str, Any], name: str, ceiling: int, default: De
     value = kwargs.get(name)
     if value is None:
         return default
-    if type(value) is not int or not 1 <= value <= ceiling:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= ceiling:
         rule = f"{name} must be a whole number from 1 to {ceiling}, the limit in force"
         raise RequestError(f"{rule}, but {quoted(value)} was given", param=f"mm_processor_kwargs.{name}")
     return value

@@ -277,7 +277,7 @@ def split_kwargs(kwargs: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_pixels(size: Size, frames: int, maximum: int, where: str) -> None:

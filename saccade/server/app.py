@@ -171,10 +171,6 @@ def _sees_all(request: Request) -> bool:
     return bool(request.scope["caller"].account.settings.is_operator)
 
 
-def _model(service: Service, name: str) -> Response:
-    return json_response(model_card(service, name))
-
-
 def _metrics(service: Service, request: Request) -> Response:
     return Response(service.metrics.text(_sees_all(request)), media_type=CONTENT_TYPE)
 

@@ -83,8 +83,7 @@ async def prepare_chat(service: Service, request: ChatRequest, exchange: Exchang
     owner = salt_of(caller.tenant, options.cache_salt)
     began = time.perf_counter()
     files = await service.media.fetch(links, exchange.lease.add, caller.client, caller.tenant)
-    if files:
-        caller.record.mark_fetch(began)
+    caller.record.mark_fetch(began, is_empty=not files)
     messages = await turns.in_thread(caller, service.media.resolved, messages, links, files, owner)
     rendered = await _render(service, request, messages, links, caller)
     build = partial(

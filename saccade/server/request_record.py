@@ -34,10 +34,12 @@ class RequestRecord:
     def mark(self, moment: Moment) -> None:
         self._moments[moment] = time.perf_counter()
 
-    def mark_fetch(self, began: float) -> None:
-        """A fetch of media that began then has ended."""
+    def mark_fetch(self, began: float, *, is_empty: bool) -> None:
+        """A fetch of media that began then has ended. Of several prompts the latest counts."""
         self._moments["fetch_began"] = began
-        self.mark("fetched")
+        self._moments.pop("fetched", None)
+        if not is_empty:
+            self.mark("fetched")
 
     def fail(self, code: str) -> None:
         self.error = code

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import NoReturn
 import pytest
 
 from saccade.cli import main as cli
+from saccade.cli import serve
 from saccade.cli.conversation import Conversation, OfflineEngine
 from tests.helpers.media.images import make_photo
 from tests.helpers.media.videos import film
@@ -118,6 +120,21 @@ def test_a_missing_model_is_one_line_and_status_1(capsys: pytest.CaptureFixture[
     assert cli.main(["chat", "/nowhere/model", "What?"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("saccade: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("model", "named", "chosen"), [("", None, None), (None, "b", "b"), ("a", None, "a")])
+def test_a_model_that_is_an_empty_variable_is_none(model: str | None, named: str | None, chosen: str | None) -> None:
+    args = argparse.Namespace(model=model, named_model=named)
+    serve._find_model(args)
+    assert args.model == chosen
+
+
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["count", "a.png"]) == 130
 
 
 def test_a_usage_error_is_status_2() -> None:

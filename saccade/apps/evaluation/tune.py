@@ -96,7 +96,7 @@ def _checked(options: Sequence[int], info: ServerInfo) -> list[int]:
 async def measure(
     client: Client, info: ServerInfo, questions: QuestionSet, settings: AskSettings, on_answer: OnAnswer
 ) -> Measurement:
-    """One setting, given by `asking`. First tokens are timed first, while no image is cached."""
+    """One setting. First tokens are timed first, while no image is cached."""
     first_token_ms = await _first_token_ms(client, questions, settings)
     answers = await ask_all(client, questions, settings, on_answer)
     billed_answers = [one for one in answers if one.reply.image_tokens is not None]

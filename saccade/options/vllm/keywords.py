@@ -28,7 +28,7 @@ _MEDIA = ("image", "video")
 def translated(
     arguments: Mapping[str, Any], defaults: Mapping[str, Any], *, is_server: bool = False
 ) -> dict[str, Any]:
-    """`given` as our options take it; `own` has their names and defaults.
+    """Arguments as our options take them; `defaults` has the names of these.
 
     Inert arguments are logged. UsageError for those that are refused or unknown.
     """

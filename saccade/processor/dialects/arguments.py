@@ -61,7 +61,9 @@ def types_of(schema: Any, parameters: Mapping[str, Any]) -> frozenset[str]:
                     types.add(kind)
     if types:
         return frozenset(types)
-    return frozenset({"string"} if {*map(type, _listed(schema.get("enum")))} == {str} else ())
+    values = _listed(schema.get("enum"))
+    is_text = bool(values) and all(isinstance(value, str) for value in values)
+    return frozenset({"string"} if is_text else ())
 
 
 def as_json(text: str, types: frozenset[str]) -> str:

@@ -131,7 +131,8 @@ class CrossAttentions:
         tiles = Tiles(parts.stretch_starts, parts.stretch_tiles.view(-1, 2), step.sizes.stretch_rows)
         counts = parts.stretch_counts
         rows = torch.arange(len(counts), dtype=torch.int32, device=counts.device)
-        stretches = Stretches(tiles, self._pass_tables, rows, counts)
+        fits = len(counts) <= len(self._prefill_tables)  # as in all CUDA graphs
+        stretches = Stretches(tiles, self._prefill_tables if fits else self._pass_tables, rows, counts)
         return Mixer(self._attend(stretches), parts.is_crossing.to(self._kv.dtype)[:, None])
 
     def _attend(self, stretches: Stretches) -> Mixing:

@@ -43,10 +43,10 @@ class EncoderPass:
         self.watch: Watch = DeviceWatch() if on_cuda else HostWatch()
         self.is_complete = False
         self.failure: type[Exception] | None = None  # not the error, whose traceback holds the tensors
-        self._model = model
         self._decode_ms = [prepared.decode_ms for _, prepared in images]
         self._prunings = [prepared.pruning for _, prepared in images]
-        self._layers = self._encoding([prepared.patches for _, prepared in images])
+        geometries = [item.geometry for item in self.items]
+        self._layers = _encode(model, geometries, [prepared.patches for _, prepared in images])
         self._embeddings: list[Tensor] = []  # once it is complete
 
     @property
@@ -89,16 +89,18 @@ class EncoderPass:
             self.is_complete = True
             return 1
 
-    def _encoding(self, parts: list[Tensor]) -> Encoding:
-        """Packs with the first layer: it may run out of memory, too, and is then retried like a layer."""
-        use_on_current_stream(parts)
-        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        parts.clear()
-        geometries: list[Geometry] = [item.geometry for item in self.items]
-        layers = self._model.encode(packed, [geometry.grid for geometry in geometries])
-        del packed  # the tower drops it after the patch embedding; no other reference may stay
-        features = yield from layers
-        if isinstance(self._model, Tiled):
-            tiles = zip(features, geometries, strict=True)
-            return [self._model.join(rows, geometry) for rows, geometry in tiles]
-        return features
+
+def _encode(model: VisionLanguageModel, geometries: list[Geometry], parts: list[Tensor]) -> Encoding:
+    """Packs with the first layer: it may run out of memory, too, and is then retried like a layer.
+
+    No method: a pass and its suspended layers would be a cycle, and keep their tensors when it is dropped.
+    """
+    use_on_current_stream(parts)
+    packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+    parts.clear()
+    layers = model.encode(packed, [geometry.grid for geometry in geometries])
+    del packed  # the tower drops it after the patch embedding; no other reference may stay
+    features = yield from layers
+    if isinstance(model, Tiled):
+        return [model.join(rows, geometry) for rows, geometry in zip(features, geometries, strict=True)]
+    return features

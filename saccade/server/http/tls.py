@@ -25,7 +25,7 @@ class Certificate:
         key = server.ssl_keyfile or cert  # one file may have both
         try:
             self._chain = read_plain(cert, _MAX_BYTES)
-            self._key = read_plain(key, _MAX_BYTES)
+            self._key = self._chain if key == cert else read_plain(key, _MAX_BYTES)  # one file is read once
             self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         except OSError as error:
             problem = f"ssl_certfile={cert} and ssl_keyfile={key} cannot be used: {_reason(error)}"

@@ -230,7 +230,7 @@ def _source(source: Any, path: str, what: str, name: str) -> dict[str, str]:
     """The data or URL under `name`, or a stored file. The media type of base64 data is dropped: the format is
     read from the bytes."""
     kind = member(source, "type")
-    text = member(source, _SOURCES.get(kind, "")) if isinstance(kind, str) else None
+    text = member(source, _SOURCES[kind]) if isinstance(kind, str) and kind in _SOURCES else None
     if isinstance(text, str):
         if kind == "base64":
             return {name: f"data:;base64,{text}"}

@@ -308,3 +308,8 @@ def test_a_config_without_experts_has_no_rules(given: dict[str, Any]) -> None:
 def test_rules_that_cannot_work_are_refused_with_their_numbers(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         built(replace(RULES, **change))
+
+
+def test_an_empty_word_is_the_default() -> None:
+    words = {"scoring_func": "", "topk_method": ""}
+    assert moe_config({**DEEPSEEK, **words}, 1) == moe_config(DEEPSEEK, 1)

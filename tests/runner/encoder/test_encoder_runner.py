@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import threading
 import time
@@ -23,7 +24,7 @@ from saccade.models.vision.backend import TorchVision
 from saccade.models.vision.preprocess import ImagePixels, resize
 from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.encoder import decode_stage
-from saccade.runner.encoder.encoder_pass import Prepared
+from saccade.runner.encoder.encoder_pass import EncoderPass, Prepared
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.timing import Times
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
@@ -403,6 +404,21 @@ def test_clear_drops_everything_under_way(tower: FakeTower) -> None:
     encoder.submit([picture("a")])
     encoder.advance(None)
     assert list(encoder.poll().embeddings) == [b"a"]
+
+
+def test_a_pass_that_is_dropped_half_way_frees_its_tensors_without_the_garbage_collector(tower: FakeTower) -> None:
+    patches = torch.zeros(4, 3)
+    watch = weakref.ref(patches)
+    image = replace(picture("a"), geometry=Geometry(Size(2, 2), Grid(1, 2, 2), 4, 4))
+    half = EncoderPass(tower, [(image, Prepared(patches, None, 0.0))], on_cuda=False)
+    del patches
+    gc.disable()
+    try:
+        assert half.run_layers(1) == 1 and not half.is_complete
+        del half
+        assert watch() is None
+    finally:
+        gc.enable()
 
 
 def test_a_rehearsal_resizes_a_image_and_a_group_of_frames_and_leaves_nothing_behind(tower: FakeTower) -> None:
