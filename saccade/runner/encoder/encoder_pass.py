@@ -15,7 +15,7 @@ from saccade.runner.cuda.staging import to_device
 from saccade.runner.encoder.image_errors import is_of_the_device
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Watch
 from saccade.runner.encoder.upload import use_on_current_stream
-from saccade.types.media import Geometry, MediaItem
+from saccade.types.media import MediaItem
 
 
 class Prepared(NamedTuple):
@@ -45,8 +45,7 @@ class EncoderPass:
         self.failure: type[Exception] | None = None  # not the error, whose traceback holds the tensors
         self._decode_ms = [prepared.decode_ms for _, prepared in images]
         self._prunings = [prepared.pruning for _, prepared in images]
-        geometries = [item.geometry for item in self.items]
-        self._layers = _encode(model, geometries, [prepared.patches for _, prepared in images])
+        self._layers = _encode(model, self.items, [prepared.patches for _, prepared in images])
         self._embeddings: list[Tensor] = []  # once it is complete
 
     @property
@@ -90,17 +89,15 @@ class EncoderPass:
             return 1
 
 
-def _encode(model: VisionLanguageModel, geometries: list[Geometry], parts: list[Tensor]) -> Encoding:
-    """Packs with the first layer: it may run out of memory, too, and is then retried like a layer.
-
-    No method: a pass and its suspended layers would be a cycle, and keep their tensors when it is dropped.
-    """
+def _encode(model: VisionLanguageModel, items: Sequence[MediaItem], parts: list[Tensor]) -> Encoding:
+    """Packs with the first layer: it may run out of memory, too, and is then retried like a layer."""
+    # No method: a pass and its suspended layers would be a cycle, and keep their tensors when it is dropped.
     use_on_current_stream(parts)
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
     parts.clear()
-    layers = model.encode(packed, [geometry.grid for geometry in geometries])
+    layers = model.encode(packed, [item.geometry.grid for item in items])
     del packed  # the tower drops it after the patch embedding; no other reference may stay
     features = yield from layers
     if isinstance(model, Tiled):
-        return [model.join(rows, geometry) for rows, geometry in zip(features, geometries, strict=True)]
+        return [model.join(rows, item.geometry) for rows, item in zip(features, items, strict=True)]
     return features

@@ -312,4 +312,4 @@ def test_rules_that_cannot_work_are_refused_with_their_numbers(change: dict[str,
 
 def test_an_empty_word_is_the_default() -> None:
     words = {"scoring_func": "", "topk_method": ""}
-    assert moe_config({**DEEPSEEK, **words}, 1) == moe_config(DEEPSEEK, 1)
+    assert moe_config.moe_config({**DEEPSEEK, **words}, 1) == moe_config.moe_config(DEEPSEEK, 1)
