@@ -27,8 +27,8 @@ class Forward(Protocol):
     def open(self, admission: Admission) -> None:
         """Add a request, or replace its block table."""
 
-    def extend(self, request_id: str, held: int, blocks: Sequence[int]) -> None:
-        """Append blocks to the `held` ones it has."""
+    def extend(self, request_id: str, count: int, blocks: Sequence[int]) -> None:
+        """Append blocks to the `count` ones it has."""
 
     def close(self, request_id: str) -> None: ...
 

@@ -42,7 +42,7 @@ class TorchForward:
         if self.recurrent:
             self.recurrent.open(admission.request.request_id, admission.state)
 
-    def extend(self, request_id: str, held: int, blocks: Sequence[int]) -> None:
+    def extend(self, request_id: str, count: int, blocks: Sequence[int]) -> None:
         self._new_blocks.append(blocks[-1])
 
     def close(self, request_id: str) -> None:

@@ -52,12 +52,12 @@ class BlockTables:
             self._rows[request_id] = self._free.pop()
         self.extend(request_id, 0, blocks)
 
-    def extend(self, request_id: str, held: int, blocks: Sequence[int]) -> None:
-        """Append blocks to the `held` ones it has."""
+    def extend(self, request_id: str, count: int, blocks: Sequence[int]) -> None:
+        """Append blocks to the `count` ones it has."""
         row = self._rows[request_id]
-        self._mirror[row, held : held + len(blocks)] = blocks
-        before = self._changes.get(row, range(held, held))
-        self._changes[row] = range(min(before.start, held), max(before.stop, held + len(blocks)))
+        self._mirror[row, count : count + len(blocks)] = blocks
+        before = self._changes.get(row, range(count, count))
+        self._changes[row] = range(min(before.start, count), max(before.stop, count + len(blocks)))
 
     def set_by_device(self, row: int, index: int) -> None:
         """The decode pass writes this block by itself."""
@@ -83,11 +83,11 @@ class BlockTables:
         self._changes.clear()
         for chunk in self._chunks(changes):
             staged = self._staging.open()
-            done = 0
+            offset = 0
             for row, indices in chunk:
-                staged[done : done + len(indices)] = self._mirror[row, indices.start : indices.stop]
-                self._staging.send(self.blocks[row, indices.start : indices.stop], done)
-                done += len(indices)
+                staged[offset : offset + len(indices)] = self._mirror[row, indices.start : indices.stop]
+                self._staging.send(self.blocks[row, indices.start : indices.stop], offset)
+                offset += len(indices)
 
     def _chunks(self, changes: Sequence[tuple[int, range]]) -> Iterator[list[tuple[int, range]]]:
         """As many changes at a time as the staging buffer holds."""

@@ -106,12 +106,12 @@ class CrossAttentions:
             self._fill(row, stretch.keys)
 
     def _fill(self, row: Tensor, keys: Sequence[Key]) -> int:
-        done = 0
+        offset = 0
         for key in keys:
             states = self._slab.rows(key)
-            row[done : done + len(states)].copy_(states)
-            done += len(states)
-        return done
+            row[offset : offset + len(states)].copy_(states)
+            offset += len(states)
+        return offset
 
     def decode(self, step: DecodePass) -> Mixer | None:
         if not step.has_images:
@@ -150,11 +150,11 @@ class CrossAttentions:
 
 def _cut(state: RequestState, start: int, end: int) -> Iterator[Stretch]:
     """All of a window's rows; those without images in stretches of their own."""
-    done = start
+    row = start
     for low, high, keys in attended_stretches(state.spans, start, end):
-        if low > done:
-            yield Stretch(low - done)
+        if low > row:
+            yield Stretch(low - row)
         yield Stretch(high - low, keys)
-        done = high
-    if end > done:
-        yield Stretch(end - done)
+        row = high
+    if end > row:
+        yield Stretch(end - row)

@@ -183,8 +183,8 @@ class CudaForward:
         for kind in self._kinds.of_requests:
             kind.open(admission, self._tables.row(request_id))
 
-    def extend(self, request_id: str, held: int, blocks: Sequence[int]) -> None:
-        self._tables.extend(request_id, held, blocks)
+    def extend(self, request_id: str, count: int, blocks: Sequence[int]) -> None:
+        self._tables.extend(request_id, count, blocks)
 
     def close(self, request_id: str) -> None:
         row = self._tables.close(request_id)
@@ -320,11 +320,11 @@ class CudaForward:
         pending = _Pending(batch, to.copy(decoded.tokens), decoded.logits, decoded.hidden)
         if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
             return lambda: _samples(pending)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
 
         def collect() -> dict[str, Sample]:
-            done.synchronize()
+            event.synchronize()
             return _samples(pending)
 
         return collect

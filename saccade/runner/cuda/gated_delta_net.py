@@ -105,10 +105,10 @@ class DeltaNets:
             return self._workspaces[largest]
         dtype = self.states.conv.dtype
         device = self.states.conv.device
-        made = PrefillWorkspace.allocate(chunks, self.shape, dtype, device)
+        workspace = PrefillWorkspace.allocate(chunks, self.shape, dtype, device)
         if not self._workspaces:
-            self._workspaces[chunks] = made
-        return made
+            self._workspaces[chunks] = workspace
+        return workspace
 
 
 def weights_of(net: GatedDeltaNet) -> GDNWeights:

@@ -28,8 +28,8 @@ _KINDS = (DeltaNets, CrossAttentions)  # beside attention over the KV cache
 class LayerKinds:
     def __init__(self, parts: DecoderParts) -> None:
         self.attention: TiledKind = LatentAttentions.of(parts) or SelfAttentions.of(parts)
-        others: Sequence[LayerKind | None] = [kind.of(parts) for kind in _KINDS]
-        self._all: list[LayerKind] = [self.attention, *filter(None, others)]
+        beside: Sequence[LayerKind | None] = [kind.of(parts) for kind in _KINDS]
+        self._all: list[LayerKind] = [self.attention, *filter(None, beside)]
         self.of_requests = [kind for kind in self._all if isinstance(kind, RequestKind)]
         self.is_optional = any(kind.is_optional for kind in self._all)
 

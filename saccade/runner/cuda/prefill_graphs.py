@@ -98,7 +98,7 @@ class PrefillGraphs:
         captured.graph.replay()
         if samples:
             static.head.replay()
-        outputs = (static.found.tokens, static.found.logits, static.last.hidden)
+        outputs = (static.results.tokens, static.results.logits, static.last.hidden)
         return Decoded(*(rows[:samples] for rows in outputs))
 
     def _run_eager(
@@ -248,9 +248,9 @@ class _Static(NamedTuple):
     embeds: Tensor  # [max tokens, H or wider]
     staging: PinnedStaging
     last: _Last
-    found: Decoded
+    results: Decoded
     workspace: ArgmaxWorkspace
-    head: torch.cuda.CUDAGraph  # from `last` to `found`
+    head: torch.cuda.CUDAGraph  # from `last` to `results`
 
 
 def _rounded(tokens: int) -> int:

@@ -108,20 +108,20 @@ def write_metadata(
     """The rest of each part is padding."""
     parts = Parts.of(flat, sizes)
     by_axis = parts.positions.reshape(sizes.axes, -1)
-    done = 0
+    start = 0
     for window in windows:
-        end = done + len(window.tokens)
-        parts.tokens[done:end] = window.tokens
-        parts.slots[done:end] = window.slots
-        by_axis[:, done:end] = window.positions
-        done = end
-    parts.tokens[done:] = 0
-    parts.slots[done:] = -1
-    by_axis[:, done:] = 0  # a model of Transformers may look them up in a table
+        end = start + len(window.tokens)
+        parts.tokens[start:end] = window.tokens
+        parts.slots[start:end] = window.slots
+        by_axis[:, start:end] = window.positions
+        start = end
+    parts.tokens[start:] = 0
+    parts.slots[start:] = -1
+    by_axis[:, start:] = 0  # a model of Transformers may look them up in a table
     _fill(parts.table_rows, [window.row for window in windows], spare)
     _fill(parts.seq_lens, [window.seq_len for window in windows], 0)
     parts.starts[0] = 0
-    _fill(parts.starts[1:], np.cumsum([len(window.tokens) for window in windows]), done)
+    _fill(parts.starts[1:], np.cumsum([len(window.tokens) for window in windows]), start)
     samples = [i for i, window in enumerate(windows) if window.samples]
     _fill(parts.last, parts.starts[1:][samples] - 1, 0)
     _fill(parts.request_rows, parts.table_rows[samples], spare)
@@ -141,12 +141,12 @@ def _fill(target: Metadata, values: Sequence[int] | npt.NDArray[np.integer[Any]]
 
 def _write_pieces(parts: Parts, windows: Sequence[Window]) -> None:
     """Where each piece begins, its state's row (-1: unused) and the row of its checkpoint (-1: none)."""
-    pieces = [(length, window.row, kept) for window in windows for length, kept in window.pieces]
+    pieces = [(length, window.row, checkpoint) for window in windows for length, checkpoint in window.pieces]
     lengths = [length for length, _, _ in pieces]
     parts.piece_starts[0] = 0
     _fill(parts.piece_starts[1:], np.cumsum(lengths), sum(lengths))
     _fill(parts.piece_rows, [row for _, row, _ in pieces], -1)
-    _fill(parts.keep, [kept for _, _, kept in pieces], -1)
+    _fill(parts.keep, [checkpoint for _, _, checkpoint in pieces], -1)
 
 
 def is_crossing(windows: Sequence[Window]) -> bool:
