@@ -23,7 +23,7 @@ from saccade.media.media_workers import Ticket
 from saccade.models.vision.backend import TorchVision
 from saccade.models.vision.preprocess import ImagePixels, resize
 from saccade.runner.embedding_tiers.entry import Restored
-from saccade.runner.encoder import decode_stage
+from saccade.runner.encoder import decode_stage, encoder_runner
 from saccade.runner.encoder.encoder_pass import EncoderPass, Prepared
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.timing import Times
@@ -42,6 +42,12 @@ class UnreadWatch:
     def ms(self) -> float:
         self.was_read = True
         return 8.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that has nothing else to do waits for a decoded image however busy the machine is."""
+    monkeypatch.setattr(encoder_runner, "_IDLE_WAIT", 60.0)
 
 
 @pytest.fixture
