@@ -58,23 +58,19 @@ def arenas(pid: int) -> tuple[int, int]:
     return maps, sum("memfd:saccade-embeddings" in name for name in names)
 
 
-def folders() -> set[Path]:
-    return {path for path in Path(tempfile.gettempdir()).glob("saccade-*") if (path / "encoder-0").exists()}
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    before = folders()
     seen: set[int] = set()
-    with running_builtin("--encoders", "2", "--device", "cpu") as made:
-        assert until(lambda: connected(made) == 2)
-        (folder,) = folders() - before
-        assert folder.stat().st_mode & 0o777 == 0o700
-        seen.update(workers(made))
-        yield made
-        seen.update(workers(made))
-    assert not [pid for pid in seen if Path(f"/proc/{pid}").exists()]
-    assert folders() == before
+    with tempfile.TemporaryDirectory() as place:  # its own: other tests start and end servers meanwhile
+        with running_builtin("--encoders", "2", "--device", "cpu", env={"TMPDIR": place}) as made:
+            assert until(lambda: connected(made) == 2)
+            (folder,) = Path(place).glob("saccade-*")
+            assert (folder / "encoder-0").exists() and folder.stat().st_mode & 0o777 == 0o700
+            seen.update(workers(made))
+            yield made
+            seen.update(workers(made))
+        assert not [pid for pid in seen if Path(f"/proc/{pid}").exists()]
+        assert not list(Path(place).iterdir())
 
 
 def content_of(server: RunningServer, content: Any, **fields: Any) -> str:

@@ -179,9 +179,9 @@ def running_server(
 
 
 @contextmanager
-def running_builtin(*flags: str, key: str | None = None) -> Iterator[RunningServer]:
+def running_builtin(*flags: str, key: str | None = None, env: dict[str, str] | None = None) -> Iterator[RunningServer]:
     """The model inside the package, as a newcomer serves it."""
-    with _until_done(_start(["--kv-cache-gb", "0.05", *flags], key, None)) as server:
+    with _until_done(_start(["--kv-cache-gb", "0.05", *flags], key, env)) as server:
         yield server
 
 
