@@ -16,6 +16,7 @@ from saccade.checkpoint.defaults import LANGUAGE_TYPE, TEXT_DEFAULTS, TOWER_DEFA
 from saccade.checkpoint.late_interaction import TOKEN_DIM
 from saccade.checkpoint.moe_config import MoEConfig, first_of, moe_config
 from saccade.checkpoint.schema import CONFIG, GENERATION, Table, first_wrong
+from saccade.checkpoint.token_blocks import Blocks
 from saccade.errors import ConfigError
 
 
@@ -83,6 +84,7 @@ class TextConfig:
     rope_switch: int | None = None  # LongRoPE: longer prompts use the long factors; None: no LongRoPE
     token_dim: int | None = None  # of late interaction: width of a token's vector; None: no such model
     mla: MLAConfig | None = None  # then the KV cache has one head, whose vector is key and value
+    blocks: Blocks | None = None  # tokens that see tokens after them; None: there are none
 
     @property
     def max_context(self) -> int:
@@ -218,6 +220,7 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack:
         rope_switch=_rope_switch(rope, text),
         token_dim=raw.get(TOKEN_DIM),
         mla=mla,
+        blocks=text.get("blocks"),
     )
 
 

@@ -5,12 +5,11 @@ That import loads torch, so it happens lazily.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -21,8 +20,8 @@ LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": Fals
 """Arguments of every from_pretrained, which may otherwise ask on the terminal whether to run remote code."""
 
 _OPTIONAL = ("torchvision", "timm", "num2words", "sentencepiece", "tiktoken")  # needed by some processors
-_HANDLED = frozenset(("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "pixel_mask"))
-_BIDIRECTIONAL = "token_type_ids"  # marks image tokens that attend to each other in both directions
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+_TOKENS = ("image_token", "image_placeholder_token", "boi_token", "image_start_token", "start_image_token")
 _TRIED = (64, 64)
 
 
@@ -61,11 +60,7 @@ def load_processor(path: Path, model_type: str) -> Any:
 
 def _load(transformers: Any, path: Path) -> Any:
     check_named_files(read_optional(path / "tokenizer_config.json"), path / "tokenizer_config.json")
-    kinds = import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING
-    config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
-    if type(config) not in kinds:
-        raise LookupError(f"it knows no processor for {type(config).__name__}")
-    kind = kinds[type(config)]
+    kind = _processor_class(transformers, path)
     parts = {
         "image_processor": transformers.AutoImageProcessor.from_pretrained(path, **LOCAL),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(path, **LOCAL),
@@ -73,6 +68,19 @@ def _load(transformers: Any, path: Path) -> Any:
     absent_parts = {name: None for name in kind.get_attributes() if name not in parts}
     unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows None
     return type(kind.__name__, (kind,), unchecked)(**parts, **absent_parts, **_settings(path))
+
+
+def _processor_class(transformers: Any, path: Path) -> Any:
+    """The one that the checkpoint names, else that of its config."""
+    for file in _PROCESSOR_FILES:
+        named = read_optional(path / file).get("processor_class")
+        if isinstance(named, str) and hasattr(transformers, named):
+            return getattr(transformers, named)
+    kinds = import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING
+    config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
+    if type(config) not in kinds:
+        raise refusal(str(config.model_type), "its files name no processor (processor_class)")
+    return kinds[type(config)]
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -86,50 +94,67 @@ def processed(processor: Any, text: str, image: Image.Image) -> Any:
     return processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
 
 
-def placeholder(processor: Any, model_type: str, image_token_id: int) -> str:
-    """The placeholder of an image: the candidate that expands to the largest number of embeddings."""
+class Leaves(NamedTuple):
+    """What a processor made of a prompt with one image, taken apart."""
+
+    values: list[Any]
+    is_content: list[bool]  # floating-point tensors: what the pixels became. All else follows from the size
+    structure: Any  # how they hang together
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any]) -> Leaves:
+        values, structure = _pytree().tree_flatten(dict(inputs))
+        return cls(values, [getattr(value, "is_floating_point", bool)() for value in values], structure)
+
+    @property
+    def content(self) -> list[Any]:
+        return [value for value, yes in zip(self.values, self.is_content, strict=True) if yes]
+
+    def joined(self, content: Iterable[Any]) -> dict[str, Any]:
+        """The inputs again, with other content of the same shapes."""
+        tensors = iter(content)
+        pairs = zip(self.values, self.is_content, strict=True)
+        inputs: dict[str, Any] = _pytree().tree_unflatten(
+            [next(tensors) if yes else value for value, yes in pairs], self.structure
+        )
+        return inputs
+
+
+def _pytree() -> Any:
+    return import_module("torch.utils._pytree")
+
+
+def placeholder(processor: Any, model_type: str, image_token_id: int | None) -> str:
+    """What a prompt says for an image: the candidate that becomes the largest number of tokens."""
     tokenizer = processor.tokenizer
-    id_token = tokenizer.convert_ids_to_tokens(image_token_id)
-    tokens = (id_token, getattr(processor, "image_token", None), getattr(processor, "boi_token", None))
-    candidates = dict.fromkeys(filter(None, tokens))
-    counts = {token: _embedded(processor, token, image_token_id) for token in candidates}
-    token = max(counts, key=lambda name: counts[name])
-    if not counts[token]:
-        raise refusal(model_type, f"its processor finds no place for a picture at {' or '.join(counts)}")
-    if len(tokenizer.encode(token, add_special_tokens=False)) != 1:
-        reason = f"a picture's place in the text, {token}, is not one token of its tokenizer"
-        raise refusal(model_type, reason)
+    id_token = None if image_token_id is None else tokenizer.convert_ids_to_tokens(image_token_id)
+    candidates = dict.fromkeys(filter(None, (id_token, *(getattr(processor, n, None) for n in _TOKENS))))
+    single = [token for token in candidates if len(_plain_ids(tokenizer, token)) == 1]
+    lengths = {token: _expanded(processor, token) for token in single}
+    token = max(lengths, key=lambda name: lengths[name], default=None)
+    if token is None or lengths[token] <= 1:
+        tried = " or ".join(map(str, candidates)) or "any token of its own"
+        raise refusal(model_type, f"its processor finds no place for a picture at {tried}")
     return str(token)
 
 
-def _embedded(processor: Any, token: str, image_token_id: int) -> int:
+def _plain_ids(tokenizer: Any, token: Any) -> list[int]:
+    return list(tokenizer.encode(str(token), add_special_tokens=False))
+
+
+def _expanded(processor: Any, token: str) -> int:
     try:
         inputs = processed(processor, token, Image.new("RGB", _TRIED))
     except Exception:  # not the placeholder
         return 0
-    return int((inputs["input_ids"] == image_token_id).sum())
+    return len(inputs["input_ids"][0])
 
 
-def check_inputs(processor: Any, path: Path, model_type: str, token: str) -> None:
-    """ConfigError if the model takes more inputs than pixel values. Called before any weight is read."""
-    parameters = inspect.signature(_model_class(path, model_type).forward).parameters
-    inputs = processed(processor, token, Image.new("RGB", _TRIED))
-    common = inputs.keys() & parameters.keys()
-    names = ", ".join(name for name in inputs if name in common - _HANDLED)
-    if "pixel_values" not in inputs:
-        raise refusal(model_type, f"its processor makes {names or 'nothing'} of a picture, not pixel_values")
-    if _BIDIRECTIONAL in common:
-        reason = "its pictures are read in both directions, and our attention looks back only"
-        raise refusal(model_type, reason)
-    if names:
-        reason = f"its model reads {names} beside the pixels, and we hand over pixels alone"
-        raise refusal(model_type, reason)
-
-
-def _model_class(path: Path, model_type: str) -> Any:
+def model_class(path: Path, model_type: str) -> Any:
+    """The class that answers about images, and its config."""
     kinds = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     config = import_transformers(model_type).AutoConfig.from_pretrained(path, **LOCAL)
     if type(config) not in kinds:
         raise refusal(model_type, "that library has no model of this type that answers about pictures")
     classes = kinds[type(config)]
-    return classes[0] if isinstance(classes, tuple) else classes
+    return (classes[0] if isinstance(classes, tuple) else classes), config

@@ -63,7 +63,7 @@ def load_model(
     tensors = None if load_format == "dummy" else _tensors(path, config, device, load_format)
     if not is_ours:
         how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len, "tensors": tensors}
-        other = import_module("saccade.models.transformers_backend")
+        other = import_module("saccade.models.bridge.load")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
     build = partial(_build, config, dtype, device, image_processor or {})
     if is_encoder:

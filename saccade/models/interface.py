@@ -79,6 +79,14 @@ class Tiled(Protocol):
         """All that `encode` returned for one image -> its embeddings in prompt order [slots, hidden]."""
 
 
+@runtime_checkable
+class EncodesBySize(Protocol):
+    """A model whose tower takes more of an image than its patches: what its size tells."""
+
+    def encode_images(self, patches: Tensor, geometries: Sequence[Geometry]) -> Encoding:
+        """As `encode`, in place of it."""
+
+
 class DecoderModel:
     """What most families have in common: their parts, a resize and cut, and what the decoder implements."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.checkpoint import files
+from saccade.checkpoint import files, hf_config
 from saccade.checkpoint.config import ModelConfig, check_values, model_config
 from saccade.checkpoint.hf_processor import refusal
 from saccade.checkpoint.late_interaction import TOKEN_DIM, unwrapped
@@ -84,7 +84,7 @@ def open_checkpoint(
     tokenizer_path = _tokenizer_path(model, path, options, hub)
     tokenizer_config = files.read_optional(tokenizer_path / "tokenizer_config.json")
     generation = _generation(path, options.generation_config)
-    config = _config(raw, generation)
+    config = _config(path, raw, generation)
     if not is_known(config) and (options.hf_overrides or tokenizer_path != path):
         reason = "Transformers reads the files of this family itself"
         raise ConfigError(f"hf_overrides and tokenizer cannot be used: {reason}; change a copy of {path}")
@@ -230,14 +230,16 @@ def _check_complete(path: Path, weights: bool) -> None:
             raise ConfigError(f"{path} is half-downloaded: {reason}; download it again")
 
 
-def _config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    try:
+def _config(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """Transformers reads that of a family which is not in our table."""
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind in FAMILIES:
         return model_config(raw, generation)
+    ours = hf_config.readable(path, raw)
+    try:
+        return model_config(ours, generation)
     except ConfigError as error:
-        kind = raw.get("model_type")
-        if not isinstance(kind, str) or kind in FAMILIES:
-            raise
-        raise refusal(kind, str(error)) from None  # the fallback cannot run this config either
+        raise refusal(kind, str(error)) from None
 
 
 def _generation(path: Path, option: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.dialects.parser import OutputFormat, OutputFormats, output_formats
 from saccade.processor.documents import open_documents
 from saccade.processor.families import built_in_template
-from saccade.processor.families.base import HasMarkup, LengthBound, cross_attended
+from saccade.processor.families.base import HasMarkup, PromptBound, cross_attended
 from saccade.processor.images import ImageInput, Images, PrefetchMedia, reads_text_only
 from saccade.processor.messages import Form, cleaned, cut_at_mark, form_of, mark_end, read_messages
 from saccade.processor.output import RequestOutputBuilder
@@ -302,19 +302,23 @@ class Processor:
             placed = list(zip(spans, items, strict=True))
             prompt = self._with_videos(expanded, placed, videos, frames, salt, text)
             return replace(prompt, where={**prompt.where, **where})
-        grids = [item.geometry.grid for item in items]
-        positions, next_position = self.family.positions(expanded, spans, grids)
+        geometries = [item.geometry for item in items]
+        positions, next_position = self.family.positions(expanded, spans, geometries)
+        identity_bytes = identity(expanded, spans)
         return Prompt(
             token_ids=expanded.tolist(),
             spans=tuple(spans),
             items=tuple(items),
             positions=positions,
             next_position=next_position,
-            identity=identity(expanded, spans),
-            salt=self.family.root(salt, len(expanded)) if isinstance(self.family, LengthBound) else salt,
+            identity=identity_bytes,
+            salt=self._root(salt, identity_bytes, len(spans)),
             text=text,
             where=where,
         )
+
+    def _root(self, salt: bytes, identity: bytes, images: int) -> bytes:
+        return self.family.root(salt, identity, images) if isinstance(self.family, PromptBound) else salt
 
     def _starts(self, ids: Ids, num_images: int) -> Ids:
         """Indices of the placeholders, as many as images."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from saccade import costs
+from saccade.models.bridge.text_model import TextModel
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.cross_attention import CrossDecoder
 from saccade.models.layers.mla import LatentDecoder
 from saccade.models.layers.torch_attention import PagedKV
-from saccade.models.layers.transformers_text import TextModel
 from saccade.options.engine import SchedulerConfig
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Forward

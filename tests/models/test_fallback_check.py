@@ -13,7 +13,7 @@ from saccade import LLM, SamplingParams
 from saccade.checkpoint.hf_processor import raised
 from saccade.cli.main import main
 from saccade.errors import ConfigError
-from saccade.models import transformers_backend
+from saccade.models.bridge import load
 from tests.helpers.families import family_fallback, family_refused
 from tests.helpers.media.images import make_photo
 
@@ -53,12 +53,6 @@ def test_the_command_line_says_it_in_one_line(tmp_path: Path, capfd: pytest.Capt
     assert len(said) == 1 and said[0].startswith("saccade: model_type 'glm4v' is not in our table")
 
 
-def test_no_setting_is_advised_where_none_would_help(tmp_path: Path) -> None:
-    """A window smaller than the context is the first thing that is wrong, and not what matters."""
-    said = refusal_of(family_fallback.gemma3(tmp_path, layers=["sliding_attention", "full_attention"], window=64))
-    assert "both directions" in said and "--max-model-len" not in said
-
-
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saccade.checkpoint.hf_processor.find_spec", lambda name: None)
     assert "it needs num2words, which is not installed (pip install num2words)" in raised(
@@ -72,7 +66,7 @@ def test_whatever_the_library_raises_is_a_sentence(tmp_path: Path, monkeypatch: 
         raise IndexError("tuple index out of range")
 
     folder = family_fallback.internvl(tmp_path)
-    monkeypatch.setattr(transformers_backend, "check_against_own_forward", breaks)
+    monkeypatch.setattr(load, "check_against_own_forward", breaks)
     assert refusal_of(folder).endswith(
         "Transformers: its code there raises IndexError; docs/models.md lists what can be"
     )
@@ -82,8 +76,8 @@ def test_whatever_the_library_raises_is_a_sentence(tmp_path: Path, monkeypatch: 
 
 def test_layers_that_keep_other_things_than_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = family_fallback.aya_vision(tmp_path)
-    monkeypatch.setattr(transformers_backend, "_LAYERS", {"full_attention"})
-    assert "its layers are of a kind we cannot follow (sliding_attention)" in refusal_of(folder)
+    monkeypatch.setattr(load, "_STATES", {"sliding_attention"})
+    assert "its layers keep states (sliding_attention)" in refusal_of(folder)
 
 
 def test_images_that_no_patches_cover_exactly_are_served(tmp_path: Path) -> None:
@@ -96,24 +90,12 @@ def test_images_that_no_patches_cover_exactly_are_served(tmp_path: Path) -> None
     assert [out.outputs[0].token_ids for out in outs] == [theirs.greedy(*pair, 12) for pair in asked]
 
 
-# --- windows ------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_with_a_window_is_served_as_far_as_it_reaches(tmp_path: Path) -> None:
-    folder, image = family_fallback.aya_vision(tmp_path, window=96), make_photo(60, 50, seed=1)
+def test_windows_matter_and_are_followed(tmp_path: Path) -> None:
+    folder, image = family_fallback.aya_vision(tmp_path, window=32), make_photo(60, 50, seed=1)
     theirs = family_fallback.reference("<image>")(folder)
     asked: list[tuple[str, list[Any]]] = [("<image>What is it?", [image]), ("The quick brown fox. " * 10, [])]
     prompts = [{"prompt": text, "multi_modal_data": {"image": images or None}} for text, images in asked]
     with LLM(str(folder), kv_cache_gb=0.01, use_tqdm=False) as llm:
-        assert llm.engine.limits.max_model_len == 96
+        assert llm.engine.limits.max_model_len > 32
         outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
     assert [out.outputs[0].token_ids for out in outs] == [theirs.greedy(*pair, 12) for pair in asked]
-    assert "max_model_len=256 is beyond the 96 positions" in refusal_of(folder)
-
-
-def test_a_window_that_the_config_hides_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = family_fallback.aya_vision(tmp_path, window=96)
-    monkeypatch.setattr("saccade.checkpoint.config._window", lambda text: None)
-    assert "its attention has a window of 96 tokens, ours none; --max-model-len 96 makes up for it" in refusal_of(
-        folder
-    )

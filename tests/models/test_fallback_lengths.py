@@ -12,8 +12,9 @@ from torch import nn
 from saccade import LLM, SamplingParams
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
-from saccade.models import transformers_backend
-from saccade.models.transformers_backend import Unfit, follow_lengths
+from saccade.models.bridge import model as bridge_model
+from saccade.models.bridge.errors import Unfit
+from saccade.models.bridge.rope import follow_lengths
 from tests.helpers.families import family_fallback
 from tests.helpers.families.family_fallback import LONGROPE, SWITCH, TEXT
 from tests.helpers.media.images import make_photo
@@ -87,7 +88,7 @@ def test_an_answer_that_is_thrown_out_and_comes_back_is_the_same(asked: Asked) -
 
 
 def test_the_proof_sees_a_rope_that_goes_by_the_whole_step(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_backend, "follow_lengths", lambda *_: None)
+    monkeypatch.setattr(bridge_model, "follow_lengths", lambda *_: None)
     with pytest.raises(ConfigError, match=r"'idefics3'.*beside another request, and in pieces, its logits differ by"):
         LLM(str(asked.folder), **SIZES)
 

@@ -154,10 +154,10 @@ def test_quantised_weights_that_its_config_does_not_mention_are_refused(
 
 def test_a_changed_answer_of_the_tower_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof before serving can fail: here our way of encoding is spoiled."""
-    from saccade.models.transformers_backend import Fallback
+    from saccade.models.bridge.images import ImageInputs
 
-    whole = Fallback._features
-    monkeypatch.setattr(Fallback, "_features", lambda self, tiles: whole(self, tiles).flip(0))
+    whole = ImageInputs.rows
+    monkeypatch.setattr(ImageInputs, "rows", lambda self, image: whole(self, image).flip(0))
     with pytest.raises(ConfigError, match="logits differ"):
         LLM(str(family_fallback.internvl(tmp_path)), max_model_len=256, kv_cache_gb=0.01, use_tqdm=False)
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from saccade.checkpoint.config import TextConfig
 from saccade.models import load_model
-from saccade.models.layers.transformers_text import TextModel
-from saccade.models.transformers_backend import Fallback
+from saccade.models.bridge.text_model import TextModel
+from saccade.models.bridge.model import Bridge
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.forward_selector import try_graphs
 from tests.helpers.families.families import FAMILIES
@@ -23,11 +23,11 @@ GRAPHS: Any = object()
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Fallback:
+def model(tmp_path: Path) -> Bridge:
     folder = FAMILIES["internvl"].build(tmp_path)
     config = open_checkpoint(str(folder)).config
     made = load_model(folder, config, dtype=torch.float32, device=torch.device("cpu"))
-    assert isinstance(made, Fallback)
+    assert isinstance(made, Bridge)
     return made
 
 
@@ -46,7 +46,7 @@ def test_what_cannot_be_captured_or_differs_is_not_used_and_the_reason_is_told()
     assert try_graphs(lambda: GRAPHS, fail) == (None, reason)
 
 
-def test_layers_of_which_nothing_is_known_are_tried(model: Fallback) -> None:
+def test_layers_of_which_nothing_is_known_are_tried(model: Bridge) -> None:
     assert model.decoder.eager_reason() is None
 
 
@@ -56,18 +56,18 @@ class Doubled(nn.Embedding):
 
 
 @pytest.mark.parametrize(
-    ("embeddings", "head", "is_rope_fixed", "said"),
+    ("embeddings", "head", "reason", "said"),
     [
-        (nn.Embedding(20, 8), nn.Linear(8, 20, bias=False), True, None),
-        (nn.Embedding(20, 8), nn.Linear(8, 20, bias=True), True, "its head has a bias"),
-        (Doubled(20, 8), nn.Linear(8, 20, bias=False), True, "its embeddings are more than a table"),
-        (nn.Embedding(20, 8), nn.Linear(8, 20, bias=False), False, "its RoPE changes with a prompt's length"),
+        (nn.Embedding(20, 8), nn.Linear(8, 20, bias=False), None, None),
+        (nn.Embedding(20, 8), nn.Linear(8, 20, bias=True), None, "its head has a bias"),
+        (Doubled(20, 8), nn.Linear(8, 20, bias=False), None, "its embeddings are more than a table"),
+        (nn.Embedding(20, 8), nn.Linear(8, 20, bias=False), "its logits are scaled", "its logits are scaled"),
     ],
 )
 def test_what_our_kernels_do_at_the_ends_must_be_all_there_is(
-    embeddings: nn.Module, head: nn.Module, is_rope_fixed: bool, said: str | None
+    embeddings: nn.Module, head: nn.Module, reason: str | None, said: str | None
 ) -> None:
     text = TextConfig(8, 16, 1, 2, 1, 4, 20, 512, 1e-6, 1e4, None, {}, False, "qwen2")
-    given = {"layers": nn.Identity(), "is_rope_fixed": is_rope_fixed}
+    given = {"layers": nn.Identity(), "eager": lambda: reason}
     made = TextModel(text, embeddings, head, lambda *_: torch.zeros(1), **given)
     assert made.eager_reason() == said

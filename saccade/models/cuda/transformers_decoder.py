@@ -13,12 +13,12 @@ from torch import Tensor
 
 from saccade.kernels.gemm.skinny import MAX_ROWS, SplitWorkspace, skinny_linear
 from saccade.kernels.launch.device import Heads
+from saccade.models.bridge.text_model import TextModel
 from saccade.models.cuda.decoder import FusedDecoder, Mixers, T
 from saccade.models.cuda.residual import Gemms, Residual
 from saccade.models.cuda.transformers_fusion import Fusion
 from saccade.models.layers.decoder import Decoder, SelfAttention
 from saccade.models.layers.torch_attention import PagedKV
-from saccade.models.layers.transformers_text import TextModel
 
 logger = logging.getLogger("saccade.models")
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
+from saccade.models.layers.attention_rules import AttentionRule, rule_attention
 
 # Decode rows share a padded batch while padding is below this share and their keys and values fit a core's
 # cache: a batch that leaves the cache between gather and use costs more than another call.
@@ -136,19 +137,36 @@ class PagedAttention:
         self.scale = scale
         self.backend = backend
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule | None = None
+    ) -> Tensor:
+        """Heads may be fewer or narrower than the cache's. With a rule the backend is not asked."""
         k_cache = self.kv.k[layer]
         v_cache = self.kv.v[layer]
         k_scale, v_scale = self.kv.scales_of(layer)
         self._store(k, k_scale, k_cache)
         if self.kv.v is not self.kv.k:
             self._store(v, v_scale, v_cache)
-        mixed = self.backend(q, k_cache, v_cache, self.batch, self.scale * k_scale)
+        scale = self.scale * k_scale
+        if rule is None and k.shape[1:] == k_cache.shape[1:] == v.shape[1:]:
+            mixed = self.backend(q, k_cache, v_cache, self.batch, scale)
+        else:
+            own = (_of_heads(k_cache, k), _of_heads(v_cache, v))
+            mixed = rule_attention(q, *own, self.batch, scale, rule or AttentionRule())
         return mixed if v_scale == 1 else mixed * v_scale
 
     def _store(self, new: Tensor, scale: float, cache: Tensor) -> None:
         converted = as_stored(new, scale, cache.dtype)
+        if new.shape[1:] != cache.shape[1:]:
+            cache = _of_heads(cache, new)
         indexable(cache).index_copy_(0, self.batch.slots, indexable(converted))
+
+
+def _of_heads(cache: Tensor, new: Tensor) -> Tensor:
+    """The part of a layer's cache that such heads take: [slots, heads, d], a view."""
+    width = new.shape[1] * new.shape[2]
+    assert width <= cache[0].numel(), f"a row of the cache has {cache[0].numel()} values, not {width}"
+    return cache.view(len(cache), -1)[:, :width].unflatten(1, new.shape[1:])
 
 
 def as_stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.errors import ConfigError, RequestError
-from saccade.types.media import Geometry, Grid, Size
+from saccade.types.media import Geometry, Size
 from saccade.types.prompt import TO_THE_END, Span
 
 MAX_ASPECT_RATIO = 200
@@ -78,7 +78,9 @@ class Family(Protocol):
 
     def expand(self, geometry: Geometry) -> Expansion: ...
 
-    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+    def positions(
+        self, token_ids: TokenIds, spans: Sequence[Span], geometries: Sequence[Geometry]
+    ) -> Positions:
         """RoPE positions of an expanded prompt."""
 
 
@@ -99,10 +101,10 @@ class HasMarkup(Protocol):
 
 
 @runtime_checkable
-class LengthBound(Protocol):
-    """A family whose keys and values depend on the prompt's length too (LongRoPE)."""
+class PromptBound(Protocol):
+    """A family whose keys and values depend on what comes after them too, or on the prompt's length."""
 
-    def root(self, salt: bytes, tokens: int) -> bytes:
+    def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
         """A cache salt that prompts share only if equal prefixes mean equal keys and values."""
 
 
@@ -133,7 +135,7 @@ def expand_to_embeddings(family: _HasImageToken, geometry: Geometry) -> Expansio
 
 
 def sequential_positions(
-    family: object, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]
+    family: object, token_ids: TokenIds, spans: Sequence[Span], geometries: Sequence[Geometry]
 ) -> Positions:
     """`positions` of families with one axis [1, tokens], on which image tokens count as text does."""
     return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,12 +15,15 @@ from saccade.checkpoint import hf_processor
 from saccade.errors import RequestError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
+from saccade.processor.families.fallback_positions import PositionRules
 from saccade.types.media import Geometry, Grid, Size
 from saccade.types.prompt import Span
 
 MAX_PIXELS = 25_000_000
 """Counting allocates a blank image of the same size, so sizes have a bound of their own."""
 _ORDINARY = Size(512, 384)
+_KINDS = ("mm_token_type_ids", "token_type_ids")
+_OF_TOKENS = ("input_ids", "attention_mask")
 _RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 5 / 2, 3, 4, 5, 6, 8)
 _WIDE = [Size(1280, round(1280 / ratio)) for ratio in _RATIOS]
 _TALL = [Size(height, width) for width, height in _WIDE]
@@ -31,44 +32,44 @@ _TRIED = [*_WIDE, *_TALL, Size(64, 64), Size(512, 512), Size(2048, 2048)]
 
 class Counted(NamedTuple):
     token_ids: tuple[int, ...]  # of the expanded image
-    tiles: int
-    tile: Size  # input of the tower, in pixels
+    kinds: tuple[int, ...]  # of each token, as its processor tells text from images; empty: it does not
+    values: int  # that the tower reads
+    arguments: Mapping[str, Any]  # of its model's positions: grids and sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
     image_token_id: int  # placeholder in the prompt before expansion
-    embedded_id: int  # tokens that embeddings replace, after expansion
-    patch_size: int
+    embedded_id: int | None  # tokens that embeddings replace, after expansion
+    patch_dim: int
     count: Callable[[Size], Counted]
     settings: str  # of the image processor
-    rope_switch: int | None = None  # see TextConfig
+    rules: PositionRules
     is_fixed_size: bool = True  # the processor applies pixel limits of its own
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
         config = files.config
         kind = config.model_type
+        assert config.vision is not None, "its config was read by hf_config"
         embedded = config.image_token_id
-        if config.vision is None or embedded is None:
-            raise hf_processor.refusal(kind, "config.json has no vision_config or no image_token_id")
         processor = hf_processor.load_processor(files.path, kind)
         token = hf_processor.placeholder(processor, kind, embedded)
-        hf_processor.check_inputs(processor, files.path, kind, token)
         count = lru_cache(4096)(lambda size: _count(processor, token, size))
         token_id = processor.tokenizer.convert_tokens_to_ids(token)
         settings = repr(processor.image_processor)
         try:
-            count(_ORDINARY)
+            ordinary = count(_ORDINARY)
         except Exception as error:
             size = f"{_ORDINARY.width}x{_ORDINARY.height}"
             reason = f"its processor fails on a picture of {size} pixels: {hf_processor.raised(error)}"
             raise hf_processor.refusal(kind, reason) from error
-        return cls(token_id, embedded, config.vision.patch_size, count, settings, config.text.rope_switch)
+        rules = PositionRules.of(files.path, config, ordinary)
+        return cls(token_id, embedded, config.vision.patch_dim, count, settings, rules)
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
-        return tuple({self.image_token_id, self.embedded_id})
+        return tuple({self.image_token_id, self.embedded_id} - {None})
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         return 1, MAX_PIXELS
@@ -83,10 +84,8 @@ class Fallback:
             message = f"{pixels} for a model that is served through Transformers"
             raise RequestError(message, code="image_too_large")
         counted = self._counted(size)
-        rows = counted.tile.height // self.patch_size
-        columns = counted.tile.width // self.patch_size
-        slots = counted.token_ids.count(self.embedded_id)
-        return Geometry(size, Grid(counted.tiles, rows, columns), len(counted.token_ids), slots)
+        tokens = len(counted.token_ids)
+        return Geometry(size, Grid(1, -(-counted.values // self.patch_dim), 1), tokens, tokens)
 
     def _counted(self, size: Size) -> Counted:
         try:
@@ -104,24 +103,28 @@ class Fallback:
         return max(geometries, key=lambda geometry: geometry.slots)
 
     def expand(self, geometry: Geometry) -> Expansion:
-        ids = self.count(geometry.resized).token_ids  # here `resized` is the image's own size
-        return Expansion(np.array(ids, np.int64), tuple(i == self.embedded_id for i in ids))
+        """Every token takes an embedding: what a model puts between rows is not known."""
+        return Expansion(np.array(self.count(geometry.resized).token_ids, np.int64), None)
 
-    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        """LongRoPE needs a second row: the last position of the token's prompt, which selects the factors."""
-        positions, next_position = base.sequential_positions(self, token_ids, spans, grids)
-        if self.rope_switch is None:
-            return positions, next_position
-        return np.concatenate([positions, np.full_like(positions, next_position - 1)]), next_position
+    def positions(
+        self, token_ids: TokenIds, spans: Sequence[Span], geometries: Sequence[Geometry]
+    ) -> Positions:
+        images = [self.count(geometry.resized) for geometry in geometries]
+        return self.rules.positions(np.asarray(token_ids, np.int64), spans, images)
 
-    def root(self, salt: bytes, tokens: int) -> bytes:
-        """Prompts below and above the LongRoPE switch share no prefix."""
-        if self.rope_switch is None or tokens <= self.rope_switch:
-            return salt
-        return hashlib.sha256(b"long" + salt).digest()
+    def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
+        return self.rules.root(salt, identity, images)
 
 
 def _count(processor: Any, token: str, size: Size) -> Counted:
     inputs = hf_processor.processed(processor, token, Image.new("RGB", size))
-    *tiles, _, height, width = inputs["pixel_values"].shape
-    return Counted(tuple(inputs["input_ids"][0].tolist()), math.prod(tiles), Size(width, height))
+    ids = tuple(inputs["input_ids"][0].tolist())
+    kinds = next((inputs[name][0].tolist() for name in _KINDS if name in inputs), ())
+    arguments = {name: value for name, value in inputs.items() if name not in (*_KINDS, *_OF_TOKENS)}
+    content = hf_processor.Leaves.of(inputs).content
+    sizes = {name: value for name, value in arguments.items() if not _is_content(value)}
+    return Counted(ids, tuple(kinds), sum(tensor.numel() for tensor in content), sizes)
+
+
+def _is_content(value: Any) -> bool:
+    return bool(hf_processor.Leaves.of({"": value}).content)

@@ -82,7 +82,9 @@ class Qwen2VL:
 
     expand = base.expand_to_embeddings
 
-    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+    def positions(
+        self, token_ids: TokenIds, spans: Sequence[Span], geometries: Sequence[Geometry]
+    ) -> Positions:
         """Text counts up on all three axes; an image spreads over two and advances by its longer side.
 
             text  image of 2 x 3 tokens     text
@@ -93,7 +95,8 @@ class Qwen2VL:
         positions = np.empty((3, len(token_ids)), np.int32)  # [axes, tokens]
         end = 0  # tokens written
         shift = 0  # RoPE position minus index, for the text that comes next
-        for span, grid in zip(spans, grids, strict=True):
+        for span, geometry in zip(spans, geometries, strict=True):
+            grid = geometry.grid
             positions[:, end : span.start] = np.arange(end + shift, span.start + shift, dtype=np.int32)
             first = span.start + shift
             h = grid.h // self.merge_size

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.ops.argmax import TokenSink
+from saccade.models.bridge.text_model import TextModel
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.cuda.transformers_decoder import TransformersDecoder
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.torch_attention import PagedKV
-from saccade.models.layers.transformers_text import TextModel
 from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows

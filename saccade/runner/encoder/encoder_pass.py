@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.media.video_pruning import Ints, Kept
-from saccade.models.interface import Tiled, VisionLanguageModel
+from saccade.models.interface import EncodesBySize, Tiled, VisionLanguageModel
 from saccade.models.layers.forward_types import Encoding
 from saccade.runner.cuda.staging import to_device
 from saccade.runner.encoder.image_errors import is_of_the_device
@@ -95,9 +95,13 @@ def _encode(model: VisionLanguageModel, items: Sequence[MediaItem], parts: list[
     use_on_current_stream(parts)
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
     parts.clear()
-    layers = model.encode(packed, [item.geometry.grid for item in items])
+    geometries = [item.geometry for item in items]
+    if isinstance(model, EncodesBySize):
+        layers = model.encode_images(packed, geometries)
+    else:
+        layers = model.encode(packed, [geometry.grid for geometry in geometries])
     del packed  # the tower drops it after the patch embedding; no other reference may stay
     features = yield from layers
     if isinstance(model, Tiled):
-        return [model.join(rows, item.geometry) for rows, item in zip(features, items, strict=True)]
+        return [model.join(*pair) for pair in zip(features, geometries, strict=True)]
     return features

@@ -22,7 +22,7 @@ from saccade.models.vision.backend import TorchVision, VisionOps
 from saccade.models.weights import fill_random
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
-from saccade.types.media import Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 from saccade.types.prompt import Span
 from tests.helpers.families.family_checks import finish
 from tests.helpers.kernels.allocations import PeakMemory
@@ -47,9 +47,10 @@ def assert_positions_equal(theirs: Any, folder: Path) -> None:
     """Of text with two pictures, as `theirs`, the model in Transformers, counts them."""
     files = open_checkpoint(str(folder), weights=False)
     grids, image = [Grid(1, 6, 10), Grid(1, 4, 4)], files.config.image_token_id
+    geometries = [Geometry(Size(1, 1), grid, grid.patches // 4, grid.patches // 4) for grid in grids]
     ids = [5, 6, *[image] * 15, 7, *[image] * 4, 8, 9]
     spans = [Span(2, 15, b"a", 15), Span(18, 4, b"b", 4)]
-    found, following = family_for(files.config).from_checkpoint(files).positions(ids, spans, grids)
+    found, following = family_for(files.config).from_checkpoint(files).positions(ids, spans, geometries)
     kinds = torch.tensor([[int(i == image) for i in ids]])
     expected, delta = theirs.model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=torch.tensor(grids))
     assert found.tolist() == expected[:, 0].tolist()

@@ -25,7 +25,7 @@ from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import default_family, family_for
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.qwen2_vl import Qwen2VL
-from saccade.types.media import Grid, Size
+from saccade.types.media import Geometry, Grid, Size
 from saccade.types.prompt import Span
 
 pytestmark = pytest.mark.transformers
@@ -195,6 +195,10 @@ def reference_positions(pieces: list[int | Grid]) -> tuple[torch.Tensor, int]:
     return positions[:, 0], int(deltas[0, 0]) + kinds.shape[1]
 
 
+def of_grid(grid: Grid) -> Geometry:
+    return Geometry(Size(1, 1), grid, grid.patches // 4, grid.patches // 4)
+
+
 grids = st.builds(lambda h, w: Grid(1, 2 * h, 2 * w), st.integers(1, 12), st.integers(1, 12))
 
 
@@ -207,7 +211,7 @@ def test_qwen_positions_equal_transformers(qwen: Qwen2VL, first: int, images: li
     for grid, text in images:
         spans.append(Span(at, grid.patches // 4, bytes(32), grid.patches // 4))
         at += grid.patches // 4 + text
-    positions, following = qwen.positions([0] * at, spans, [grid for grid, _ in images])
+    positions, following = qwen.positions([0] * at, spans, [of_grid(grid) for grid, _ in images])
     expected, expected_following = reference_positions(pieces)
     assert positions.dtype == np.int32
     assert positions.tolist() == expected.tolist()
@@ -215,7 +219,7 @@ def test_qwen_positions_equal_transformers(qwen: Qwen2VL, first: int, images: li
 
 
 def test_a_image_at_the_very_end_moves_the_next_position_by_its_longer_side(qwen: Qwen2VL) -> None:
-    _, following = qwen.positions([0] * 8, [Span(2, 6, bytes(32), 6)], [Grid(1, 4, 6)])
+    _, following = qwen.positions([0] * 8, [Span(2, 6, bytes(32), 6)], [of_grid(Grid(1, 4, 6))])
     assert following == 2 + 3
 
 
@@ -310,7 +314,7 @@ def test_llava_ignores_a_deployments_pixel_limits(llava: Llava) -> None:
 
 
 def test_llava_positions_count_up(llava: Llava) -> None:
-    positions, following = llava.positions([0] * 5, [Span(1, 3, bytes(32), 3)], [Grid(1, 4, 4)])
+    positions, following = llava.positions([0] * 5, [Span(1, 3, bytes(32), 3)], [of_grid(Grid(1, 4, 4))])
     assert positions.tolist() == [[0, 1, 2, 3, 4]] and following == 5
 
 

@@ -13,7 +13,7 @@ from saccade.checkpoint.config import TextConfig
 
 
 class TextModel:
-    """`forward` is the model's, with our attention. `is_rope_fixed`: whatever the length of a prompt."""
+    """`forward` is the model's, with our attention. `eager`: why CUDA graphs cannot hold it, if they cannot."""
 
     rotary_gain = 1.0
     temperature = None
@@ -26,7 +26,7 @@ class TextModel:
         forward: Callable[..., Tensor],
         *,
         layers: Any,  # module of Transformers that `forward` runs
-        is_rope_fixed: bool,
+        eager: Callable[[], str | None],
     ) -> None:
         self.config = config
         self.scale = config.head_dim**-0.5
@@ -37,7 +37,7 @@ class TextModel:
         self.layers = layers
         self._embeddings = embeddings
         self._has_bias = getattr(head, "bias", None) is not None
-        self._is_rope_fixed = is_rope_fixed
+        self._eager = eager
         # Our kernels rotate by nothing: the model's layers have done it.
         half = config.head_dim // 2
         device = self.table.device
@@ -47,8 +47,8 @@ class TextModel:
     @torch.inference_mode()
     def eager_reason(self) -> str | None:
         """Why CUDA graphs cannot hold it, as far as its modules tell."""
-        if not self._is_rope_fixed:
-            return "its RoPE changes with a prompt's length"
+        if reason := self._eager():
+            return reason
         if self._has_bias:
             return "its head has a bias"
         ids = torch.arange(min(8, len(self.table)), device=self.table.device)

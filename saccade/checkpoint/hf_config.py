@@ -1,0 +1,145 @@
+"""The shape of a model that our table does not know: Transformers reads its config, in the words of each family.
+
+config.json  ──AutoConfig──►  attributes by one name each  ──►  the same fields in the words of `config.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from saccade.checkpoint.hf_processor import LOCAL, import_transformers, raised, refusal
+from saccade.checkpoint.token_blocks import blocks_of
+from saccade.errors import ConfigError
+
+_KEPT = (
+    "architectures",
+    "dtype",
+    "eos_token_id",
+    "quantization_config",
+    "tie_word_embeddings",
+    "torch_dtype",
+)
+_TEXT = {  # our name: those that configs have
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_heads"),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": (
+        "max_position_embeddings",
+        "max_sequence_length",
+        "seq_length",
+        "n_positions",
+    ),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "moe_intermediate_size"),
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
+_EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "first_k_dense_replace")
+_TOWER = {
+    "hidden_size": ("hidden_size", "embed_dim", "width", "vision_hidden_size"),
+    "depth": ("num_hidden_layers", "depth", "layers"),
+    "num_heads": ("num_attention_heads", "num_heads", "heads"),
+    "patch_size": ("patch_size",),
+}
+_TOWER_DEFAULTS = {"hidden_size": 1024, "depth": 24, "num_heads": 16, "patch_size": 14}
+_TOWERS = ("vision_config", "vision_model_config", "vit_config", "vq_config")
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
+
+
+def readable(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json in our words. ConfigError if Transformers cannot read it, or finds no decoder in it."""
+    kind = str(raw["model_type"])
+    transformers = import_transformers(kind)
+    if kind not in import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING:
+        raise refusal(kind, f"Transformers {transformers.__version__} has no such model")
+    try:
+        return _translated(kind, raw, transformers.AutoConfig.from_pretrained(path, **LOCAL))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise refusal(kind, f"its config.json cannot be read: {raised(error)}") from error
+
+
+def _translated(kind: str, raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "it is an encoder and a decoder, and only models that are a decoder alone are served"
+        raise refusal(kind, reason)
+    fields = {name: raw[name] for name in _KEPT if raw.get(name) is not None}
+    fields["model_type"] = kind
+    fields["text_config"] = _text(kind, config, config.get_text_config(decoder=True))
+    fields["vision_config"] = _tower(config)
+    token = _first(config, _IMAGE_TOKENS)
+    return fields if token is None else {**fields, "image_token_id": token}
+
+
+def _text(kind: str, config: Any, text: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {name: _first(text, names) for name, names in _TEXT.items()}
+    fields["intermediate_size"] = fields["intermediate_size"] or 4 * (fields["hidden_size"] or 1)
+    fields["max_position_embeddings"] = fields["max_position_embeddings"] or 8192
+    absent = [name for name, value in fields.items() if value is None]
+    if absent:
+        raise refusal(kind, f"its config has no {absent[0]}, which a decoder's shape needs")
+    heads, dim = max(_kv_shapes(text, fields), key=lambda shape: shape[0] * shape[1])
+    fields |= {"num_key_value_heads": heads, "head_dim": dim + dim % 2, "model_type": kind}
+    if fields["num_attention_heads"] % heads:
+        fields["num_attention_heads"] = heads
+    experts = {
+        name: value for name in _EXPERTS + _EXPERT_WIDTHS if (value := _number(text, name)) is not None
+    }
+    rope = getattr(text, "rope_parameters", None) or {}
+    flat = {name: value for name, value in rope.items() if not isinstance(value, dict)}
+    more = {
+        "rope_parameters": flat,
+        "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
+    }
+    return fields | experts | more | {"blocks": blocks_of(kind, text)}
+
+
+def _kv_shapes(text: Any, fields: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Heads and width of keys and values in each kind of layer. The cache's rows are as wide as the widest."""
+    heads = fields["num_attention_heads"]
+    shared = _number(text, "num_key_value_heads") or heads
+    dim = _number(text, "head_dim") or fields["hidden_size"] // heads
+    shapes = [(shared, dim)]
+    if whole := _number(text, "global_head_dim"):
+        shapes.append((_number(text, "num_global_key_value_heads") or shared, whole))
+    if latent := _number(text, "qk_nope_head_dim"):
+        shapes = [(heads, latent + (_number(text, "qk_rope_head_dim") or 0))]
+        shapes.append((heads, _number(text, "v_head_dim") or 0))
+    return shapes
+
+
+def _tower(config: Any) -> dict[str, Any]:
+    """What pricing needs. `Bridge` measures the rest at start."""
+    tower = next((part for name in _TOWERS if (part := getattr(config, name, None)) is not None), config)
+    fields = {name: _first(tower, names) or _TOWER_DEFAULTS[name] for name, names in _TOWER.items()}
+    if fields["hidden_size"] % fields["num_heads"]:
+        fields["num_heads"] = 1
+    width = _extra_width(config)
+    return fields | {"spatial_merge_size": 1, "deepstack_visual_indexes": list(range(width))}
+
+
+def _extra_width(config: Any) -> int:
+    """Values of a token beside its embedding, in units of the hidden size: deep features, or embeddings of
+    each layer."""
+    text = config.get_text_config(decoder=True)
+    tower = getattr(config, "vision_config", None)
+    count = len(getattr(tower, "deepstack_visual_indexes", None) or ())
+    per_layer = (_number(text, "hidden_size_per_layer_input") or 0) * (
+        _number(text, "num_hidden_layers") or 0
+    )
+    return count + -(-per_layer // text.hidden_size)
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if (value := _number(config, name)) is not None), None)
+
+
+def _number(config: Any, name: str) -> int | None:
+    """An attribute that is a whole number, or a list that starts with one."""
+    value = getattr(config, name, None)
+    if isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

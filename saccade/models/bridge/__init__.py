@@ -1,0 +1,7 @@
+"""The bridge to Transformers (vLLM: model_impl="transformers"): any other model, with our attention and cache.
+
+entrance     the model's own code up to its decoder: embeddings of text, and of an image
+attention    what Transformers' layers call: our paged attention, with the rule of each layer
+model        both together, as the engine sees a model
+proof        before it serves: our logits are those of its own forward
+"""

@@ -1,0 +1,101 @@
+"""What Transformers' layers call for attention: ours, over the paged cache, with the rule of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from saccade.models.bridge.errors import Unfit
+from saccade.models.layers.attention_rules import AttentionRule
+from saccade.models.layers.forward_types import Attention
+
+NAME = "saccade"  # in Transformers' registry
+_SINKS = ("s_aux", "sinks")
+_UNKNOWN = ("indices", "topk_indices", "position_bias", "relative_bias")
+_WINDOW_KINDS = ("sliding_attention", "hybrid_sliding")
+_ONLY_SLIDING_SEES_BLOCKS = ("gemma4_text", "gemma4_unified_text")
+RuledAttention = Callable[..., Tensor]
+"""`Attention`, with a rule as its last argument, or None."""
+
+
+def register(transformers: Any) -> None:
+    """Without a mask function of this name Transformers makes no mask, and reads nothing back to make one."""
+    transformers.AttentionInterface.register(NAME, _attend)
+
+
+class LayerAttention:
+    """The attention of a model's decoder: its implementation switched to ours, and each layer's rule."""
+
+    def __init__(self, text: Any, scale: float, *, has_blocks: bool) -> None:
+        self.text = text
+        self.scale = scale  # that our attention applies
+        self.has_blocks = has_blocks
+        self.rules: dict[int, AttentionRule] = {}  # by layer, as seen so far
+        self._configs = _configs(text)
+        self._own = [config._attn_implementation for config in self._configs]
+        self.switch(to_ours=True)
+
+    def switch(self, *, to_ours: bool) -> None:
+        for config, own in zip(self._configs, self._own, strict=True):
+            config._attn_implementation = NAME if to_ours else own
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Transformers' attention, with which the model was made."""
+        self.switch(to_ours=False)
+        try:
+            yield
+        finally:
+            self.switch(to_ours=True)
+
+    def of_step(self, attention: Attention, blocks: Tensor | None) -> Callable[..., Tensor]:
+        """What `_attend` calls. `blocks` [T]: of this step's tokens, if there are any."""
+
+        def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> Tensor:
+            scaling = how.get("scaling") or getattr(module, "scaling", None)
+            if scaling and scaling != self.scale:
+                q = q * (scaling / self.scale)
+            rule = self._rule(module, how, blocks)
+            self.rules[module.layer_idx] = rule
+            if rule.is_plain:
+                return attention(module.layer_idx, q, k, v)
+            return attention(module.layer_idx, q, k, v, rule)  # type: ignore[call-arg]
+
+        return attend
+
+    def _rule(self, module: Any, how: Mapping[str, Any], blocks: Tensor | None) -> AttentionRule:
+        config = module.config
+        kinds = getattr(config, "layer_types", None)
+        kind = kinds[module.layer_idx] if kinds else None
+        window = how.get("sliding_window")
+        if window is None and kind in _WINDOW_KINDS:
+            window = config.sliding_window
+        chunk = config.attention_chunk_size if kind == "chunked_attention" else None
+        sees_blocks = window is not None or config.model_type not in _ONLY_SLIDING_SEES_BLOCKS
+        return AttentionRule(
+            window=window,
+            chunk=chunk,
+            blocks=blocks if sees_blocks else None,
+            softcap=how.get("softcap"),
+            sinks=next((how[name] for name in _SINKS if how.get(name) is not None), None),
+        )
+
+
+def _configs(text: Any) -> list[Any]:
+    """Of a decoder and its layers, each once."""
+    found = {id(module.config): module.config for module in text.modules() if hasattr(module, "config")}
+    return list(found.values())
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
+) -> tuple[Tensor, None]:
+    """[1, heads, T, d] each -> [1, T, heads, d]."""
+    unknown = [name for name in _UNKNOWN if how.get(name) is not None]
+    if unknown:
+        raise Unfit(f"its attention uses {', '.join(unknown)}, ours does not")
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, d]
+    return how["saccade_attention"](module, q, k, v, how)[None], None

@@ -1,0 +1,208 @@
+"""The proof before a model serves: its logits with our attention are those of its own.
+
+Once alone, and once as a server computes, with two requests of different length in the same steps, each in
+chunks, over the paged cache. With LongRoPE the second request is beyond the switch.
+
+    request      step 1            step 2              step 3
+    image        [0, n / 3)        [n / 3, n - 1)      [n - 1, n)
+    text         [0, m / 3)        [m / 3, m - 1)      [m - 1, m)
+
+A block of tokens that see each other is never cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from saccade.checkpoint.hf_processor import processed
+from saccade.checkpoint.token_blocks import block_row
+from saccade.models.bridge.errors import Unfit
+from saccade.models.bridge.images import on_device
+from saccade.models.bridge.model import Bridge
+from saccade.models.bridge.tail import tail_of
+from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
+from saccade.types.media import Geometry, Grid, Size
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
+_BLOCK_SIZE = 16
+_SIZE = Size(300, 211)  # rarely a multiple of a patch, and wide enough for rows of tiles
+_TEXT = "f g h i j k l m n o p q r s t u v w x y z"
+_KINDS = ("mm_token_type_ids", "token_type_ids")
+
+
+class Probe(NamedTuple):
+    """A request, and the logits of the model's own forward."""
+
+    embeds: Tensor  # [n, width]
+    positions: Tensor  # [rows, n], see `Bridge.forward`
+    expected: Tensor  # [n, vocabulary]
+    cuts: tuple[int, ...]  # ends of its chunks
+
+
+class Chunk(NamedTuple):
+    probe: int
+    start: int
+    end: int
+
+
+@torch.inference_mode()
+def check_against_own_forward(model: Bridge) -> None:
+    """Raises Unfit if logits differ; exceptions of the model's own code pass."""
+    probes = [_image_probe(model), _text_probe(model)]
+    alone = _difference(model, probes, [[Chunk(0, 0, len(probes[0].embeds))]])
+    if not alone <= TOLERANCE[model.dtype]:
+        raise Unfit(
+            f"with our attention its logits differ by {alone:.1e} from its own. Its pictures may be read in "
+            "both directions, its layers may see only part of the context, or tokens around a picture may be "
+            "changed"
+        )
+    together = _difference(model, probes, list(_steps(probes)))
+    if not together <= TOLERANCE[model.dtype]:
+        raise Unfit(
+            f"beside another request, and in pieces, its logits differ by {together:.1e} from those it has "
+            "alone. Its layers may remember more than keys and values, or mix what stands side by side"
+        )
+
+
+def _steps(probes: Sequence[Probe]) -> list[list[Chunk]]:
+    pieces = [
+        [Chunk(i, *ends) for ends in zip((0, *probe.cuts), probe.cuts, strict=False)]
+        for i, probe in enumerate(probes)
+    ]
+    return [[chunk for chunk in step if chunk is not None] for step in zip_longest(*pieces)]
+
+
+def _image_probe(model: Bridge) -> Probe:
+    image = Image.effect_noise(_SIZE, 80).convert("RGB")
+    inputs = on_device(dict(processed(model.processor, f"a {model.token} b c d e", image)), model.device)
+    inputs = {name: _cast(value, model.dtype) for name, value in inputs.items()}
+    ids = inputs["input_ids"][0]
+    model.entrance.learn(inputs)
+    embeds = model.embed(ids)
+    start, rows = _image_rows(model, image, ids.tolist())
+    embeds[start : start + len(rows)] = rows
+    positions = _positions(model, inputs, ids)
+    return Probe(embeds, positions, _own_logits(model, inputs), _cuts(model, len(ids), start))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _image_rows(model: Bridge, image: Image.Image, ids: list[int]) -> tuple[int, Tensor]:
+    """Where the image stands in the prompt, and its embeddings as the engine makes them."""
+    alone = processed(model.processor, model.token, image)["input_ids"][0].tolist()
+    starts = [i for i in range(len(ids) - len(alone) + 1) if ids[i : i + len(alone)] == alone]
+    if not starts:
+        raise Unfit("its processor writes a picture in other tokens where text is around it")
+    patches = model.prepare(np.asarray(image), _ANY)
+    encoding = model.encode_images(patches, [_geometry(len(patches), len(alone))])
+    while True:
+        try:
+            next(encoding)
+        except StopIteration as done:
+            rows: Tensor = done.value[0]
+            return starts[0], rows
+
+
+def _geometry(patches: int, tokens: int) -> Geometry:
+    return Geometry(_SIZE, Grid(1, patches, 1), tokens, tokens)
+
+
+_ANY = _geometry(1, 1)  # `prepare` ignores it
+
+
+def _cuts(model: Bridge, length: int, image: int) -> tuple[int, ...]:
+    match model.config.text.blocks:
+        case None:
+            return length // 3, length - 1, length
+        case "prompt":
+            return (length,)
+    return image, length - 1, length
+
+
+def _text_probe(model: Bridge) -> Probe:
+    """Text around the LongRoPE switch, if a request can get there: positions need no preceding tokens."""
+    text = model.processor.tokenizer.encode(_TEXT, add_special_tokens=False)
+    ids = torch.tensor(text, device=model.device)
+    switch = model.config.text.rope_switch
+    start = 0
+    if switch is not None and switch + len(ids) <= model.window:
+        start = max(0, switch - len(ids) // 2)
+    inputs = {"input_ids": ids[None]}
+    if start:
+        inputs["position_ids"] = torch.arange(start, start + len(ids), device=ids.device)[None]
+    positions = _positions(model, inputs, ids)
+    return Probe(model.embed(ids), positions, _own_logits(model, inputs), _cuts(model, len(ids), 1))
+
+
+def _positions(model: Bridge, inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
+    """Of RoPE as its own forward makes them, then the rows of blocks and lengths."""
+    own = model.entrance.arrive(inputs).get("position_ids")
+    rope = torch.arange(len(ids), device=ids.device)[None] if own is None else own.reshape(-1, len(ids))
+    rows = [rope]
+    if model.config.text.blocks is not None:
+        kinds = next(
+            (inputs[name][0].cpu().numpy() for name in _KINDS if name in inputs), np.zeros(len(ids), np.int64)
+        )
+        rows.append(torch.from_numpy(block_row(kinds, model.config.text.blocks)).to(rope)[None])
+    if model.config.text.rope_switch is not None:
+        rows.append(rope[-1:, -1:].expand(1, len(ids)))
+    return torch.cat(rows)
+
+
+def _own_logits(model: Bridge, inputs: Mapping[str, Any]) -> Tensor:
+    parameters = inspect.signature(model.model.forward).parameters
+    arguments = {name: value for name, value in inputs.items() if name in parameters}
+    hidden: list[Tensor] = []
+    hook = model.text.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state[0]))
+    try:
+        with model.attention.own():
+            logits = model.model(**arguments, use_cache=False).logits[0].float()
+    finally:
+        hook.remove()
+    plain = model.head(hidden[-1]).float()
+    model.tail = tail_of(model.text.config, plain, logits, TOLERANCE[model.dtype])
+    return logits
+
+
+def _difference(model: Bridge, probes: Sequence[Probe], steps: Sequence[Sequence[Chunk]]) -> float:
+    """The largest difference, relative to the largest logit."""
+    blocks = -(-max(len(probe.embeds) for probe in probes) // _BLOCK_SIZE)
+    kv = PagedKV.allocate(model.config.text, blocks * len(probes), _BLOCK_SIZE, model.dtype, model.device)
+    differences = [0.0]
+    for chunks in steps:
+        embeds = [probes[chunk.probe].embeds[chunk.start : chunk.end] for chunk in chunks]
+        positions = [probes[chunk.probe].positions[:, chunk.start : chunk.end] for chunk in chunks]
+        attention = PagedAttention(kv, _batch(chunks, blocks, model.device), model.decoder.scale)
+        ours = model.logits(model.forward(torch.cat(embeds), torch.cat(positions, 1), attention))
+        for chunk, logits in zip(chunks, torch.split(ours, [len(part) for part in embeds]), strict=True):
+            expected = probes[chunk.probe].expected
+            differences.append(
+                float((logits - expected[chunk.start : chunk.end]).abs().max() / expected.abs().max())
+            )
+    return float(np.max(differences))  # a NaN counts as the largest
+
+
+def _batch(chunks: Sequence[Chunk], blocks: int, device: torch.device) -> AttentionBatch:
+    """Each request has `blocks` consecutive blocks of its own."""
+    tables = [range(chunk.probe * blocks, (chunk.probe + 1) * blocks) for chunk in chunks]
+    slots: list[int] = []
+    for chunk in chunks:
+        first = chunk.probe * blocks * _BLOCK_SIZE
+        slots += range(first + chunk.start, first + chunk.end)
+    return AttentionBatch(
+        query_lens=[chunk.end - chunk.start for chunk in chunks],
+        seq_lens=[chunk.end for chunk in chunks],
+        block_tables=torch.tensor(tables, device=device),
+        slots=torch.tensor(slots, device=device),
+        block_size=_BLOCK_SIZE,
+    )

@@ -1,0 +1,87 @@
+"""Attention that is more than causal: windows, chunks, blocks seen whole, soft caps, sinks. In PyTorch.
+
+A rule is of a layer. `rule_attention` is the reference: one request, one mask at a time.
+
+    token              0  1  2  3  4  5  6        window 3: 6 sees 4 5 6      chunk 4: 6 sees 4 5 6
+    block              0  1  2  2  2  5  6        2, 3 and 4 see each other, and what is before them
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from saccade.models.layers.torch_attention import AttentionBatch
+
+
+class AttentionRule(NamedTuple):
+    window: int | None = None  # tokens that one sees, itself included
+    chunk: int | None = None  # tokens of a chunk: one sees its own alone
+    blocks: Tensor | None = None  # [T]: the first token of each packed token's block
+    softcap: float | None = None  # scores are kept within it by tanh
+    sinks: Tensor | None = None  # [heads]: a score that takes part in the softmax and has no value
+
+    @property
+    def is_plain(self) -> bool:
+        """Causal and no more."""
+        return all(part is None for part in self)
+
+    def first_key(self, position: int) -> int:
+        """That a query at this position can see."""
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
+
+
+def rule_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, rule: AttentionRule
+) -> Tensor:
+    """q [T, heads, d], one layer's keys and values [slots, kv_heads, d] each -> [T, heads, d of values]"""
+    outputs = []
+    start = 0
+    for i, length in enumerate(batch.query_lens):
+        rows = slice(start, start + length)
+        context = batch.seq_lens[i]
+        first = rule.first_key(context - length)
+        keys = torch.arange(first, context, device=q.device)
+        slots = batch.block_tables[i][keys // batch.block_size] * batch.block_size + keys % batch.block_size
+        mask = _visible(rule, keys, context - length, rows)
+        k, v = (cache[slots].transpose(0, 1).to(q.dtype) for cache in (k_cache, v_cache))
+        outputs.append(_attend(q[rows].transpose(0, 1), k, v, mask, scale, rule).transpose(0, 1))
+        start += length
+    return torch.cat(outputs)
+
+
+def _visible(rule: AttentionRule, keys: Tensor, start: int, rows: slice) -> Tensor:
+    """[queries, keys]. Queries are at `start` and after; keys are those of a context's end."""
+    queries = torch.arange(start, start + rows.stop - rows.start, device=keys.device)[:, None]
+    mask = keys <= queries
+    if rule.blocks is not None:
+        blocks = rule.blocks[rows]
+        mask[:, -len(blocks) :] |= blocks == blocks[:, None]
+    if rule.window is not None:
+        mask &= keys > queries - rule.window
+    if rule.chunk is not None:
+        mask &= keys // rule.chunk == queries // rule.chunk
+    return mask
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, rule: AttentionRule) -> Tensor:
+    """[heads, n, d]"""
+    if rule.softcap is None and rule.sinks is None:
+        mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=True)
+        return mixed[0]
+    groups = q.shape[0] // k.shape[0]
+    k, v = (part.repeat_interleave(groups, 0) for part in (k, v))
+    scores = torch.matmul(q, k.transpose(1, 2)).float() * scale
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if rule.sinks is not None:
+        sinks = rule.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    return torch.matmul(weights.to(v.dtype), v)

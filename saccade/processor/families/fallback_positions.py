@@ -1,0 +1,116 @@
+"""Positions of a prompt for a model that runs through Transformers' code, and which prompts share a prefix.
+
+Rows of `Prompt.positions`, of which most models have the first alone:
+
+    RoPE       one row, or one per axis from the model's own `get_rope_index`
+    block      first token of the block in which a token sees all others, those after it too; or the token
+    length     last token of the prompt: LongRoPE selects its factors by it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from saccade.checkpoint import hf_processor
+from saccade.checkpoint.config import ModelConfig
+from saccade.checkpoint.token_blocks import Blocks, block_row
+from saccade.processor.families.base import Positions
+from saccade.types.prompt import RECORD_BYTES, Span
+
+Ints = npt.NDArray[np.int64]
+
+
+class CountedImage(Protocol):
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def kinds(self) -> tuple[int, ...]: ...
+    @property
+    def arguments(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PositionRules:
+    rope_index: Any = None  # the model's `get_rope_index`, without weights; None: positions count tokens
+    axes: int = 1
+    blocks: Blocks | None = None
+    rope_switch: int | None = None  # see TextConfig
+
+    @classmethod
+    def of(cls, path: Path, config: ModelConfig, image: CountedImage) -> PositionRules:
+        blocks = config.text.blocks
+        rope_index = _rope_index(path, config.model_type)
+        if rope_index is None:
+            return cls(blocks=blocks, rope_switch=config.text.rope_switch)
+        ids = np.array(image.token_ids, np.int64)
+        positions, _ = _own_positions(rope_index, ids, _kinds(ids, [(0, image)]), [image])
+        return cls(rope_index, len(positions), blocks, config.text.rope_switch)
+
+    def positions(self, ids: Ints, spans: Sequence[Span], images: Sequence[CountedImage]) -> Positions:
+        kinds = _kinds(ids, list(zip((span.start for span in spans), images, strict=True)))
+        if self.rope_index is None or not spans:
+            count = np.arange(len(ids), dtype=np.int32)
+            rows, following = np.broadcast_to(count, (self.axes, len(ids))), len(ids)
+        else:
+            rows, following = _own_positions(self.rope_index, ids, kinds, images)
+        more = []
+        if self.blocks is not None:
+            more.append(block_row(kinds, self.blocks))
+        if self.rope_switch is not None:
+            more.append(np.full(len(ids), following - 1, np.int32))
+        return np.concatenate([rows, *(row[None] for row in more)]), following
+
+    def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
+        """Prompts below and above the LongRoPE switch share no prefix. Nor do those of which a token sees
+        what comes after it, beyond its own image."""
+        if self.blocks == "prompt" or (self.blocks == "images" and images > 1):
+            return hashlib.sha256(b"whole" + salt + identity).digest()
+        if self.rope_switch is None or len(identity) <= self.rope_switch * RECORD_BYTES:
+            return salt
+        return hashlib.sha256(b"long" + salt).digest()
+
+
+def _rope_index(path: Path, model_type: str) -> Any:
+    """The model is built without memory for weights."""
+    kind, config = hf_processor.model_class(path, model_type)
+    with import_module("torch").device("meta"):
+        model = kind(config)
+    owners = (model, getattr(model, "model", None))
+    return next((owner.get_rope_index for owner in owners if hasattr(owner, "get_rope_index")), None)
+
+
+def _own_positions(rope_index: Any, ids: Ints, kinds: Ints, images: Sequence[CountedImage]) -> Positions:
+    torch = import_module("torch")
+    given = {
+        "input_ids": torch.from_numpy(ids)[None],
+        "mm_token_type_ids": torch.from_numpy(kinds)[None],
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
+        **_joined(torch, images),
+    }
+    wanted = inspect.signature(rope_index).parameters
+    positions, delta = rope_index(**{name: value for name, value in given.items() if name in wanted})
+    rows = positions.reshape(-1, len(ids)).numpy().astype(np.int32)
+    return rows, len(ids) + int(delta.reshape(-1)[0])
+
+
+def _joined(torch: Any, images: Sequence[CountedImage]) -> dict[str, Any]:
+    """Grids and sizes of all images, one after the other."""
+    names = dict.fromkeys(name for image in images for name in image.arguments)
+    parts = {name: [image.arguments[name] for image in images if name in image.arguments] for name in names}
+    return {name: torch.cat(part) for name, part in parts.items() if all(map(torch.is_tensor, part))}
+
+
+def _kinds(ids: Ints, images: Sequence[tuple[int, CountedImage]]) -> Ints:
+    kinds = np.zeros(len(ids), np.int64)
+    for start, image in images:
+        kinds[start : start + len(image.kinds)] = image.kinds
+    return kinds
