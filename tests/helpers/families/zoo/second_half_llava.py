@@ -20,29 +20,6 @@ from tests.helpers.families.zoo.second_half_makers import (
 )
 
 IMAGE = "<image>"
-MISTRAL4 = {
-    **LLAMA,
-    "model_type": "mistral4",
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
-PIXTRAL = {**TOWER, "model_type": "pixtral", "image_size": 112, "hidden_act": "silu"}
-PIXTRAL_IMAGES = {"patch_size": {"height": 14, "width": 14}, "size": {"longest_edge": 112}}
-PIXTRAL_PROCESSOR = {
-    "processor_class": "PixtralProcessor",
-    "image_processor": {"image_processor_type": "PixtralImageProcessor", **PIXTRAL_IMAGES},
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-}
-PIXTRAL_MARKS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 PERCEIVER = {
     "hidden_size": 64,
     "resampler_n_latents": 4,
@@ -122,18 +99,6 @@ ENTRIES = {
             "vision_feature_select_strategy": "full",
         },
         IMAGE,
-    ),
-    "mistral3@mistral4": family(
-        "mistral3",
-        {
-            "text_config": MISTRAL4,
-            "vision_config": PIXTRAL,
-            "image_token_index": Id("[IMG]"),
-            "spatial_merge_size": 2,
-        },
-        PIXTRAL_PROCESSOR,
-        "[IMG]",
-        marks=PIXTRAL_MARKS,
     ),
     "idefics2": idefics2(splits=False),
     "idefics2@split": idefics2(splits=True),

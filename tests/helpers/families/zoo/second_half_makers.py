@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ VOCABULARY = Id("")
 """In a config: how many tokens there are, and a few more, as published vocabularies are padded."""
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
+EVEN: Mapping[str, float] = MappingProxyType({})
 ENDS = {"eos_token_id": Id("<|im_end|>"), "pad_token_id": Id("<|endoftext|>"), "bos_token_id": Id("<|endoftext|>")}
 LLAMA = {**TEXT, **ENDS, "vocab_size": VOCABULARY}
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
@@ -46,15 +47,18 @@ def family(
     *,
     marks: tuple[str, ...] = (),
     named: Mapping[str, str] = NOTHING,
-    adjust: Callable[[torch.nn.Module], None] | None = None,
+    own_names: bool = False,
+    gains: Mapping[str, float] = EVEN,
     **more: Any,
 ) -> Entry:
     """What a config of that kind says, its processor_config.json, and where an image goes in a prompt.
 
-    `marks` are tokens that no config names, `named` those that the tokenizer's config has names for. `adjust` changes
-    weights for which random ones make no sense. What is left are fields of Entry.
+    `marks` are tokens that no config names, `named` those that the tokenizer's config has names for. With `own_names`
+    weights are named as in Transformers' code, not as on the hub: it cannot read all that it writes. `gains` are
+    factors of weights by parts of their names, where answers would hardly depend on the prompt. What is left are
+    fields of Entry.
     """
-    return Entry(partial(_build, kind, fields, processor, image, marks, named, adjust), image, **more)
+    return Entry(partial(_build, kind, fields, processor, image, marks, named, own_names, gains), image, **more)
 
 
 def _build(
@@ -64,16 +68,15 @@ def _build(
     image: str,
     marks: tuple[str, ...],
     named: Mapping[str, str],
-    adjust: Callable[[torch.nn.Module], None] | None,
+    own_names: bool,
+    gains: Mapping[str, float],
     folder: Path,
 ) -> Path:
     tokenizer = tokenizer_with(*dict.fromkeys([*_tokens(fields), *named.values(), *marks]))
     config = AutoConfig.for_model(kind, **_numbered(fields, tokenizer))
     model = _model(config).float().eval()
-    spread(model)
-    if adjust:
-        adjust(model)
-    model.save_pretrained(folder)
+    spread(model, gains)
+    model.save_pretrained(folder, save_original_format=not own_names)
     _write(folder / "processor_config.json", processor)
     template = TEMPLATE.replace("IMAGE", image.replace("\n", "\\n"))
     _write_tokenizer(folder, tokenizer, template, "saved", eos="<|im_end|>", pad="<|endoftext|>", **named)
@@ -85,13 +88,16 @@ def _model(config: Any) -> Any:
     return (AutoModelForImageTextToText if known else AutoModelForCausalLM).from_config(config)
 
 
-def spread(model: torch.nn.Module) -> None:
+def spread(model: torch.nn.Module, gains: Mapping[str, float] = EVEN) -> None:
     """Random weights as of all small checkpoints; experts in one tensor as if each had its own."""
     randomise(model, 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 3 and "experts" in name:
                 parameter.mul_(parameter.shape[-2] ** 0.5)
+            for part, gain in gains.items():
+                if part in name:
+                    parameter.mul_(gain)
 
 
 def _tokens(fields: Any) -> list[str]:
