@@ -139,7 +139,10 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 
 def _number(config: Any, name: str) -> int | None:
     """An attribute that is a whole number, or a list that starts with one."""
-    value = getattr(config, name, None)
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        value = max(getattr(layer, name, None) or 0 for layer in config.per_layer_config)
+    else:
+        value = getattr(config, name, None)
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
     return value if isinstance(value, int) and not isinstance(value, bool) else None

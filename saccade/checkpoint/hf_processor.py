@@ -5,7 +5,7 @@ That import loads torch, so it happens lazily.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,9 @@ LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": Fals
 _OPTIONAL = ("torchvision", "timm", "num2words", "sentencepiece", "tiktoken")  # needed by some processors
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _TOKENS = ("image_token", "image_placeholder_token", "boi_token", "image_start_token", "start_image_token")
+_MODEL_TABLES = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING")
 _TRIED = (64, 64)
+_MAX_FRAME = 4
 
 
 def refusal(model_type: str, reason: str) -> ConfigError:
@@ -138,6 +140,37 @@ def placeholder(processor: Any, model_type: str, image_token_id: int | None) -> 
     return str(token)
 
 
+class Frame(NamedTuple):
+    """Tokens that a processor puts around every prompt."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def inside(self, values: Any) -> Any:
+        """Without theirs, of values for each token."""
+        return values[len(self.before) : len(values) - len(self.after)]
+
+    def around(self, ids: Sequence[int]) -> list[int]:
+        """With them, where a prompt does not have them."""
+        has_before = tuple(ids[: len(self.before)]) == self.before
+        has_after = tuple(ids[len(ids) - len(self.after) :]) == self.after
+        return [*(() if has_before else self.before), *ids, *(() if has_after else self.after)]
+
+
+def frame_of(processor: Any, token: str) -> Frame:
+    """What is around an image that is alone, and not around one inside text."""
+    image = Image.new("RGB", _TRIED)
+    alone, inside = (
+        tuple(processed(processor, text, image)["input_ids"][0].tolist()) for text in (token, f"a {token} b")
+    )
+    runs = ((start, end) for end in range(len(alone), 0, -1) for start in range(min(end, _MAX_FRAME)))
+    for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
+        length = end - start
+        if any(inside[i : i + length] == alone[start:end] for i in range(len(inside) - length + 1)):
+            return Frame(alone[:start], alone[end:])
+    return Frame((), ())
+
+
 def _plain_ids(tokenizer: Any, token: Any) -> list[int]:
     return list(tokenizer.encode(str(token), add_special_tokens=False))
 
@@ -152,9 +185,11 @@ def _expanded(processor: Any, token: str) -> int:
 
 def model_class(path: Path, model_type: str) -> Any:
     """The class that answers about images, and its config."""
-    kinds = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    tables = import_module("transformers.models.auto.modeling_auto")
     config = import_transformers(model_type).AutoConfig.from_pretrained(path, **LOCAL)
-    if type(config) not in kinds:
-        raise refusal(model_type, "that library has no model of this type that answers about pictures")
-    classes = kinds[type(config)]
-    return (classes[0] if isinstance(classes, tuple) else classes), config
+    for table in _MODEL_TABLES:
+        kinds = getattr(tables, table, {})
+        if type(config) in kinds:
+            classes = kinds[type(config)]
+            return (classes[0] if isinstance(classes, tuple) else classes), config
+    raise refusal(model_type, "that library has no model of this type that answers about pictures")

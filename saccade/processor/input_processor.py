@@ -18,7 +18,7 @@ from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.dialects.parser import OutputFormat, OutputFormats, output_formats
 from saccade.processor.documents import open_documents
 from saccade.processor.families import built_in_template
-from saccade.processor.families.base import HasMarkup, PromptBound, cross_attended
+from saccade.processor.families.base import FramesPrompt, HasMarkup, PromptBound, cross_attended
 from saccade.processor.images import ImageInput, Images, PrefetchMedia, reads_text_only
 from saccade.processor.messages import Form, cleaned, cut_at_mark, form_of, mark_end, read_messages
 from saccade.processor.output import RequestOutputBuilder
@@ -290,6 +290,8 @@ class Processor:
         limits = self.images.request_limits(pixels)
         items = self.images.resolve(images, limits, salt, self.prefetch_media) if images else []
         ids = np.asarray(make_ids(), np.int64)
+        if isinstance(self.family, FramesPrompt):
+            ids = self.family.framed(ids)
         starts = self._starts(ids, len(images))
         self._check_videos(ids, len(videos))
         if frames and not videos:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +18,8 @@ _SINKS = ("s_aux", "sinks")
 _UNKNOWN = ("indices", "topk_indices", "position_bias", "relative_bias")
 _WINDOW_KINDS = ("sliding_attention", "hybrid_sliding")
 _ONLY_SLIDING_SEES_BLOCKS = ("gemma4_text", "gemma4_unified_text")
-RuledAttention = Callable[..., Tensor]
-"""`Attention`, with a rule as its last argument, or None."""
+_STEP: ContextVar[Callable[..., Tensor]] = ContextVar("step")
+"""Not handed through the layers: some of them drop arguments that they do not know."""
 
 
 def register(transformers: Any) -> None:
@@ -40,7 +41,7 @@ class LayerAttention:
 
     def switch(self, *, to_ours: bool) -> None:
         for config, own in zip(self._configs, self._own, strict=True):
-            config._attn_implementation = NAME if to_ours else own
+            config._attn_implementation_internal = NAME if to_ours else own  # the setter changes towers, too
 
     @contextmanager
     def own(self) -> Iterator[None]:
@@ -51,8 +52,9 @@ class LayerAttention:
         finally:
             self.switch(to_ours=True)
 
-    def of_step(self, attention: Attention, blocks: Tensor | None) -> Callable[..., Tensor]:
-        """What `_attend` calls. `blocks` [T]: of this step's tokens, if there are any."""
+    @contextmanager
+    def of_step(self, attention: Attention, blocks: Tensor | None) -> Iterator[None]:
+        """What Transformers' layers call in this step. `blocks` [T]: of its tokens, if there are any."""
 
         def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> Tensor:
             scaling = how.get("scaling") or getattr(module, "scaling", None)
@@ -64,7 +66,11 @@ class LayerAttention:
                 return attention(module.layer_idx, q, k, v)
             return attention(module.layer_idx, q, k, v, rule)  # type: ignore[call-arg]
 
-        return attend
+        token = _STEP.set(attend)
+        try:
+            yield
+        finally:
+            _STEP.reset(token)
 
     def _rule(self, module: Any, how: Mapping[str, Any], blocks: Tensor | None) -> AttentionRule:
         config = module.config
@@ -85,8 +91,9 @@ class LayerAttention:
 
 
 def _configs(text: Any) -> list[Any]:
-    """Of a decoder and its layers, each once."""
-    found = {id(module.config): module.config for module in text.modules() if hasattr(module, "config")}
+    """Of a decoder and its layers, each once. A tower may be inside the decoder, too."""
+    modules = [text, *(module for layer in text.layers for module in layer.modules())]
+    found = {id(module.config): module.config for module in modules if hasattr(module, "config")}
     return list(found.values())
 
 
@@ -98,4 +105,4 @@ def _attend(
     if unknown:
         raise Unfit(f"its attention uses {', '.join(unknown)}, ours does not")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, d]
-    return how["saccade_attention"](module, q, k, v, how)[None], None
+    return _STEP.get()(module, q, k, v, how)[None], None

@@ -92,16 +92,26 @@ class Entrance:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
         known = {name: value for name, value in inputs.items() if takes_all or name in self._parameters}
 
-        def stop(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            raise _ArrivedError({**dict(zip(("input_ids",), positional, strict=False)), **named})
+        def decoder(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if isinstance(named.get("inputs_embeds"), Tensor):
+                raise _ArrivedError(named)
 
-        hook = self.text.register_forward_pre_hook(stop, with_kwargs=True)
+        def first_layer(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            """Of a decoder that makes the embeddings itself."""
+            hidden = positional[0] if positional else named["hidden_states"]
+            raise _ArrivedError({"inputs_embeds": hidden, "position_ids": named.get("position_ids")})
+
+        hooks = [self.text.register_forward_pre_hook(decoder, with_kwargs=True)]
+        hooks += [
+            layer.register_forward_pre_hook(first_layer, with_kwargs=True) for layer in self.text.layers[:1]
+        ]
         try:
             self.model(**known, use_cache=False)
         except _ArrivedError as arrived:
             return arrived.arguments
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         raise Unfit("its own forward does not call its decoder")
 
     def learn(self, inputs: Mapping[str, Any]) -> None:

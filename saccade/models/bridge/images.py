@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from saccade.checkpoint.hf_processor import Leaves, processed
+from saccade.checkpoint.hf_processor import Leaves, frame_of, processed
 from saccade.types.media import Size
 
 _KEPT = 256  # sizes
@@ -31,6 +31,7 @@ class ImageInputs:
         self.patch_dim = patch_dim
         self.dtype = dtype
         self.device = device
+        self.frame = frame_of(processor, token)
         self._by_size: OrderedDict[Size, Leaves] = OrderedDict()  # without content, which is of one image
 
     def rows(self, image: Image.Image) -> Tensor:

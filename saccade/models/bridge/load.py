@@ -45,7 +45,7 @@ def load(
     processor = hf_processor.load_processor(path, kind)
     window = max_model_len or config.text.max_context
     try:
-        model = _model(hf_processor.import_transformers(kind), path, dtype, tensors, seed)
+        model = _model(kind, path, dtype, tensors, seed)
         bridge = Bridge(config, model.to(device).eval(), processor, device, dtype, window)
         check_against_own_forward(bridge)
     except ConfigError:
@@ -63,33 +63,26 @@ def load(
     return bridge
 
 
-def _model(
-    transformers: Any, path: Path, dtype: torch.dtype, tensors: StoredTensors | None, seed: int
-) -> Any:
-    attention.register(transformers)
-    shape = transformers.AutoConfig.from_pretrained(path, **LOCAL)
+def _model(kind: str, path: Path, dtype: torch.dtype, tensors: StoredTensors | None, seed: int) -> Any:
+    attention.register(hf_processor.import_transformers(kind))
+    model_class, shape = hf_processor.model_class(path, kind)
     states = sorted(set(getattr(shape.get_text_config(), "layer_types", None) or ()) & _STATES)
     if states:
         raise Unfit(f"its layers keep states ({', '.join(states)}), which the bridge has no place for")
     for part in (shape, shape.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # or Transformers would load the weights by its own quantisers
-    kind = transformers.AutoModelForImageTextToText
     if tensors is None:
         torch.manual_seed(seed)
-        model = kind.from_config(shape, dtype=dtype)
-    else:
-        model = _loaded(kind, path, shape, dtype, tensors)
-    return model
+        return model_class._from_config(shape, dtype=dtype)
+    return _loaded(model_class, path, shape, dtype, tensors)
 
 
 def _loaded(kind: Any, path: Path, shape: Any, dtype: torch.dtype, tensors: StoredTensors) -> Any:
-    how = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **LOCAL}
+    how = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, "config": shape, **LOCAL}
     if isinstance(tensors, DequantizedTensors):
-        with torch.device("meta"):
-            model_class = type(kind.from_config(shape))  # `kind` itself takes no state_dict
         weights = {name: tensors.read(name).to("cpu", dtype) for name in tensors.file_of}
-        model, info = model_class.from_pretrained(None, config=shape, state_dict=weights, **how)
+        model, info = kind.from_pretrained(None, state_dict=weights, **how)
         logger.info("%s", tensors.summary())
     else:
         model, info = kind.from_pretrained(path, **how)

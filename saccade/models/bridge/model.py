@@ -52,7 +52,8 @@ class Bridge:
         self.attention = LayerAttention(
             self.text, config.text.head_dim**-0.5, has_blocks=config.text.blocks is not None
         )
-        self.tail = Tail()  # the proof finds it
+        self.tail = Tail()  # the proof finds it, and the number of RoPE axes
+        self.axes = 1
         self._rope = follow_lengths(self.text, config.text.rope_switch, window)
         ends = (model.get_input_embeddings(), self.head)
         self.decoder = TextModel(config.text, *ends, self.forward, layers=self.text, eager=self._eager_reason)
@@ -83,7 +84,7 @@ class Bridge:
         """Pauses after each image, as Transformers' layers cannot be interrupted."""
         embeddings = []
         for rows, size in zip(torch.split(patches, counts), sizes, strict=True):
-            embeddings.append(self.entrance.rows(self.images.inputs(rows, size)))
+            embeddings.append(self.images.frame.inside(self.entrance.rows(self.images.inputs(rows, size))))
             yield 1
         return embeddings
 
@@ -110,8 +111,8 @@ class Bridge:
             "use_cache": False,
             **self.entrance.arguments(embeds),
         }
-        with self._lengths(lengths):
-            output = self.text(**inputs, saccade_attention=self.attention.of_step(attention, blocks))
+        with self._lengths(lengths), self.attention.of_step(attention, blocks):
+            output = self.text(**inputs)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 

@@ -99,7 +99,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _image_rows(model: Bridge, image: Image.Image, ids: list[int]) -> tuple[int, Tensor]:
     """Where the image stands in the prompt, and its embeddings as the engine makes them."""
-    alone = processed(model.processor, model.token, image)["input_ids"][0].tolist()
+    alone = model.images.frame.inside(processed(model.processor, model.token, image)["input_ids"][0].tolist())
     starts = [i for i in range(len(ids) - len(alone) + 1) if ids[i : i + len(alone)] == alone]
     if not starts:
         raise Unfit("its processor writes a picture in other tokens where text is around it")
@@ -148,6 +148,8 @@ def _positions(model: Bridge, inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
     """Of RoPE as its own forward makes them, then the rows of blocks and lengths."""
     own = model.entrance.arrive(inputs).get("position_ids")
     rope = torch.arange(len(ids), device=ids.device)[None] if own is None else own.reshape(-1, len(ids))
+    model.axes = max(model.axes, len(rope))  # of text all axes may be one
+    rope = rope.expand(model.axes, -1)
     rows = [rope]
     if model.config.text.blocks is not None:
         kinds = next(

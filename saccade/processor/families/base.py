@@ -101,6 +101,13 @@ class HasMarkup(Protocol):
 
 
 @runtime_checkable
+class FramesPrompt(Protocol):
+    """A family whose processor puts tokens around every prompt."""
+
+    def framed(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
+
+
+@runtime_checkable
 class PromptBound(Protocol):
     """A family whose keys and values depend on what comes after them too, or on the prompt's length."""
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from saccade.checkpoint import hf_processor
@@ -45,6 +46,7 @@ class Fallback:
     count: Callable[[Size], Counted]
     settings: str  # of the image processor
     rules: PositionRules
+    frame: hf_processor.Frame
     is_fixed_size: bool = True  # the processor applies pixel limits of its own
 
     @classmethod
@@ -55,7 +57,8 @@ class Fallback:
         embedded = config.image_token_id
         processor = hf_processor.load_processor(files.path, kind)
         token = hf_processor.placeholder(processor, kind, embedded)
-        count = lru_cache(4096)(lambda size: _count(processor, token, size))
+        frame = hf_processor.frame_of(processor, token)
+        count = lru_cache(4096)(lambda size: _count(processor, token, frame, size))
         token_id = processor.tokenizer.convert_tokens_to_ids(token)
         settings = repr(processor.image_processor)
         try:
@@ -65,7 +68,7 @@ class Fallback:
             reason = f"its processor fails on a picture of {size} pixels: {hf_processor.raised(error)}"
             raise hf_processor.refusal(kind, reason) from error
         rules = PositionRules.of(files.path, config, ordinary)
-        return cls(token_id, embedded, config.vision.patch_dim, count, settings, rules)
+        return cls(token_id, embedded, config.vision.patch_dim, count, settings, rules, frame)
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -106,6 +109,9 @@ class Fallback:
         """Every token takes an embedding: what a model puts between rows is not known."""
         return Expansion(np.array(self.count(geometry.resized).token_ids, np.int64), None)
 
+    def framed(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.array(self.frame.around(token_ids.tolist()), np.int64)
+
     def positions(
         self, token_ids: TokenIds, spans: Sequence[Span], geometries: Sequence[Geometry]
     ) -> Positions:
@@ -116,10 +122,10 @@ class Fallback:
         return self.rules.root(salt, identity, images)
 
 
-def _count(processor: Any, token: str, size: Size) -> Counted:
+def _count(processor: Any, token: str, frame: hf_processor.Frame, size: Size) -> Counted:
     inputs = hf_processor.processed(processor, token, Image.new("RGB", size))
-    ids = tuple(inputs["input_ids"][0].tolist())
-    kinds = next((inputs[name][0].tolist() for name in _KINDS if name in inputs), ())
+    ids = tuple(frame.inside(inputs["input_ids"][0].tolist()))
+    kinds = next((frame.inside(inputs[name][0].tolist()) for name in _KINDS if name in inputs), ())
     arguments = {name: value for name, value in inputs.items() if name not in (*_KINDS, *_OF_TOKENS)}
     content = hf_processor.Leaves.of(inputs).content
     sizes = {name: value for name, value in arguments.items() if not _is_content(value)}
