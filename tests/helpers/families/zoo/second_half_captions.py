@@ -85,7 +85,7 @@ GEMMA = {
     "tie_word_embeddings": True,
 }
 VISUAL = [f"<|visual token {code:06d}|>" for code in range(32)]
-T5 = {"d_kv": 16, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 32, **ENDS}
+T5 = {"d_kv": 16, **ENDS}
 
 
 def _blip(kind: str, processor: str) -> Entry:
