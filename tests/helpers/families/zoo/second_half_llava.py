@@ -182,5 +182,4 @@ ENTRIES = {
         "<|image_pad|>",
         named={"image": "<|image_pad|>", "video": "<|video_pad|>"},
     ),
-    "blip-2": Entry(family_refused.blip2, IMAGE),
 }
