@@ -276,6 +276,8 @@ def _window(text: Mapping[str, Any]) -> int | None:
 
 
 def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
+    if states := text.get("states"):  # of layers that run through Transformers' code
+        return LinearConfig(tuple(states["layers"]), 0, 1, states["rows"], states["columns"], 1)
     if text.get("linear_num_value_heads") is None:
         return None
     every = text.get("full_attention_interval", 4)

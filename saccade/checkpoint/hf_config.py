@@ -1,6 +1,6 @@
-"""The shape of a model that our table does not know: Transformers reads its config, in the words of each family.
+"""The shape of a model that our table does not know: Transformers reads its config.
 
-config.json  ──AutoConfig──►  attributes by one name each  ──►  the same fields in the words of `config.py`
+config.json ──AutoConfig──► attributes ──► the fields that `config.py` reads, in its words
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ _TOWER = {
     "num_heads": ("num_attention_heads", "num_heads", "heads"),
     "patch_size": ("patch_size",),
 }
+_STATE_KINDS = ("linear_attention", "conv", "mamba")
+_STATE_COLUMNS = 64
+_KERNELS = ("linear_conv_kernel_dim", "conv_L_cache", "conv_kernel", "d_conv")
 _TOWER_DEFAULTS = {"hidden_size": 1024, "depth": 24, "num_heads": 16, "patch_size": 14}
 _TOWERS = ("vision_config", "vision_model_config", "vit_config", "vq_config")
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
@@ -94,11 +97,31 @@ def _text(kind: str, config: Any, text: Any) -> dict[str, Any]:
         "rope_parameters": flat,
         "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
     }
-    return fields | experts | more | {"blocks": blocks_of(kind, text)}
+    return fields | experts | more | {"blocks": blocks_of(kind, text), "states": _states(text)}
+
+
+def _states(text: Any) -> dict[str, Any] | None:
+    """Layers that keep states, and the values that such a layer keeps at most."""
+    kinds = getattr(text, "layer_types", None) or ()
+    layers = [i for i, kind in enumerate(kinds) if kind in _STATE_KINDS]
+    if not layers:
+        return None
+
+    def of(name: str) -> int:
+        return _number(text, name) or 0
+
+    kernel = 1 + max(of(name) for name in _KERNELS)
+    keys = of("linear_num_key_heads") * of("linear_key_head_dim")
+    values = of("linear_num_value_heads") * of("linear_value_head_dim")
+    delta_net = values * of("linear_key_head_dim") + kernel * (2 * keys + values)
+    width = of("mamba_num_heads") * of("mamba_head_dim")
+    mamba = width * of("ssm_state_size") + kernel * (width + 2 * of("n_groups") * of("ssm_state_size"))
+    largest = max(delta_net, mamba, kernel * of("hidden_size"))
+    return {"layers": layers, "rows": -(-largest // _STATE_COLUMNS), "columns": _STATE_COLUMNS}
 
 
 def _kv_shapes(text: Any, fields: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Heads and width of keys and values in each kind of layer. The cache's rows are as wide as the widest."""
+    """Heads and width of keys and values in each kind of layer: a row of the cache holds the widest."""
     heads = fields["num_attention_heads"]
     shared = _number(text, "num_key_value_heads") or heads
     dim = _number(text, "head_dim") or fields["hidden_size"] // heads
@@ -145,4 +168,4 @@ def _number(config: Any, name: str) -> int | None:
         value = getattr(config, name, None)
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None

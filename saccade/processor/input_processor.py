@@ -307,6 +307,11 @@ class Processor:
         geometries = [item.geometry for item in items]
         positions, next_position = self.family.positions(expanded, spans, geometries)
         identity_bytes = identity(expanded, spans)
+        wholes: tuple[tuple[int, int], ...] = ()
+        root = salt
+        if isinstance(self.family, PromptBound):
+            wholes = self.family.wholes(positions)
+            root = self.family.root(salt, identity_bytes, len(spans))
         return Prompt(
             token_ids=expanded.tolist(),
             spans=tuple(spans),
@@ -314,13 +319,11 @@ class Processor:
             positions=positions,
             next_position=next_position,
             identity=identity_bytes,
-            salt=self._root(salt, identity_bytes, len(spans)),
+            salt=root,
+            wholes=wholes,
             text=text,
             where=where,
         )
-
-    def _root(self, salt: bytes, identity: bytes, images: int) -> bytes:
-        return self.family.root(salt, identity, images) if isinstance(self.family, PromptBound) else salt
 
     def _starts(self, ids: Ids, num_images: int) -> Ids:
         """Indices of the placeholders, as many as images."""

@@ -103,16 +103,7 @@ class EncoderScheduler:
     themselves. Anything else (blocks it waits for, its own earlier spans) may depend on later requests.
     """
 
-    def __init__(
-        self,
-        cache: EncoderCache,
-        encoder_budget: int,
-        num_workers: int = 0,
-        *,
-        keeps_spans_whole: bool = False,
-    ) -> None:
-        """`keeps_spans_whole`: a window ends before a span of which only a part fits."""
-        self._keeps_spans_whole = keeps_spans_whole
+    def __init__(self, cache: EncoderCache, encoder_budget: int, num_workers: int = 0) -> None:
         self.encode: list[MediaItem] = []  # given to the encoder in this step
         self.is_sliced = False
         self._cache = cache
@@ -130,8 +121,7 @@ class EncoderScheduler:
 
     @classmethod
     def of(cls, config: SchedulerConfig, cache: EncoderCache) -> EncoderScheduler:
-        whole = config.disable_chunked_mm_input
-        return cls(cache, config.encoder_budget, config.num_encoders, keeps_spans_whole=whole)
+        return cls(cache, config.encoder_budget, config.num_encoders)
 
     @property
     def has_workers(self) -> bool:
@@ -203,8 +193,6 @@ class EncoderScheduler:
             span = seq.spans[index]
             if span.start >= end:
                 break
-            if self._keeps_spans_whole and start < span.start and end < span.start + span.length:
-                return WindowLimit(span.start, tuple(entered))
             if span.pinned_until <= start or index in seq.pins:
                 continue
             if span.key not in keys:

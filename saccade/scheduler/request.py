@@ -24,6 +24,7 @@ class ScheduledRequest:
     arrived: float
     block_size: int
     share: TenantShare  # of its tenant
+    keeps_images_whole: bool = False  # if a window can hold them
 
     # Copies of what every step reads, so that decode steps follow no chain of attributes.
     request_id: str = field(init=False)
@@ -34,6 +35,7 @@ class ScheduledRequest:
     samples_on_device: bool = field(init=False)  # not by the host
     stop_ids: frozenset[int] = field(init=False)
     hashes: BlockHashes = field(init=False)
+    wholes: tuple[tuple[int, int], ...] = field(init=False)  # ranges of positions that no window cuts
 
     output: list[int] = field(default_factory=list)
     num_tokens: int = field(init=False)  # prompt and output
@@ -71,6 +73,8 @@ class ScheduledRequest:
             prompt.token_ids,
             may_find=not self.request.params.needs_prompt_rows,
         )
+        images = tuple((span.start, span.end) for span in prompt.spans) if self.keeps_images_whole else ()
+        self.wholes = prompt.wholes or images
         self.num_tokens = len(prompt)
         self.max_total_tokens = len(prompt) + self.request.max_tokens
 
@@ -100,6 +104,26 @@ class ScheduledRequest:
     def blocks_cache(self) -> bool:
         """It pins embeddings until later tokens are computed: requests that need their space wait for it."""
         return any(self.spans[index].is_cross_attended for index in self.pins)
+
+    def uncut(self, start: int, end: int) -> int:
+        """The end of a window [start, end) that cuts no range of `wholes`: before it, or where it ends.
+
+        A range whose positions see each other is computed whatever a step's budget says. An image is cut
+        where even a window of its own is too small.
+        """
+        for first, last in self.wholes:
+            if first < end < last:
+                if start < first:
+                    return first
+                return last if self.request.prompt.wholes else end
+        return end
+
+    def before_whole(self, start: int, end: int) -> int:
+        """The end of a window that an image not yet there stops at `end`: no range may be cut for it."""
+        for first, last in self.request.prompt.wholes:
+            if first < end < last:
+                return max(start, first)
+        return end
 
     def holder(self, index: int) -> Holder:
         return self.request_id, index

@@ -74,7 +74,10 @@ class Scheduler:
         prompt = request.prompt
         assert len(prompt.identity) == RECORD_BYTES * len(prompt), "identity and tokens differ in length"
         share = self._queue.join(request.tenant)
-        seq = ScheduledRequest(request, self._num_added, now, self.config.block_size, share)
+        keeps_whole = self.config.disable_chunked_mm_input
+        seq = ScheduledRequest(
+            request, self._num_added, now, self.config.block_size, share, keeps_images_whole=keeps_whole
+        )
         self._num_added += 1
         self._open[seq.request_id] = seq
         self._encoder.join(seq)

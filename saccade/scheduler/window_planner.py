@@ -24,8 +24,16 @@ class WindowPlanner:
 
     def limit(self, seq: ScheduledRequest, start: int, draft: StepBuilder) -> WindowLimit:
         """How far the tokens and the encoder of this step let it go. Takes nothing."""
-        end = min(seq.num_tokens, start + draft.budget.left_for(seq, start))
-        return self._encoder.window_limit(seq, start, end) if seq.has_images_ahead else WindowLimit(end, ())
+        left = draft.budget.left_for(seq, start)
+        end = min(seq.num_tokens, start + left)
+        if seq.wholes and left > 0:
+            end = seq.uncut(start, end)
+        if not seq.has_images_ahead:
+            return WindowLimit(end, ())
+        limit = self._encoder.window_limit(seq, start, end)
+        if seq.wholes and limit.end < end:
+            return limit._replace(end=seq.before_whole(start, limit.end))
+        return limit
 
     def waits_for_blocks(self, seq: ScheduledRequest, draft: StepBuilder) -> bool:
         """Take what others with the same prefix have filled since it was admitted.

@@ -54,6 +54,7 @@ class PromptBody(msgspec.Struct, frozen=True, array_like=True):
     next_position: int
     identity: bytes
     salt: bytes
+    wholes: tuple[tuple[int, int], ...]
 
 
 class RequestBody(msgspec.Struct, frozen=True, array_like=True):
@@ -117,6 +118,7 @@ def _pack_prompt(prompt: Prompt) -> PromptBody:
         next_position=prompt.next_position,
         identity=prompt.identity,
         salt=prompt.salt,
+        wholes=prompt.wholes,
     )
 
 
@@ -136,6 +138,7 @@ def _unpack_prompt(body: PromptBody) -> Prompt:
         next_position=body.next_position,
         identity=body.identity,
         salt=body.salt,
+        wholes=body.wholes,
     )
 
 

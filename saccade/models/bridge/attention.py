@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -30,10 +30,10 @@ def register(transformers: Any) -> None:
 class LayerAttention:
     """The attention of a model's decoder: its implementation switched to ours, and each layer's rule."""
 
-    def __init__(self, text: Any, scale: float, *, has_blocks: bool) -> None:
+    def __init__(self, text: Any, scale: float, state_layers: Sequence[int]) -> None:
         self.text = text
         self.scale = scale  # that our attention applies
-        self.has_blocks = has_blocks
+        self._kv_layers = _numbers(text, state_layers)
         self.rules: dict[int, AttentionRule] = {}  # by layer, as seen so far
         self._configs = _configs(text)
         self._own = [config._attn_implementation for config in self._configs]
@@ -62,9 +62,10 @@ class LayerAttention:
                 q = q * (scaling / self.scale)
             rule = self._rule(module, how, blocks)
             self.rules[module.layer_idx] = rule
+            layer = self._kv_layers[module.layer_idx]
             if rule.is_plain:
-                return attention(module.layer_idx, q, k, v)
-            return attention(module.layer_idx, q, k, v, rule)  # type: ignore[call-arg]
+                return attention(layer, q, k, v)
+            return attention(layer, q, k, v, rule)  # type: ignore[call-arg]
 
         token = _STEP.set(attend)
         try:
@@ -90,6 +91,12 @@ class LayerAttention:
         )
 
 
+def _numbers(text: Any, state_layers: Sequence[int]) -> dict[int, int]:
+    """Layer -> its number in the KV cache, which has none of those that keep states instead."""
+    layers = [layer for layer in range(len(text.layers)) if layer not in state_layers]
+    return {layer: number for number, layer in enumerate(layers)}
+
+
 def _configs(text: Any) -> list[Any]:
     """Of a decoder and its layers, each once. A tower may be inside the decoder, too."""
     modules = [text, *(module for layer in text.layers for module in layer.modules())]
@@ -100,9 +107,10 @@ def _configs(text: Any) -> list[Any]:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
 ) -> tuple[Tensor, None]:
-    """[1, heads, T, d] each -> [1, T, heads, d]."""
+    """[B, heads, T, d] each -> [B, T, heads, d]."""
     unknown = [name for name in _UNKNOWN if how.get(name) is not None]
     if unknown:
         raise Unfit(f"its attention uses {', '.join(unknown)}, ours does not")
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, d]
-    return _STEP.get()(module, q, k, v, how)[None], None
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [B * T, heads, d]
+    mixed = _STEP.get()(module, q, k, v, how)
+    return mixed.view(len(query), -1, *mixed.shape[1:]), None

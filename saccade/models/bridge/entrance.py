@@ -4,7 +4,7 @@
                                                           │
     row of a token   [ embedding | deep features, embeddings for each layer, kind of token | zeros ]
 
-What stands beside an embedding rides in the same row, so the encoder's cache and the splicing know nothing of it.
+What stands beside an embedding rides in its row: the encoder's cache and splicing know nothing of it.
 """
 
 from __future__ import annotations
@@ -155,9 +155,11 @@ class Entrance:
         return torch.cat(parts, 1) if len(parts) > 1 else embeds
 
     def arguments(self, rows: Tensor) -> dict[str, Any]:
-        """Those of the decoder beside embeddings and positions, for packed rows."""
+        """Those of the decoder beside embeddings and positions, for rows [B, T, width]."""
         if not self._arguments:
             return {}
+        shape = rows.shape[:2]
+        rows = rows.flatten(0, 1)
         values: dict[str, Any] = {}
         start = self.hidden
         for extra in self.extras:
@@ -166,9 +168,9 @@ class Entrance:
             if not extra.dtype.is_floating_point:
                 part = _from_digits(part)
             whole = part.reshape(len(rows), *extra.shape).to(extra.dtype)
-            values[extra.path] = whole if extra.is_of_images else whole[None]
-        for path, shape in self._masks.items():
-            values[path] = rows.new_ones((1, len(rows), *shape), dtype=torch.bool)
+            values[extra.path] = whole if extra.is_of_images else whole.reshape(*shape, *extra.shape)
+        for path, more in self._masks.items():
+            values[path] = rows.new_ones((*shape, *more), dtype=torch.bool)
 
         def of(path: Any, leaf: Any) -> Any:
             return values.get(pytree.keystr(path), leaf)

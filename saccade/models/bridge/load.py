@@ -23,8 +23,6 @@ from saccade.models.weights import OF_QUANTISED
 
 logger = logging.getLogger("saccade.models")
 
-_STATES = {"linear_attention", "mamba", "conv", "recurrent"}  # kinds of layers that remember more than keys
-
 
 def load(
     path: Path,
@@ -66,9 +64,6 @@ def load(
 def _model(kind: str, path: Path, dtype: torch.dtype, tensors: StoredTensors | None, seed: int) -> Any:
     attention.register(hf_processor.import_transformers(kind))
     model_class, shape = hf_processor.model_class(path, kind)
-    states = sorted(set(getattr(shape.get_text_config(), "layer_types", None) or ()) & _STATES)
-    if states:
-        raise Unfit(f"its layers keep states ({', '.join(states)}), which the bridge has no place for")
     for part in (shape, shape.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # or Transformers would load the weights by its own quantisers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from saccade.models.bridge.attention import LayerAttention
 from saccade.models.bridge.entrance import Entrance
 from saccade.models.bridge.images import ImageInputs
 from saccade.models.bridge.rope import follow_lengths
+from saccade.models.bridge.states import StateLayers, of_group
 from saccade.models.bridge.tail import Tail
 from saccade.models.bridge.text_model import TextModel
-from saccade.models.layers.forward_types import Attention, Encoding
+from saccade.models.layers.forward_types import Attention, Encoding, States
+from saccade.models.layers.torch_attention import PagedAttention
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.types.media import Geometry, Grid, Size
 
@@ -49,8 +51,13 @@ class Bridge:
         self.images = ImageInputs(processor, self.token, config.vision.patch_dim, dtype, device)
         hidden, width = config.text.hidden_size, config.text.embedding_size
         self.entrance = Entrance(model, self.text, hidden, width)
+        linear = config.text.linear
+        self.states: StateLayers | None = None
+        if linear is not None:
+            values = linear.key_dim * linear.value_dim
+            self.states = StateLayers(self.text.config, linear.layers, values)
         self.attention = LayerAttention(
-            self.text, config.text.head_dim**-0.5, has_blocks=config.text.blocks is not None
+            self.text, config.text.head_dim**-0.5, linear.layers if linear else ()
         )
         self.tail = Tail()  # the proof finds it, and the number of RoPE axes
         self.axes = 1
@@ -59,6 +66,8 @@ class Bridge:
         self.decoder = TextModel(config.text, *ends, self.forward, layers=self.text, eager=self._eager_reason)
 
     def _eager_reason(self) -> str | None:
+        if self.states is not None:
+            return "its layers keep states"
         if self._rope is not None:
             return "its RoPE changes with a prompt's length"
         if not all(rule.is_plain for rule in self.attention.rules.values()):
@@ -83,7 +92,7 @@ class Bridge:
     def _encode(self, patches: Tensor, counts: Sequence[int], sizes: Sequence[Size | None]) -> Encoding:
         """Pauses after each image, as Transformers' layers cannot be interrupted."""
         embeddings = []
-        for rows, size in zip(torch.split(patches, counts), sizes, strict=True):
+        for rows, size in zip(torch.split(patches, list(counts)), sizes, strict=True):
             embeddings.append(self.images.frame.inside(self.entrance.rows(self.images.inputs(rows, size))))
             yield 1
         return embeddings
@@ -102,24 +111,48 @@ class Bridge:
         embeds: Tensor = self.model.get_input_embeddings()(token_ids)
         return embeds
 
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self, embeds: Tensor, positions: Tensor, attention: Attention, states: States | None = None
+    ) -> Tensor:
         """Positions as `fallback_positions` makes them: RoPE axes, a row of blocks, a row of lengths."""
         rope, blocks, lengths = self._rows_of(positions)
-        inputs = {
-            "inputs_embeds": embeds[None, :, : self.config.text.hidden_size],
-            "position_ids": rope if len(rope) == 1 else rope[:, None],
-            "use_cache": False,
-            **self.entrance.arguments(embeds),
-        }
+        if states is not None:
+            return self._in_groups(embeds, rope, cast(PagedAttention, attention), states)
         with self._lengths(lengths), self.attention.of_step(attention, blocks):
-            output = self.text(**inputs)
-        hidden: Tensor = output.last_hidden_state[0]
+            return self.decode(embeds[None], rope[:, None])[0]
+
+    def decode(self, embeds: Tensor, rope: Tensor, cache: Any = None) -> Tensor:
+        """Embeddings [B, T, width] at positions [axes, B, T] -> [B, T, hidden]."""
+        hidden: Tensor = self.text(
+            inputs_embeds=embeds[..., : self.config.text.hidden_size],
+            position_ids=rope[0] if len(rope) == 1 else rope,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **self.entrance.arguments(embeds),
+        ).last_hidden_state
+        return hidden
+
+    def _in_groups(self, embeds: Tensor, rope: Tensor, attention: PagedAttention, states: States) -> Tensor:
+        """Windows of one length together, pieces of a window one after the other."""
+        assert self.states is not None
+        hidden = embeds.new_empty(len(embeds), self.config.text.hidden_size)
+        for group in states.groups:
+            cache = self.states.load(states, group.rows)
+            batch = of_group(attention.batch, group.tokens)
+            part = PagedAttention(attention.kv, batch, attention.scale, attention.backend)
+            with self.attention.of_step(part, None):
+                hidden[group.tokens] = self.decode(embeds[group.tokens], rope[:, group.tokens], cache)
+            self.states.store(cache, states, group)
         return hidden
 
     def _rows_of(self, positions: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        rows = list(positions.split(1))
-        lengths = rows.pop()[0] if self.config.text.rope_switch is not None else None
-        blocks = rows.pop()[0] if self.config.text.blocks is not None else None
+        text = self.config.text
+        rows = list(torch.split(positions, 1))
+        if len(rows) < self.axes:  # a pass that only takes time
+            rows = rows[:1] * self.axes
+        has_rows = len(rows) > self.axes
+        lengths = rows.pop()[0] if has_rows and text.rope_switch is not None else None
+        blocks = rows.pop()[0] if has_rows and text.blocks is not None else None
         return torch.cat(rows), blocks, lengths
 
     @contextmanager

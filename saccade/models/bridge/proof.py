@@ -28,6 +28,7 @@ from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.images import on_device
 from saccade.models.bridge.model import Bridge
 from saccade.models.bridge.tail import tail_of
+from saccade.models.layers.forward_types import States, WindowGroup
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.types.media import Geometry, Grid, Size
 
@@ -109,8 +110,8 @@ def _image_rows(model: Bridge, image: Image.Image, ids: list[int]) -> tuple[int,
         try:
             next(encoding)
         except StopIteration as done:
-            rows: Tensor = done.value[0]
-            return starts[0], rows
+            features: list[Tensor] = done.value
+            return starts[0], features[0]
 
 
 def _geometry(patches: int, tokens: int) -> Geometry:
@@ -180,18 +181,51 @@ def _difference(model: Bridge, probes: Sequence[Probe], steps: Sequence[Sequence
     """The largest difference, relative to the largest logit."""
     blocks = -(-max(len(probe.embeds) for probe in probes) // _BLOCK_SIZE)
     kv = PagedKV.allocate(model.config.text, blocks * len(probes), _BLOCK_SIZE, model.dtype, model.device)
+    states = _states(model, len(probes))
     differences = [0.0]
     for chunks in steps:
         embeds = [probes[chunk.probe].embeds[chunk.start : chunk.end] for chunk in chunks]
         positions = [probes[chunk.probe].positions[:, chunk.start : chunk.end] for chunk in chunks]
         attention = PagedAttention(kv, _batch(chunks, blocks, model.device), model.decoder.scale)
-        ours = model.logits(model.forward(torch.cat(embeds), torch.cat(positions, 1), attention))
+        given = (torch.cat(embeds), torch.cat(positions, 1), attention)
+        if states is None:
+            hidden = model.forward(*given)
+        else:
+            hidden = model.forward(*given, states._replace(groups=_groups(chunks, model.device)))
+        ours = model.logits(hidden)
         for chunk, logits in zip(chunks, torch.split(ours, [len(part) for part in embeds]), strict=True):
             expected = probes[chunk.probe].expected
             differences.append(
                 float((logits - expected[chunk.start : chunk.end]).abs().max() / expected.abs().max())
             )
     return float(np.max(differences))  # a NaN counts as the largest
+
+
+def _states(model: Bridge, requests: int) -> States | None:
+    linear = model.config.text.linear
+    if model.states is None or linear is None:
+        return None
+    cache = model.states.new_cache()
+    rows = torch.zeros(1, 3, model.config.text.embedding_size, dtype=model.dtype, device=model.device)
+    rope = torch.arange(3, device=model.device).expand(model.axes, 1, 3)
+    with model.attention.of_step(
+        lambda layer, q, k, v, rule=None: q.new_zeros(*q.shape[:2], v.shape[2]), None
+    ):
+        model.decode(rows, rope, cache)
+    model.states.learn(cache)
+    shape = (len(linear.layers), requests, linear.value_heads, linear.key_dim, linear.value_dim)
+    recurrent = torch.zeros(shape, device=model.device)
+    return States(torch.empty(0), recurrent, ())
+
+
+def _groups(chunks: Sequence[Chunk], device: torch.device) -> list[WindowGroup]:
+    groups, first = [], 0
+    for chunk in chunks:
+        length = chunk.end - chunk.start
+        tokens = torch.arange(first, first + length, device=device)[None]
+        groups.append(WindowGroup(tokens, torch.tensor([chunk.probe], device=device)))
+        first += length
+    return groups
 
 
 def _batch(chunks: Sequence[Chunk], blocks: int, device: torch.device) -> AttentionBatch:

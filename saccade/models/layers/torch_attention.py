@@ -166,7 +166,8 @@ def _of_heads(cache: Tensor, new: Tensor) -> Tensor:
     """The part of a layer's cache that such heads take: [slots, heads, d], a view."""
     width = new.shape[1] * new.shape[2]
     assert width <= cache[0].numel(), f"a row of the cache has {cache[0].numel()} values, not {width}"
-    return cache.view(len(cache), -1)[:, :width].unflatten(1, new.shape[1:])
+    rows, heads, dim = len(cache), *new.shape[1:]
+    return cache.as_strided((rows, heads, dim), (cache.stride(0), dim, 1))
 
 
 def as_stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

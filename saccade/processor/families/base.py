@@ -111,6 +111,9 @@ class FramesPrompt(Protocol):
 class PromptBound(Protocol):
     """A family whose keys and values depend on what comes after them too, or on the prompt's length."""
 
+    def wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
+        """Ranges of positions that see each other."""
+
     def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
         """A cache salt that prompts share only if equal prefixes mean equal keys and values."""
 

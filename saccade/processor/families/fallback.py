@@ -72,7 +72,7 @@ class Fallback:
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
-        return tuple({self.image_token_id, self.embedded_id} - {None})
+        return tuple({self.image_token_id, self.embedded_id or self.image_token_id})
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         return 1, MAX_PIXELS
@@ -117,6 +117,9 @@ class Fallback:
     ) -> Positions:
         images = [self.count(geometry.resized) for geometry in geometries]
         return self.rules.positions(np.asarray(token_ids, np.int64), spans, images)
+
+    def wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
+        return self.rules.wholes(positions)
 
     def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
         return self.rules.root(salt, identity, images)

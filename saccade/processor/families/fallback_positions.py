@@ -69,6 +69,15 @@ class PositionRules:
             more.append(np.full(len(ids), following - 1, np.int32))
         return np.concatenate([rows, *(row[None] for row in more)]), following
 
+    def wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
+        """Ranges of tokens that see each other, from the row of blocks."""
+        if self.blocks is None:
+            return ()
+        row = positions[self.axes]
+        inside = np.flatnonzero(row != np.arange(len(row)))
+        ends = {int(row[index]): int(index) + 1 for index in inside}
+        return tuple(sorted(ends.items()))
+
     def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
         """Prompts below and above the LongRoPE switch share no prefix. Nor do those of which a token sees
         what comes after it, beyond its own image."""
