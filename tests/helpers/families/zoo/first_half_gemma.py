@@ -63,7 +63,7 @@ GEMMA4 = Recipe(
         "use_bidirectional_attention": "vision",
         "final_logit_softcapping": 30.0,
     },
-    vision={**TOWER, "num_key_value_heads": 4, "head_dim": 12, "position_embedding_size": 64},
+    vision={**TOWER, "num_key_value_heads": 4, "head_dim": 12, "position_embedding_size": 256},
     marks=("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<|video|>", *_AUDIO.values()),
     ids={**_ENDS, "image_token_id": "<image_soft_token>", "video_token_id": "<|video|>"},
     processor={"processor_class": "Gemma4Processor", "image_seq_length": 70},
@@ -79,7 +79,7 @@ UNIFIED = recipe(
     processor={"processor_class": "Gemma4UnifiedProcessor"},
     # Its own image processor needs torchvision; this one cuts the same patches.
     images={"patch_size": 48, "pooling_kernel_size": 1},
-)._replace(vision={"mm_embed_dim": 48, "mm_posemb_size": 64, "output_proj_dims": 48})
+)._replace(vision={"mm_embed_dim": 48, "mm_posemb_size": 128, "output_proj_dims": 48})
 E2B = recipe("gemma4", GEMMA4, text={**_PER_LAYER, "attention_k_eq_v": False, "use_bidirectional_attention": None})
 _COHERE = {**WINDOW, "model_type": "cohere2", "head_dim": 16}
 

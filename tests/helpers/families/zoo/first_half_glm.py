@@ -28,9 +28,10 @@ GLM4V = Recipe(
         "video_end_token_id": "<|end_of_video|>",
     },
     processor={"processor_class": "Glm4vProcessor"},
-    images={"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 3136, "longest_edge": 50176}},
+    images={"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 3136, "longest_edge": 100352}},
     image="<|begin_of_image|><|image|><|end_of_image|>",
     names={"image": "<|image|>", "video": "<|video|>"},
+    seed=3,
 )
 GLM46V = recipe(
     "glm46v",

@@ -17,6 +17,7 @@ _QWEN_TOWER = {
 }
 _WINDOWS = {"window_size": 56, "fullatt_block_indexes": [1]}
 _DEEP = {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+_SHARP = {"q_norm": 2.0, "k_norm": 2.0}  # attention to few tokens, where it would be to all alike
 _QWEN_IDS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 _START_END = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 
@@ -39,6 +40,8 @@ EXAONE4_5 = recipe(
 )._replace(
     text={**WINDOW, "model_type": "exaone4", "sliding_window_pattern": "LG", "head_dim": 16},
     vision={**_QWEN_TOWER, **_WINDOWS, "num_key_value_heads": 2},
+    gains=_SHARP,
+    seed=1,
 )
 # Features of inner layers of the tower are added in the decoder's first layers.
 COSMOS3_OMNI = recipe(
@@ -50,7 +53,7 @@ COSMOS3_OMNI = recipe(
 )._replace(
     text={"model_type": "qwen3_vl_text", "head_dim": 16, "rope_parameters": _MIXED_AXES},
     vision={**_QWEN_TOWER, **_DEEP},
-    gains={"q_norm": 2.0, "k_norm": 2.0},
+    gains=_SHARP,
 )
 # Its processor says which tokens are an image's when it is asked to (`return_mm_token_type_ids`).
 COSMOS3_EDGE = recipe(
@@ -62,6 +65,7 @@ COSMOS3_EDGE = recipe(
 )._replace(
     text={"head_dim": 16, "rope_parameters": _AXES},
     vision={**TOWER, "num_patches": 16, "patch_size": 16},
+    gains={"self_attn.q_proj": 2.0},
 )
 COHERE_COMPASS = recipe(
     "cohere_compass",
@@ -123,6 +127,7 @@ LIGHTON_OCR = Recipe(
     image="<|image_pad|>",
     names={"image": "<|image_pad|>", "image_break": "<|vision_pad|>", "image_end": "<|vision_end|>"},
     more={"tie_word_embeddings": False},
+    gains=_SHARP,
 )
 KIMI = Recipe(
     "kimi_k25",

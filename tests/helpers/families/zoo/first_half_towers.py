@@ -171,6 +171,7 @@ DEEPSEEK_OCR2 = Recipe(
     },
     image="<image>",
     seed=1,
+    gains={"embed_tokens": 5.0},
 )
 # What was computed sees all of the prompt, and a window of the answer: of so few tokens that it matters in short ones.
 UNLIMITED_OCR = Recipe(
