@@ -25,9 +25,7 @@ from torch.nn import functional
 MODULES = {  # where Transformers looks for a class, and the file that has it
     "inkling": "image_processing_inkling.InklingImageProcessor",
     "inkling2": "image_processing_inkling2.Inkling2ImageProcessor",
-    "minimax_m3_vl": "image_processing_minimax_m3_vl.MiniMaxM3VLImageProcessor",
     "molmo2": "image_processing_molmo2.Molmo2ImageProcessor",
-    "muse_glimmer": "image_processing_muse_glimmer.MuseGlimmerImageProcessor",
     "nemotron_h_omni": "image_processing_nemotron_h_omni.NemotronH_Omni_Reasoning_V3ImageProcessor",
     "perception_lm": "image_processing_perception_lm.PerceptionLMImageProcessor",
     "phi4_multimodal": "image_processing_phi4_multimodal.Phi4MultimodalImageProcessor",
