@@ -91,13 +91,18 @@ def _model(config: Any) -> Any:
 def spread(model: torch.nn.Module, gains: Mapping[str, float] = EVEN) -> None:
     """Random weights as of all small checkpoints; experts in one tensor as if each had its own."""
     randomise(model, 0)
+    parameters = dict(model.named_parameters())
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             if parameter.dim() == 3 and "experts" in name:
                 parameter.mul_(parameter.shape[-2] ** 0.5)
             for part, gain in gains.items():
                 if part in name:
                     parameter.mul_(gain)
+        for name, tensor in model.state_dict().items():
+            if name not in parameters and tensor.is_floating_point() and not tensor.any():
+                tensor.normal_(std=0.1, generator=generator)  # such as what routers add: zeros would hide its absence
 
 
 def _tokens(fields: Any) -> list[str]:

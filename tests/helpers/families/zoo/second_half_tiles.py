@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.helpers.families.family_mistral3 import MINISTRAL_ROPE
 from tests.helpers.families.zoo.second_half_makers import LLAMA, SQUARE, TOWER, VOCABULARY, WINDOW, Id, family
 
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -18,6 +19,15 @@ LATENT = {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,  # so that short prompts are long ones
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 1.0,
 }
 PIXTRAL = {**TOWER, "model_type": "pixtral", "image_size": 168, "hidden_act": "silu"}
 PIXTRAL_MARKS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
@@ -55,7 +65,7 @@ ENTRIES = {
     "mistral3@mistral4": family(
         "mistral3",
         {
-            "text_config": {**LATENT, "model_type": "mistral4"},
+            "text_config": {**LATENT, "model_type": "mistral4", "rope_parameters": MINISTRAL_ROPE},
             "vision_config": PIXTRAL,
             "image_token_index": Id("[IMG]"),
             "spatial_merge_size": 2,
@@ -75,6 +85,7 @@ ENTRIES = {
                 "index_topk": WINDOW,
                 "index_head_dim": 32,
                 "index_n_heads": 2,
+                "rope_parameters": YARN,
             },
             "vision_config": PIXTRAL,
             "image_token_index": Id("[IMG]"),
@@ -181,7 +192,7 @@ ENTRIES = {
         },
         "<|endoftext10|>",
         named={"image": "<|endoftext10|>", "audio": "<|endoftext11|>"},
-        gains={"embed_tokens": 5.0, "self_attn.o_proj": 0.1},
+        gains={"embed_tokens": 3.0, "o_proj": 0.1, "qkv_proj": 2.0},
     ),
     "nemotron_h_omni": family(
         "nemotron_h_omni",
@@ -223,6 +234,7 @@ ENTRIES = {
         },
         "<image>",
         marks=("<img>", "</img>", "<so_start>", "<so_end>"),
+        gains={"o_proj": 3.0},
     ),
     "inkling2": family(
         "inkling2",

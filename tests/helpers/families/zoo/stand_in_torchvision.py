@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -24,10 +25,9 @@ from torch.nn import functional
 MODULES = {  # where Transformers looks for a class, and the file that has it
     "inkling": "image_processing_inkling.InklingImageProcessor",
     "inkling2": "image_processing_inkling2.Inkling2ImageProcessor",
-    "minimax_m3_vl": "image_processing_minimax_m3_vl.MiniMaxM3VLImageProcessor",
     "molmo2": "image_processing_molmo2.Molmo2ImageProcessor",
-    "muse_glimmer": "image_processing_muse_glimmer.MuseGlimmerImageProcessor",
     "nemotron_h_omni": "image_processing_nemotron_h_omni.NemotronH_Omni_Reasoning_V3ImageProcessor",
+    "perception_lm": "image_processing_perception_lm.PerceptionLMImageProcessor",
     "phi4_multimodal": "image_processing_phi4_multimodal.Phi4MultimodalImageProcessor",
     "pixtral": "processing_pixtral.PixtralProcessor",
     "pp_formulanet": "image_processing_pp_formulanet.PPFormulaNetImageProcessor",
@@ -99,7 +99,10 @@ def _modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def provided() -> Iterator[None]:
-    """Transformers with the image processors of MODULES, though torchvision is not installed."""
+    """Transformers with the image processors of MODULES, if torchvision is not installed."""
+    if find_spec("torchvision"):
+        yield
+        return
     backends = import_module("transformers.image_processing_backends")
     modules = _modules()
     with pytest.MonkeyPatch.context() as patch:
