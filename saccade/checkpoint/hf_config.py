@@ -43,6 +43,7 @@ _TOWER = {
     "num_heads": ("num_attention_heads", "num_heads", "heads"),
     "patch_size": ("patch_size",),
 }
+_TOKEN_KINDS = ("ernie4_5_vl_moe", "qwen4_exp")  # their decoders take a number for each token
 _STATE_KINDS = ("linear_attention", "conv", "mamba")
 _STATE_COLUMNS = 64
 _KERNELS = ("linear_conv_kernel_dim", "conv_L_cache", "conv_kernel", "d_conv")
@@ -72,7 +73,7 @@ def _translated(kind: str, raw: Mapping[str, Any], config: Any) -> dict[str, Any
     fields = {name: raw[name] for name in _KEPT if raw.get(name) is not None}
     fields["model_type"] = kind
     fields["text_config"] = _text(kind, config, config.get_text_config(decoder=True))
-    fields["vision_config"] = _tower(config)
+    fields["vision_config"] = _tower(kind, config)
     token = _first(config, _IMAGE_TOKENS)
     return fields if token is None else {**fields, "image_token_id": token}
 
@@ -134,17 +135,17 @@ def _kv_shapes(text: Any, fields: Mapping[str, Any]) -> list[tuple[int, int]]:
     return shapes
 
 
-def _tower(config: Any) -> dict[str, Any]:
+def _tower(kind: str, config: Any) -> dict[str, Any]:
     """What pricing needs. `Bridge` measures the rest at start."""
     tower = next((part for name in _TOWERS if (part := getattr(config, name, None)) is not None), config)
     fields = {name: _first(tower, names) or _TOWER_DEFAULTS[name] for name, names in _TOWER.items()}
     if fields["hidden_size"] % fields["num_heads"]:
         fields["num_heads"] = 1
-    width = _extra_width(config)
+    width = _extra_width(kind, config)
     return fields | {"spatial_merge_size": 1, "deepstack_visual_indexes": list(range(width))}
 
 
-def _extra_width(config: Any) -> int:
+def _extra_width(kind: str, config: Any) -> int:
     """Values of a token beside its embedding, in units of the hidden size: deep features, or embeddings of
     each layer."""
     text = config.get_text_config(decoder=True)
@@ -153,7 +154,9 @@ def _extra_width(config: Any) -> int:
     per_layer = (_number(text, "hidden_size_per_layer_input") or 0) * (
         _number(text, "num_hidden_layers") or 0
     )
-    return count + -(-per_layer // text.hidden_size)
+    layer_map = getattr(config, "deepstack_layer_map", None) or ()
+    spatial = len(getattr(config, "spatial_target_layers", None) or ())
+    return count + len(layer_map) + spatial + -(-per_layer // text.hidden_size) + (kind in _TOKEN_KINDS)
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:

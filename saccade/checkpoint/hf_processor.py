@@ -22,6 +22,7 @@ LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": Fals
 _OPTIONAL = ("torchvision", "timm", "num2words", "sentencepiece", "tiktoken")  # needed by some processors
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _TOKENS = ("image_token", "image_placeholder_token", "boi_token", "image_start_token", "start_image_token")
+_WRAPPERS = ("image_start_token", "image_end_token")
 _MODEL_TABLES = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING")
 _TRIED = (64, 64)
 _MAX_FRAME = 4
@@ -67,9 +68,13 @@ def _load(transformers: Any, path: Path) -> Any:
         "image_processor": transformers.AutoImageProcessor.from_pretrained(path, **LOCAL),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(path, **LOCAL),
     }
-    absent_parts = {name: None for name in kind.get_attributes() if name not in parts}
-    unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows None
-    return type(kind.__name__, (kind,), unchecked)(**parts, **absent_parts, **_settings(path))
+    others = [name for name in kind.get_attributes() if name not in parts]
+    unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows any
+    whole = type(kind.__name__, (kind,), unchecked)
+    try:
+        return whole(**parts, **dict.fromkeys(others), **_settings(path))
+    except AttributeError:  # it asks a part that is left out for its settings, which those of images have
+        return whole(**parts, **dict.fromkeys(others, parts["image_processor"]), **_settings(path))
 
 
 def _processor_class(transformers: Any, path: Path) -> Any:
@@ -91,9 +96,13 @@ def _settings(path: Path) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in ("processor_class", "auto_map")}
 
 
-def processed(processor: Any, text: str, image: Image.Image) -> Any:
-    """One prompt with one image, as tensors by name. Some processors fail without tensors."""
-    return processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
+def processed(processor: Any, text: str, *images: Image.Image) -> Any:
+    """One prompt with its images, as tensors by name. Some processors fail without tensors."""
+    how = {"text": [text], "images": list(images), "return_tensors": "pt", "add_special_tokens": False}
+    try:
+        return processor(**how, return_mm_token_type_ids=True)
+    except TypeError:  # not all know that argument
+        return processor(**how)
 
 
 class Leaves(NamedTuple):
@@ -126,49 +135,82 @@ def _pytree() -> Any:
     return import_module("torch.utils._pytree")
 
 
-def placeholder(processor: Any, model_type: str, image_token_id: int | None) -> str:
-    """What a prompt says for an image: the candidate that becomes the largest number of tokens."""
+class Placeholder(NamedTuple):
+    """What a prompt says for an image."""
+
+    token: str  # one token, which becomes those of the image
+    written: str  # with what has to be around it
+
+    @property
+    def wrapped(self) -> int:
+        """Tokens before it, and after it, that have to be there."""
+        return int(self.token != self.written)
+
+
+def placeholder(processor: Any, model_type: str, image_token_id: int | None) -> Placeholder:
+    """The candidate that becomes the largest number of tokens."""
     tokenizer = processor.tokenizer
     id_token = None if image_token_id is None else tokenizer.convert_ids_to_tokens(image_token_id)
     candidates = dict.fromkeys(filter(None, (id_token, *(getattr(processor, n, None) for n in _TOKENS))))
-    single = [token for token in candidates if len(_plain_ids(tokenizer, token)) == 1]
-    lengths = {token: _expanded(processor, token) for token in single}
-    token = max(lengths, key=lambda name: lengths[name], default=None)
-    if token is None or lengths[token] <= 1:
+    single = [str(token) for token in candidates if len(_plain_ids(tokenizer, token)) == 1]
+    start, end = (getattr(processor, name, None) for name in _WRAPPERS)
+    forms = [Placeholder(token, token) for token in single]
+    forms += [Placeholder(token, f"{start}{token}{end}") for token in single if start and end]
+    lengths = {form: _expanded(processor, form.written) - 2 * form.wrapped for form in forms}
+    form = max(lengths, key=lambda name: lengths[name], default=None)
+    if form is None or lengths[form] <= 1:
         tried = " or ".join(map(str, candidates)) or "any token of its own"
         raise refusal(model_type, f"its processor finds no place for a picture at {tried}")
-    return str(token)
+    return form
 
 
 class Frame(NamedTuple):
-    """Tokens that a processor puts around every prompt."""
+    """Tokens that a processor puts around every prompt, and those that have to be around an image."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
+    wrapped: int
 
     def inside(self, values: Any) -> Any:
-        """Without theirs, of values for each token."""
-        return values[len(self.before) : len(values) - len(self.after)]
+        """Without theirs, of values for each token of an image alone."""
+        return values[len(self.before) + self.wrapped : len(values) - len(self.after) - self.wrapped]
 
     def around(self, ids: Sequence[int]) -> list[int]:
-        """With them, where a prompt does not have them."""
+        """With those of a prompt, where it does not have them."""
         has_before = tuple(ids[: len(self.before)]) == self.before
         has_after = tuple(ids[len(ids) - len(self.after) :]) == self.after
         return [*(() if has_before else self.before), *ids, *(() if has_after else self.after)]
 
 
-def frame_of(processor: Any, token: str) -> Frame:
+def frame_of(processor: Any, place: Placeholder) -> Frame:
     """What is around an image that is alone, and not around one inside text."""
     image = Image.new("RGB", _TRIED)
-    alone, inside = (
-        tuple(processed(processor, text, image)["input_ids"][0].tolist()) for text in (token, f"a {token} b")
-    )
+    texts = (place.written, f"a {place.written} b")
+    alone, inside = (tuple(processed(processor, text, image)["input_ids"][0].tolist()) for text in texts)
     runs = ((start, end) for end in range(len(alone), 0, -1) for start in range(min(end, _MAX_FRAME)))
     for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
-        length = end - start
-        if any(inside[i : i + length] == alone[start:end] for i in range(len(inside) - length + 1)):
-            return Frame(alone[:start], alone[end:])
-    return Frame((), ())
+        if starts_of(inside, alone[start:end]):
+            return Frame(alone[:start], alone[end:], place.wrapped)
+    return Frame((), (), place.wrapped)
+
+
+def writes_each_alike(processor: Any, place: Placeholder, frame: Frame) -> bool:
+    """Whether two images in a prompt become the tokens that each has alone."""
+    image = Image.new("RGB", _TRIED)
+    alone = frame.inside(processed(processor, place.written, image)["input_ids"][0].tolist())
+    try:
+        both = processed(processor, f"{place.written} a {place.written}", image, image)["input_ids"][
+            0
+        ].tolist()
+    except Exception:  # it may take one image alone
+        return False
+    found = starts_of(both, alone)
+    return bool(found) and found[-1] - found[0] >= len(alone)
+
+
+def starts_of(ids: Sequence[int], part: Sequence[int]) -> list[int]:
+    length = len(part)
+    return [i for i in range(len(ids) - length + 1) if list(ids[i : i + length]) == list(part)]
 
 
 def _plain_ids(tokenizer: Any, token: Any) -> list[int]:

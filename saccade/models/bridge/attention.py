@@ -17,7 +17,8 @@ NAME = "saccade"  # in Transformers' registry
 _SINKS = ("s_aux", "sinks")
 _UNKNOWN = ("indices", "topk_indices", "position_bias", "relative_bias")
 _WINDOW_KINDS = ("sliding_attention", "hybrid_sliding")
-_ONLY_SLIDING_SEES_BLOCKS = ("gemma4_text", "gemma4_unified_text")
+_ONLY_SLIDING_SEES_BLOCKS = ("gemma4_text",)
+_BLOCKS_BEYOND_WINDOWS = ("gemma4_unified_text",)
 _STEP: ContextVar[Callable[..., Tensor]] = ContextVar("step")
 """Not handed through the layers: some of them drop arguments that they do not know."""
 
@@ -86,6 +87,7 @@ class LayerAttention:
             window=window,
             chunk=chunk,
             blocks=blocks if sees_blocks else None,
+            is_block_whole=config.model_type in _BLOCKS_BEYOND_WINDOWS,
             softcap=how.get("softcap"),
             sinks=next((how[name] for name in _SINKS if how.get(name) is not None), None),
         )

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from saccade.checkpoint.hf_processor import Leaves, frame_of, processed
+from saccade.checkpoint.hf_processor import Leaves, Placeholder, frame_of, processed
 from saccade.types.media import Size
 
 _KEPT = 256  # sizes
@@ -24,14 +24,14 @@ _BLANKS = (Size(512, 384), Size(1280, 1280), Size(1280, 720), Size(720, 1280), S
 
 class ImageInputs:
     def __init__(
-        self, processor: Any, token: str, patch_dim: int, dtype: torch.dtype, device: torch.device
+        self, processor: Any, place: Placeholder, patch_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.processor = processor
-        self.token = token
+        self.place = place
         self.patch_dim = patch_dim
         self.dtype = dtype
         self.device = device
-        self.frame = frame_of(processor, token)
+        self.frame = frame_of(processor, place)
         self._by_size: OrderedDict[Size, Leaves] = OrderedDict()  # without content, which is of one image
 
     def rows(self, image: Image.Image) -> Tensor:
@@ -60,7 +60,7 @@ class ImageInputs:
         return self._leaves(Image.new("RGB", size)) if kept is None else kept
 
     def _leaves(self, image: Image.Image) -> Leaves:
-        leaves = Leaves.of(processed(self.processor, self.token, image))
+        leaves = Leaves.of(processed(self.processor, self.place.written, image))
         pairs = zip(leaves.values, leaves.is_content, strict=True)
         shapes = [value.to("meta") if yes else value for value, yes in pairs]
         self._by_size[Size(*image.size)] = leaves._replace(values=shapes)

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from saccade.checkpoint.hf_processor import processed
+from saccade.checkpoint.hf_processor import processed, starts_of
 from saccade.checkpoint.token_blocks import block_row
 from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.images import on_device
@@ -83,7 +83,9 @@ def _steps(probes: Sequence[Probe]) -> list[list[Chunk]]:
 
 def _image_probe(model: Bridge) -> Probe:
     image = Image.effect_noise(_SIZE, 80).convert("RGB")
-    inputs = on_device(dict(processed(model.processor, f"a {model.token} b c d e", image)), model.device)
+    inputs = on_device(
+        dict(processed(model.processor, f"a {model.place.written} b c d e", image)), model.device
+    )
     inputs = {name: _cast(value, model.dtype) for name, value in inputs.items()}
     ids = inputs["input_ids"][0]
     model.entrance.learn(inputs)
@@ -100,8 +102,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _image_rows(model: Bridge, image: Image.Image, ids: list[int]) -> tuple[int, Tensor]:
     """Where the image stands in the prompt, and its embeddings as the engine makes them."""
-    alone = model.images.frame.inside(processed(model.processor, model.token, image)["input_ids"][0].tolist())
-    starts = [i for i in range(len(ids) - len(alone) + 1) if ids[i : i + len(alone)] == alone]
+    alone = model.images.frame.inside(
+        processed(model.processor, model.place.written, image)["input_ids"][0].tolist()
+    )
+    starts = starts_of(ids, alone)
     if not starts:
         raise Unfit("its processor writes a picture in other tokens where text is around it")
     patches = model.prepare(np.asarray(image), _ANY)

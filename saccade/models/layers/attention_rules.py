@@ -22,16 +22,19 @@ class AttentionRule(NamedTuple):
     window: int | None = None  # tokens that one sees, itself included
     chunk: int | None = None  # tokens of a chunk: one sees its own alone
     blocks: Tensor | None = None  # [T]: the first token of each packed token's block
+    is_block_whole: bool = False  # seen beyond the window, too
     softcap: float | None = None  # scores are kept within it by tanh
     sinks: Tensor | None = None  # [heads]: a score that takes part in the softmax and has no value
 
     @property
     def is_plain(self) -> bool:
         """Causal and no more."""
-        return all(part is None for part in self)
+        return (self.window, self.chunk, self.blocks, self.softcap, self.sinks) == (None,) * 5
 
-    def first_key(self, position: int) -> int:
-        """That a query at this position can see."""
+    def first_key(self, position: int, rows: slice) -> int:
+        """That queries at this position and after, in these packed rows, can see."""
+        if self.is_block_whole and self.blocks is not None:
+            position = min(position, int(self.blocks[rows].min()))
         first = 0 if self.window is None else max(0, position - self.window + 1)
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
@@ -45,7 +48,7 @@ def rule_attention(
     for i, length in enumerate(batch.query_lens):
         rows = slice(start, start + length)
         context = batch.seq_lens[i]
-        first = rule.first_key(context - length)
+        first = rule.first_key(context - length, rows)
         keys = torch.arange(first, context, device=q.device)
         slots = batch.block_tables[i][keys // batch.block_size] * batch.block_size + keys % batch.block_size
         mask = _visible(rule, keys, context - length, rows)
@@ -60,13 +63,20 @@ def _visible(rule: AttentionRule, keys: Tensor, start: int, rows: slice) -> Tens
     queries = torch.arange(start, start + rows.stop - rows.start, device=keys.device)[:, None]
     mask = keys <= queries
     if rule.blocks is not None:
-        blocks = rule.blocks[rows]
-        mask[:, -len(blocks) :] |= blocks == blocks[:, None]
+        _add_blocks(mask, rule.blocks[rows])
     if rule.window is not None:
         mask &= keys > queries - rule.window
+    if rule.blocks is not None and rule.is_block_whole:
+        _add_blocks(mask, rule.blocks[rows])
+        mask |= (keys >= rule.blocks[rows][:, None]) & (keys <= queries)
     if rule.chunk is not None:
         mask &= keys // rule.chunk == queries // rule.chunk
     return mask
+
+
+def _add_blocks(mask: Tensor, blocks: Tensor) -> None:
+    """What is in one block and among the new tokens, which are the last keys."""
+    mask[:, -len(blocks) :] |= blocks == blocks[:, None]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, rule: AttentionRule) -> Tensor:

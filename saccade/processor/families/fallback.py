@@ -47,6 +47,7 @@ class Fallback:
     settings: str  # of the image processor
     rules: PositionRules
     frame: hf_processor.Frame
+    takes_many: bool = True  # images in a prompt
     is_fixed_size: bool = True  # the processor applies pixel limits of its own
 
     @classmethod
@@ -56,19 +57,20 @@ class Fallback:
         assert config.vision is not None, "its config was read by hf_config"
         embedded = config.image_token_id
         processor = hf_processor.load_processor(files.path, kind)
-        token = hf_processor.placeholder(processor, kind, embedded)
-        frame = hf_processor.frame_of(processor, token)
-        count = lru_cache(4096)(lambda size: _count(processor, token, frame, size))
-        token_id = processor.tokenizer.convert_tokens_to_ids(token)
+        place = hf_processor.placeholder(processor, kind, embedded)
+        token_id = processor.tokenizer.convert_tokens_to_ids(place.token)
         settings = repr(processor.image_processor)
         try:
+            frame = hf_processor.frame_of(processor, place)
+            count = lru_cache(4096)(lambda size: _count(processor, place.written, frame, size))
             ordinary = count(_ORDINARY)
+            takes_many = hf_processor.writes_each_alike(processor, place, frame)
         except Exception as error:
             size = f"{_ORDINARY.width}x{_ORDINARY.height}"
             reason = f"its processor fails on a picture of {size} pixels: {hf_processor.raised(error)}"
             raise hf_processor.refusal(kind, reason) from error
         rules = PositionRules.of(files.path, config, ordinary)
-        return cls(token_id, embedded, config.vision.patch_dim, count, settings, rules, frame)
+        return cls(token_id, embedded, config.vision.patch_dim, count, settings, rules, frame, takes_many)
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -110,6 +112,9 @@ class Fallback:
         return Expansion(np.array(self.count(geometry.resized).token_ids, np.int64), None)
 
     def framed(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if not self.takes_many and int((token_ids == self.image_token_id).sum()) > 1:
+            reason = "its processor writes several in other tokens than each alone"
+            raise RequestError(f"this model takes one picture per prompt here: {reason}; send one at a time")
         return np.array(self.frame.around(token_ids.tolist()), np.int64)
 
     def positions(
@@ -125,8 +130,8 @@ class Fallback:
         return self.rules.root(salt, identity, images)
 
 
-def _count(processor: Any, token: str, frame: hf_processor.Frame, size: Size) -> Counted:
-    inputs = hf_processor.processed(processor, token, Image.new("RGB", size))
+def _count(processor: Any, written: str, frame: hf_processor.Frame, size: Size) -> Counted:
+    inputs = hf_processor.processed(processor, written, Image.new("RGB", size))
     ids = tuple(frame.inside(inputs["input_ids"][0].tolist()))
     kinds = next((frame.inside(inputs[name][0].tolist()) for name in _KINDS if name in inputs), ())
     arguments = {name: value for name, value in inputs.items() if name not in (*_KINDS, *_OF_TOKENS)}
