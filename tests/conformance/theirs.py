@@ -1,0 +1,47 @@
+"""Transformers' own answers: its processor and its `generate`, on a checkpoint's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from saccade.checkpoint import hf_processor
+
+
+class Prompt:
+    """`image` in the text stands for each picture."""
+
+    def __init__(self, name: str, text: str, *images: Image.Image) -> None:
+        self.name = name
+        self.text = text
+        self.images = list(images)
+
+
+class Theirs:
+    def __init__(self, folder: Path) -> None:
+        kind = "a family of the zoo"
+        self.processor = hf_processor.load_processor(folder, kind)
+        model_class, _ = hf_processor.model_class(folder, kind)
+        self.model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+        config = self.model.generation_config
+        config.eos_token_id = None  # answers of a fixed length
+        config.use_cache = True
+        config.do_sample = False
+
+    def inputs(self, prompt: Prompt) -> dict[str, Any]:
+        if prompt.images:
+            return dict(hf_processor.processed(self.processor, prompt.text, *prompt.images))
+        ids = self.processor.tokenizer(prompt.text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Prompt, tokens: int) -> list[int]:
+        inputs = self.inputs(prompt)
+        out = self.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens)
+        sequence: Tensor = out[0]
+        length = inputs["input_ids"].shape[1]
+        return list(sequence[-tokens:].tolist()) if len(sequence) != tokens + length else sequence[length:].tolist()
