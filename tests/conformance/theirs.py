@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ class Theirs:
 
     def inputs(self, prompt: Prompt) -> dict[str, Any]:
         if prompt.images:
-            return dict(hf_processor.processed(self.processor, prompt.text, *prompt.images))
+            made = dict(hf_processor.processed(self.processor, prompt.text, *prompt.images))
+            known = inspect.signature(self.model.forward).parameters
+            return {name: value for name, value in made.items() if name in known or name != "mm_token_type_ids"}
         ids = self.processor.tokenizer(prompt.text, return_tensors="pt", add_special_tokens=False)["input_ids"]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 

@@ -30,6 +30,7 @@ _OURS = frozenset(
         "use_cache",
     )
 )  # arguments of a decoder that a step gives it
+_KINDS = frozenset(("mm_token_type_ids", "token_type_ids"))  # some models hand them on to a decoder that ignores them
 _BYTE = 256  # whole numbers ride as digits, which every floating-point type holds
 
 
@@ -86,6 +87,7 @@ class Entrance:
         self._arguments: dict[str, Any] = {}
         self._masks: dict[str, tuple[int, ...]] = {}  # paths of masks of image tokens, and their shapes
         self._parameters = inspect.signature(model.forward).parameters
+        self._ignored = _OURS | (_KINDS - inspect.signature(text.forward).parameters.keys())
 
     def arrive(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the decoder for one prompt [1, T]."""
@@ -119,7 +121,7 @@ class Entrance:
         arguments = self.arrive(inputs)
         embeds = _embeds(arguments)
         tokens = embeds.shape[1]
-        leaves = list(_leaves(arguments))
+        leaves = list(self._leaves(arguments))
         masks = {path: leaf for path, leaf in leaves if _is_mask(leaf, tokens)}
         counts = {int(mask.reshape(tokens, -1)[:, 0].sum()) for mask in masks.values()}
         for path, leaf in leaves:
@@ -134,7 +136,7 @@ class Entrance:
                     f"its decoder takes {path.strip('.')} {tuple(leaf.shape)}, which we cannot cut by token"
                 )
         self._masks = {path: tuple(mask.shape[2:]) for path, mask in masks.items()}
-        self._arguments = {name: value for name, value in arguments.items() if name not in _OURS}
+        self._arguments = {name: value for name, value in arguments.items() if name not in self._ignored}
         needed = self.hidden + sum(extra.columns for extra in self.extras)
         if needed > self.width:
             raise Unfit(f"its decoder takes {needed} values of a token, and its config tells of {self.width}")
@@ -144,7 +146,7 @@ class Entrance:
         arguments = self.arrive(inputs)
         embeds = _embeds(arguments)[0]
         parts = [embeds]
-        leaves = dict(_leaves(arguments))
+        leaves = dict(self._leaves(arguments))
         tokens = len(embeds)
         mask = next((leaf for leaf in leaves.values() if _is_mask(leaf, tokens)), None)
         for extra in self.extras:
@@ -178,18 +180,18 @@ class Entrance:
         filled: dict[str, Any] = pytree.tree_map_with_path(of, self._arguments)
         return filled
 
+    def _leaves(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """By path: of the arguments beside embeddings and positions."""
+        other = {name: value for name, value in arguments.items() if name not in self._ignored}
+        for path, leaf in pytree.tree_flatten_with_path(other)[0]:
+            yield pytree.keystr(path), leaf
+
 
 def _embeds(arguments: Mapping[str, Any]) -> Tensor:
     embeds = arguments.get("inputs_embeds")
     if not isinstance(embeds, Tensor):
         raise Unfit("its decoder makes the embeddings of a picture itself")
     return embeds
-
-
-def _leaves(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    other = {name: value for name, value in arguments.items() if name not in _OURS}
-    for path, leaf in pytree.tree_flatten_with_path(other)[0]:
-        yield pytree.keystr(path), leaf
 
 
 def _is_mask(leaf: Any, tokens: int) -> bool:
