@@ -26,6 +26,7 @@ _WRAPPERS = ("image_start_token", "image_end_token")
 _MODEL_TABLES = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING")
 _TRIED = (64, 64)
 _MAX_FRAME = 4
+_MAX_GAP = 5
 
 
 def refusal(model_type: str, reason: str) -> ConfigError:
@@ -170,10 +171,14 @@ class Frame(NamedTuple):
     before: tuple[int, ...]
     after: tuple[int, ...]
     wrapped: int
+    lead: int = 0  # tokens before an image, and after it, that depend on its number in the prompt
+    trail: int = 0
+    takes_many: bool = True  # images in a prompt
 
     def inside(self, values: Any) -> Any:
         """Without theirs, of values for each token of an image alone."""
-        return values[len(self.before) + self.wrapped : len(values) - len(self.after) - self.wrapped]
+        start = len(self.before) + self.wrapped + self.lead
+        return values[start : len(values) - len(self.after) - self.wrapped - self.trail]
 
     def around(self, ids: Sequence[int]) -> list[int]:
         """With those of a prompt, where it does not have them."""
@@ -184,28 +189,49 @@ class Frame(NamedTuple):
 
 def frame_of(processor: Any, place: Placeholder) -> Frame:
     """What is around an image that is alone, and not around one inside text."""
-    image = Image.new("RGB", _TRIED)
-    texts = (place.written, f"a {place.written} b")
-    alone, inside = (tuple(processed(processor, text, image)["input_ids"][0].tolist()) for text in texts)
+    alone = ids_of(processor, place.written, 1)
+    inside = ids_of(processor, f"a {place.written} b", 1)
     runs = ((start, end) for end in range(len(alone), 0, -1) for start in range(min(end, _MAX_FRAME)))
     for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
         if starts_of(inside, alone[start:end]):
-            return Frame(alone[:start], alone[end:], place.wrapped)
-    return Frame((), (), place.wrapped)
+            frame = Frame(alone[:start], alone[end:], place.wrapped)
+            return _beside_another(processor, place, frame, frame.inside(alone))
+    return Frame((), (), place.wrapped, takes_many=False)
 
 
-def writes_each_alike(processor: Any, place: Placeholder, frame: Frame) -> bool:
-    """Whether two images in a prompt become the tokens that each has alone."""
-    image = Image.new("RGB", _TRIED)
-    alone = frame.inside(processed(processor, place.written, image)["input_ids"][0].tolist())
+def _beside_another(processor: Any, place: Placeholder, frame: Frame, alone: tuple[int, ...]) -> Frame:
+    """The same, with the tokens of an image that two in a prompt do not share."""
     try:
-        both = processed(processor, f"{place.written} a {place.written}", image, image)["input_ids"][
-            0
-        ].tolist()
+        both = ids_of(processor, f"{place.written} a {place.written}", 2)
     except Exception:  # it may take one image alone
-        return False
-    found = starts_of(both, alone)
-    return bool(found) and found[-1] - found[0] >= len(alone)
+        return frame._replace(takes_many=False)
+    ends = [(lead, trail) for lead in range(_MAX_GAP) for trail in range(_MAX_GAP)]
+    for lead, trail in sorted(ends, key=sum):
+        part = alone[lead : len(alone) - trail]
+        starts = starts_of(both, part) if part else []
+        if starts and starts[-1] - starts[0] >= len(part):
+            return frame._replace(lead=lead, trail=trail)
+    return frame._replace(takes_many=False)
+
+
+def gaps(processor: Any, place: Placeholder, frame: Frame, images: int) -> list[tuple[int, ...]]:
+    """Tokens before each of so many images, such as its number, and after the last."""
+    image = frame.inside(ids_of(processor, place.written, 1))
+    ids = ids_of(processor, place.written * images, images)
+    ids = ids[len(frame.before) : len(ids) - len(frame.after)]
+    found: list[tuple[int, ...]] = []
+    start = 0
+    for number in range(images):
+        end = start + starts_of(ids[start:], image)[0]
+        found.append(ids[start + (frame.wrapped if number else 0) : end - frame.wrapped])
+        start = end + len(image)
+    return [*found, ids[start + frame.wrapped :]]
+
+
+def ids_of(processor: Any, text: str, images: int) -> tuple[int, ...]:
+    """Of a prompt with so many small images."""
+    inputs = processed(processor, text, *[Image.new("RGB", _TRIED)] * images)
+    return tuple(inputs["input_ids"][0].tolist())
 
 
 def starts_of(ids: Sequence[int], part: Sequence[int]) -> list[int]:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image
-
 from saccade import LLM, SamplingParams
 from tests.conformance.theirs import Prompt, Theirs
 from tests.helpers.families.zoo import second_half
@@ -19,7 +17,7 @@ SAMPLING = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 SIZES: Mapping[str, Any] = {"kv_cache_gb": 0.02, "use_tqdm": False, "max_model_len": 2048}
 CHUNK = 48  # tokens of a step: fewer than of most prompts
 
-Answers = list[list[int]]
+Answers = list[list[int] | str]  # a prompt that is refused has a reason
 Mode = Callable[[LLM, Sequence[Any]], Answers]
 
 
@@ -46,7 +44,8 @@ def alone(llm: LLM, prompts: Sequence[Any]) -> Answers:
 
 
 def answers(llm: LLM, prompts: Sequence[Any]) -> Answers:
-    return [out.outputs[0].token_ids for out in llm.generate(list(prompts), SAMPLING, use_tqdm=False)]
+    outs = llm.generate(list(prompts), SAMPLING, use_tqdm=False)
+    return [out.outputs[0].token_ids if out.error is None else str(out.error) for out in outs]
 
 
 def compare(name: str, entry: Entry, folder: Path) -> Result:
@@ -90,9 +89,11 @@ def _differences(
             for mode, run in modes:
                 for prompt, got, wanted in zip(prompts, run(llm, ours), expected, strict=True):
                     if got != wanted:
-                        same = next(i for i, pair in enumerate(zip(got, wanted, strict=True)) if pair[0] != pair[1])
-                        yield f"{mode}: {prompt.name} after {same} tokens"
+                        yield f"{mode}: {prompt.name} {_difference(got, wanted)}"
 
 
-def image_of(prompt: Prompt) -> Image.Image:
-    return prompt.images[0]
+def _difference(got: list[int] | str, wanted: list[int] | str) -> str:
+    if isinstance(got, str):
+        return got
+    same = next(i for i, pair in enumerate(zip(got, wanted, strict=True)) if pair[0] != pair[1])
+    return f"after {same} tokens"

@@ -34,12 +34,13 @@ class Theirs:
         config.do_sample = False
 
     def inputs(self, prompt: Prompt) -> dict[str, Any]:
+        known = inspect.signature(self.model.forward).parameters
         if prompt.images:
             made = dict(hf_processor.processed(self.processor, prompt.text, *prompt.images))
-            known = inspect.signature(self.model.forward).parameters
             return {name: value for name, value in made.items() if name in known or name != "mm_token_type_ids"}
         ids = self.processor.tokenizer(prompt.text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        kinds = {"token_type_ids": torch.zeros_like(ids)} if "token_type_ids" in known else {}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **kinds}
 
     @torch.inference_mode()
     def greedy(self, prompt: Prompt, tokens: int) -> list[int]:

@@ -30,7 +30,9 @@ _OURS = frozenset(
         "use_cache",
     )
 )  # arguments of a decoder that a step gives it
-_KINDS = frozenset(("mm_token_type_ids", "token_type_ids"))  # some models hand them on to a decoder that ignores them
+_KINDS = frozenset(
+    ("mm_token_type_ids", "token_type_ids")
+)  # some models hand them on to a decoder that ignores them
 _BYTE = 256  # whole numbers ride as digits, which every floating-point type holds
 
 

@@ -47,7 +47,7 @@ class Fallback:
     settings: str  # of the image processor
     rules: PositionRules
     frame: hf_processor.Frame
-    takes_many: bool = True  # images in a prompt
+    gaps: Callable[[int], list[tuple[int, ...]]]  # tokens before each of so many images, and after the last
     is_fixed_size: bool = True  # the processor applies pixel limits of its own
 
     @classmethod
@@ -64,13 +64,13 @@ class Fallback:
             frame = hf_processor.frame_of(processor, place)
             count = lru_cache(4096)(lambda size: _count(processor, place.written, frame, size))
             ordinary = count(_ORDINARY)
-            takes_many = hf_processor.writes_each_alike(processor, place, frame)
         except Exception as error:
             size = f"{_ORDINARY.width}x{_ORDINARY.height}"
             reason = f"its processor fails on a picture of {size} pixels: {hf_processor.raised(error)}"
             raise hf_processor.refusal(kind, reason) from error
         rules = PositionRules.of(files.path, config, ordinary)
-        return cls(token_id, embedded, config.vision.patch_dim, count, settings, rules, frame, takes_many)
+        gaps = lru_cache(64)(lambda images: hf_processor.gaps(processor, place, frame, images))
+        return cls(token_id, embedded, config.vision.patch_dim, count, settings, rules, frame, gaps)
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -112,9 +112,18 @@ class Fallback:
         return Expansion(np.array(self.count(geometry.resized).token_ids, np.int64), None)
 
     def framed(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        if not self.takes_many and int((token_ids == self.image_token_id).sum()) > 1:
+        """With what the processor writes around images."""
+        places = np.flatnonzero(token_ids == self.image_token_id)
+        if not len(places):
+            return token_ids
+        if len(places) > 1 and not self.frame.takes_many:
             reason = "its processor writes several in other tokens than each alone"
             raise RequestError(f"this model takes one picture per prompt here: {reason}; send one at a time")
+        if self.frame.lead or self.frame.trail:
+            where = [*places.tolist(), int(places[-1]) + 1]
+            gaps = list(zip(where, self.gaps(len(places)), strict=True))
+            added = [index for index, gap in gaps for _ in gap]
+            token_ids = np.insert(token_ids, added, [token for _, gap in gaps for token in gap])
         return np.array(self.frame.around(token_ids.tolist()), np.int64)
 
     def positions(

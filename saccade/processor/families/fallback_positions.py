@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -93,29 +93,28 @@ def _rope_index(path: Path, model_type: str) -> Any:
     kind, config = hf_processor.model_class(path, model_type)
     with import_module("torch").device("meta"):
         model = kind(config)
-    owners = (model, getattr(model, "model", None))
-    return next((owner.get_rope_index for owner in owners if hasattr(owner, "get_rope_index")), None)
+    inner = getattr(model, "model", None)
+    return getattr(model, "get_rope_index", None) or getattr(inner, "get_rope_index", None)
 
 
 def _own_positions(rope_index: Any, ids: Ints, kinds: Ints, images: Sequence[CountedImage]) -> Positions:
     torch = import_module("torch")
-    given = {
+    of_tokens = {
         "input_ids": torch.from_numpy(ids)[None],
         "mm_token_type_ids": torch.from_numpy(kinds)[None],
         "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
-        **_joined(torch, images),
     }
-    wanted = inspect.signature(rope_index).parameters
-    positions, delta = rope_index(**{name: value for name, value in given.items() if name in wanted})
+    parameters = inspect.signature(rope_index).parameters
+    arguments = {name: value for name, value in of_tokens.items() if name in parameters}
+    positions, delta = rope_index(**arguments, **_joined(torch, images, parameters))
     rows = positions.reshape(-1, len(ids)).numpy().astype(np.int32)
     return rows, len(ids) + int(delta.reshape(-1)[0])
 
 
-def _joined(torch: Any, images: Sequence[CountedImage]) -> dict[str, Any]:
+def _joined(torch: Any, images: Sequence[CountedImage], names: Iterable[str]) -> dict[str, Any]:
     """Grids and sizes of all images, one after the other."""
-    names = dict.fromkeys(name for image in images for name in image.arguments)
     parts = {name: [image.arguments[name] for image in images if name in image.arguments] for name in names}
-    return {name: torch.cat(part) for name, part in parts.items() if all(map(torch.is_tensor, part))}
+    return {name: torch.cat(part) for name, part in parts.items() if part}
 
 
 def _kinds(ids: Ints, images: Sequence[tuple[int, CountedImage]]) -> Ints:
