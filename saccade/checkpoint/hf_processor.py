@@ -5,6 +5,7 @@ That import loads torch, so it happens lazily.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ _MODEL_TABLES = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MA
 _TRIED = (64, 64)
 _MAX_FRAME = 4
 _MAX_GAP = 5
+_BETWEEN = " a "
 
 
 def refusal(model_type: str, reason: str) -> ConfigError:
@@ -73,9 +75,9 @@ def _load(transformers: Any, path: Path) -> Any:
     unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows any
     whole = type(kind.__name__, (kind,), unchecked)
     try:
-        return whole(**parts, **dict.fromkeys(others), **_settings(path))
+        return whole(**parts, **dict.fromkeys(others), **_settings(kind, path))
     except AttributeError:  # it asks a part that is left out for its settings, which those of images have
-        return whole(**parts, **dict.fromkeys(others, parts["image_processor"]), **_settings(path))
+        return whole(**parts, **dict.fromkeys(others, parts["image_processor"]), **_settings(kind, path))
 
 
 def _processor_class(transformers: Any, path: Path) -> Any:
@@ -91,10 +93,15 @@ def _processor_class(transformers: Any, path: Path) -> Any:
     return kinds[type(config)]
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(kind: Any, path: Path) -> dict[str, Any]:
+    """The processor's own, without those of its parts."""
     config = read_optional(path / "processor_config.json")
-    settings = {name: value for name, value in config.items() if not isinstance(value, dict)}
-    return {name: value for name, value in settings.items() if name not in ("processor_class", "auto_map")}
+    parameters = inspect.signature(kind.__init__).parameters.keys() - set(kind.get_attributes())
+    return {
+        name: value
+        for name, value in config.items()
+        if name not in ("processor_class", "auto_map") and (name in parameters or not isinstance(value, dict))
+    }
 
 
 def processed(processor: Any, text: str, *images: Image.Image) -> Any:
@@ -166,14 +173,16 @@ def placeholder(processor: Any, model_type: str, image_token_id: int | None) -> 
 
 
 class Frame(NamedTuple):
-    """Tokens that a processor puts around every prompt, and those that have to be around an image."""
+    """Tokens that a processor puts around every prompt, and around images."""
 
-    before: tuple[int, ...]
+    before: tuple[int, ...]  # a prompt
     after: tuple[int, ...]
-    wrapped: int
-    lead: int = 0  # tokens before an image, and after it, that depend on its number in the prompt
+    wrapped: int  # tokens that have to be before an image, and after it
+    lead: int = 0  # tokens before an image, and after it, that depend on its place in the prompt
     trail: int = 0
     takes_many: bool = True  # images in a prompt
+    is_joined: bool = False  # one image after another shares those that it has before
+    puts_space: bool = False  # between an image and a word that follows at once
 
     def inside(self, values: Any) -> Any:
         """Without theirs, of values for each token of an image alone."""
@@ -191,39 +200,52 @@ def frame_of(processor: Any, place: Placeholder) -> Frame:
     """What is around an image that is alone, and not around one inside text."""
     alone = ids_of(processor, place.written, 1)
     inside = ids_of(processor, f"a {place.written} b", 1)
+    puts_space = ids_of(processor, f"{place.written}b", 1) == ids_of(processor, f"{place.written} b", 1)
     runs = ((start, end) for end in range(len(alone), 0, -1) for start in range(min(end, _MAX_FRAME)))
     for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
         if starts_of(inside, alone[start:end]):
-            frame = Frame(alone[:start], alone[end:], place.wrapped)
+            frame = Frame(alone[:start], alone[end:], place.wrapped, puts_space=puts_space)
             return _beside_another(processor, place, frame, frame.inside(alone))
     return Frame((), (), place.wrapped, takes_many=False)
 
 
 def _beside_another(processor: Any, place: Placeholder, frame: Frame, alone: tuple[int, ...]) -> Frame:
     """The same, with the tokens of an image that two in a prompt do not share."""
+    written = place.written
     try:
-        both = ids_of(processor, f"{place.written} a {place.written}", 2)
+        prompts = [ids_of(processor, text, 2) for text in (written + _BETWEEN + written, written * 2)]
     except Exception:  # it may take one image alone
         return frame._replace(takes_many=False)
     ends = [(lead, trail) for lead in range(_MAX_GAP) for trail in range(_MAX_GAP)]
-    for lead, trail in sorted(ends, key=sum):
+    for lead, trail in sorted(ends, key=lambda end: (sum(end), end[1])):
         part = alone[lead : len(alone) - trail]
-        starts = starts_of(both, part) if part else []
-        if starts and starts[-1] - starts[0] >= len(part):
-            return frame._replace(lead=lead, trail=trail)
+        if part and all(_has_two(ids, part) for ids in prompts):
+            is_joined = lead > 0 and alone[:lead] + part * 2 == frame.inside(prompts[1])
+            return frame._replace(lead=lead, trail=trail, is_joined=is_joined)
     return frame._replace(takes_many=False)
+
+
+def _has_two(ids: Sequence[int], part: Sequence[int]) -> bool:
+    starts = starts_of(ids, part)
+    return bool(starts) and starts[-1] - starts[0] >= len(part)
 
 
 def gaps(processor: Any, place: Placeholder, frame: Frame, images: int) -> list[tuple[int, ...]]:
     """Tokens before each of so many images, such as its number, and after the last."""
     image = frame.inside(ids_of(processor, place.written, 1))
-    ids = ids_of(processor, place.written * images, images)
+    between = _plain_ids(processor.tokenizer, _BETWEEN)
+    ids = ids_of(processor, _BETWEEN.join([place.written] * images), images)
     ids = ids[len(frame.before) : len(ids) - len(frame.after)]
     found: list[tuple[int, ...]] = []
     start = 0
     for number in range(images):
+        if number:
+            start += frame.wrapped
+            if starts_of(ids[start:], between)[0] > 0:
+                raise ValueError("tokens after an image that is not the last")
+            start += len(between)
         end = start + starts_of(ids[start:], image)[0]
-        found.append(ids[start + (frame.wrapped if number else 0) : end - frame.wrapped])
+        found.append(ids[start : end - frame.wrapped])
         start = end + len(image)
     return [*found, ids[start + frame.wrapped :]]
 

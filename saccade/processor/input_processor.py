@@ -207,7 +207,7 @@ class Processor:
         self, rendered: Rendered, *, mm_processor_kwargs: Mapping[str, Any] | None = None, salt: bytes = b""
     ) -> Prompt:
         """Second half of `from_chat`: tokenize, resolve the media and expand their placeholders."""
-        make_ids = partial(self.tokenizer.encode_template, rendered.text)
+        make_ids = partial(self.tokenizer.encode_template, self._spelled(rendered.text))
         text = self.tokenizer.unshield(rendered.text)
         return self._build(make_ids, rendered.images, rendered.videos, mm_processor_kwargs, salt, text)
 
@@ -271,7 +271,10 @@ class Processor:
     def _encode(self, text: Any) -> list[int]:
         if not isinstance(text, str) or not text:
             raise RequestError("the prompt is empty; give at least one character of text", param="prompt")
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(self._spelled(text))
+
+    def _spelled(self, text: str) -> str:
+        return self.family.spelled(text) if isinstance(self.family, FramesPrompt) else text
 
     def _checked_ids(self, ids: Any) -> Ids:
         return checked_ids(ids, self.checkpoint.config.text.vocab_size, self.family.placeholder_ids)

@@ -33,6 +33,7 @@ def prompts_of(image: str) -> list[Prompt]:
         Prompt("text around", f"The quick brown {image} fox jumps over it.", tall),
         Prompt("text", "The quick brown fox jumps over the lazy dog. " * 3),
         Prompt("two pictures", f"{image} and then {image} differ?", photo, wide),
+        Prompt("side by side", f"{image}{image} Which is larger?", tall, photo),
         Prompt("wide", f"{image} Read it.", wide),
         Prompt("one pixel", f"{image} See?", dot),
         Prompt("large", f"{image} More.", make_photo(500, 400)),

@@ -102,9 +102,13 @@ class HasMarkup(Protocol):
 
 @runtime_checkable
 class FramesPrompt(Protocol):
-    """A family whose processor puts tokens around every prompt."""
+    """A family whose processor puts tokens around prompts, or around images in them."""
 
-    def framed(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
+    def spelled(self, text: str) -> str:
+        """A prompt with the characters that its processor adds."""
+
+    def framed(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """With the tokens that it adds."""
 
 
 @runtime_checkable

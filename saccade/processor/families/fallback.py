@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Fallback:
     rules: PositionRules
     frame: hf_processor.Frame
     gaps: Callable[[int], list[tuple[int, ...]]]  # tokens before each of so many images, and after the last
+    closing: re.Pattern[str]  # an image that a word follows at once
     is_fixed_size: bool = True  # the processor applies pixel limits of its own
 
     @classmethod
@@ -70,7 +72,8 @@ class Fallback:
             raise hf_processor.refusal(kind, reason) from error
         rules = PositionRules.of(files.path, config, ordinary)
         gaps = lru_cache(64)(lambda images: hf_processor.gaps(processor, place, frame, images))
-        return cls(token_id, embedded, config.vision.patch_dim, count, settings, rules, frame, gaps)
+        closing = re.compile(re.escape(place.token) + r"(?=[^\s<])")
+        return cls(token_id, embedded, config.vision.patch_dim, count, settings, rules, frame, gaps, closing)
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -120,11 +123,18 @@ class Fallback:
             reason = "its processor writes several in other tokens than each alone"
             raise RequestError(f"this model takes one picture per prompt here: {reason}; send one at a time")
         if self.frame.lead or self.frame.trail:
-            where = [*places.tolist(), int(places[-1]) + 1]
-            gaps = list(zip(where, self.gaps(len(places)), strict=True))
-            added = [index for index, gap in gaps for _ in gap]
-            token_ids = np.insert(token_ids, added, [token for _, gap in gaps for token in gap])
+            token_ids = self._with_gaps(token_ids, places.tolist())
         return np.array(self.frame.around(token_ids.tolist()), np.int64)
+
+    def _with_gaps(self, token_ids: npt.NDArray[np.int64], places: list[int]) -> npt.NDArray[np.int64]:
+        gaps = list(zip([*places, places[-1] + 1], self.gaps(len(places)), strict=True))
+        if self.frame.is_joined:
+            gaps = [(place, gap) for place, gap in gaps if place - 1 not in places]
+        where = [place for place, gap in gaps for _ in gap]
+        return np.insert(token_ids, where, [token for _, gap in gaps for token in gap])
+
+    def spelled(self, text: str) -> str:
+        return self.closing.sub(r"\g<0> ", text) if self.frame.puts_space else text
 
     def positions(
         self, token_ids: TokenIds, spans: Sequence[Span], geometries: Sequence[Geometry]
