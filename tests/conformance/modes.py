@@ -13,12 +13,11 @@ from tests.helpers.families.zoo.entry import Entry
 from tests.helpers.media.images import make_photo
 
 TOKENS = 12
-SAMPLING = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 SIZES: Mapping[str, Any] = {"kv_cache_gb": 0.02, "use_tqdm": False, "max_model_len": 2048}
 CHUNK = 48  # tokens of a step: fewer than of most prompts
 
 Answers = list[list[int] | str]  # a prompt that is refused has a reason
-Mode = Callable[[LLM, Sequence[Any]], Answers]
+Mode = Callable[[LLM, Sequence[Any], SamplingParams], Answers]
 
 
 class Result(NamedTuple):
@@ -26,26 +25,28 @@ class Result(NamedTuple):
     differences: list[str]  # "mode: prompt", none if all answers are equal
 
 
-def prompts_of(image: str) -> list[Prompt]:
+def prompts_of(entry: Entry) -> list[Prompt]:
+    image = entry.image
     photo, tall, wide, dot = (make_photo(*size) for size in ((60, 50), (40, 90), (300, 40), (1, 1)))
+    second = make_photo(60, 50, seed=1) if entry.pads_together else wide
     return [
         Prompt("picture", f"{image}What is it?", photo),
         Prompt("text around", f"The quick brown {image} fox jumps over it.", tall),
         Prompt("text", "The quick brown fox jumps over the lazy dog. " * 3),
-        Prompt("two pictures", f"{image} and then {image} differ?", photo, wide),
-        Prompt("side by side", f"{image}{image} Which is larger?", tall, photo),
+        Prompt("two pictures", f"{image} and then {image} differ?", photo, second),
+        Prompt("side by side", f"{image}{image} Which is larger?", second, photo),
         Prompt("wide", f"{image} Read it.", wide),
         Prompt("one pixel", f"{image} See?", dot),
         Prompt("large", f"{image} More.", make_photo(500, 400)),
     ]
 
 
-def alone(llm: LLM, prompts: Sequence[Any]) -> Answers:
-    return [answers(llm, [prompt])[0] for prompt in prompts]
+def alone(llm: LLM, prompts: Sequence[Any], sampling: SamplingParams) -> Answers:
+    return [answers(llm, [prompt], sampling)[0] for prompt in prompts]
 
 
-def answers(llm: LLM, prompts: Sequence[Any]) -> Answers:
-    outs = llm.generate(list(prompts), SAMPLING, use_tqdm=False)
+def answers(llm: LLM, prompts: Sequence[Any], sampling: SamplingParams) -> Answers:
+    outs = llm.generate(list(prompts), sampling, use_tqdm=False)
     return [out.outputs[0].token_ids if out.error is None else str(out.error) for out in outs]
 
 
@@ -53,18 +54,19 @@ def compare(name: str, entry: Entry, folder: Path) -> Result:
     """Of a family's small checkpoint, made in this folder."""
     with second_half.libraries(name):
         entry.build(folder)
-        prompts, expected = _expected(entry, folder)
-        ours = [{"prompt": p.text, "multi_modal_data": {"image": p.images or None}} for p in prompts]
-        found = list(_differences(folder, entry, ours, prompts, expected))
+        theirs = Theirs(folder)
+        prompts, expected = _expected(entry, theirs)
+        bias = dict.fromkeys(theirs.banned, -100.0)
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logit_bias=bias)
+        found = list(_differences(folder, entry, sampling, prompts, expected))
     return Result([prompt.name for prompt in prompts], found)
 
 
-def _expected(entry: Entry, folder: Path) -> tuple[list[Prompt], Answers]:
+def _expected(entry: Entry, theirs: Theirs) -> tuple[list[Prompt], Answers]:
     """What Transformers answers; a prompt that its own code fails on is left out, unless it is one of the first."""
-    theirs = Theirs(folder)
     prompts: list[Prompt] = []
     expected: Answers = []
-    for number, prompt in enumerate(prompts_of(entry.image)):
+    for number, prompt in enumerate(prompts_of(entry)):
         try:
             answer = theirs.greedy(prompt, TOKENS)
         except Exception:
@@ -77,8 +79,9 @@ def _expected(entry: Entry, folder: Path) -> tuple[list[Prompt], Answers]:
 
 
 def _differences(
-    folder: Path, entry: Entry, ours: Sequence[Any], prompts: Sequence[Prompt], expected: Answers
+    folder: Path, entry: Entry, sampling: SamplingParams, prompts: Sequence[Prompt], expected: Answers
 ) -> Iterator[str]:
+    ours = [{"prompt": p.text, "multi_modal_data": {"image": p.images or None}} for p in prompts]
     sizes = {**SIZES, **entry.options}
     engines: list[tuple[dict[str, Any], list[tuple[str, Mode]]]] = [
         (sizes, [("alone", alone), ("warm", alone), ("together, warm", answers)]),
@@ -88,7 +91,7 @@ def _differences(
     for options, modes in engines:
         with LLM(str(folder), **options) as llm:
             for mode, run in modes:
-                for prompt, got, wanted in zip(prompts, run(llm, ours), expected, strict=True):
+                for prompt, got, wanted in zip(prompts, run(llm, ours, sampling), expected, strict=True):
                     if got != wanted:
                         yield f"{mode}: {prompt.name} {_difference(got, wanted)}"
 

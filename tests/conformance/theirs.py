@@ -32,6 +32,8 @@ class Theirs:
         config.eos_token_id = None  # answers of a fixed length
         config.use_cache = True
         config.do_sample = False
+        self.banned = sorted(_markers(self.processor.tokenizer, self.model.config.to_dict()))
+        config.suppress_tokens = self.banned
 
     def inputs(self, prompt: Prompt) -> dict[str, Any]:
         known = inspect.signature(self.model.forward).parameters
@@ -49,3 +51,9 @@ class Theirs:
         sequence: Tensor = out[0]
         length = inputs["input_ids"].shape[1]
         return list(sequence[-tokens:].tolist()) if len(sequence) != tokens + length else sequence[length:].tolist()
+
+
+def _markers(tokenizer: Any, config: dict[str, Any]) -> set[int]:
+    """Tokens that stand for images and ends: a trained model writes none of an image's."""
+    named = {value for name, value in config.items() if name.endswith(("_token_id", "_token_index"))}
+    return {token for token in named if isinstance(token, int) and token >= 0} | set(tokenizer.all_special_ids)

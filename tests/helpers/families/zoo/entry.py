@@ -12,4 +12,5 @@ class Entry(NamedTuple):
     build: Callable[[Path], Path]  # fills the folder with a random checkpoint of a few layers
     image: str  # what a raw prompt says where an image goes, as its processor expects it
     options: Mapping[str, Any] = MappingProxyType({})  # of `LLM`, beside those of every family
+    pads_together: bool = False  # Transformers pads images of a prompt to one size, and convolutions see the edge
     refusal: str | None = None  # of a family that is not served: a part of the sentence

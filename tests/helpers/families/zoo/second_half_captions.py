@@ -161,6 +161,7 @@ ENTRIES = {
             "eof": "<|extra_201|>",
             "bos": "<|endoftext|>",
         },
+        pads_together=True,
     ),
     "florence2": family(
         "florence2",
