@@ -144,6 +144,7 @@ class ModelConfig:
     dtype: str  # as the checkpoint was saved: "float32", "bfloat16", "float16"
     eos_token_ids: frozenset[int]
     raw: Mapping[str, Any] = field(repr=False)  # config.json, for fields of one family
+    is_bridged: bool = False  # the model runs through Transformers' code
 
 
 def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] = MappingProxyType({})) -> ModelConfig:

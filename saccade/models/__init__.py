@@ -184,4 +184,4 @@ def _tensors(path: Path | None, config: ModelConfig, device: torch.device, load_
 
 def is_native(config: ModelConfig) -> bool:
     """Whether the model is one of ours. Others run through Transformers' code."""
-    return config.model_type in FAMILIES
+    return config.model_type in FAMILIES and not config.is_bridged

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from saccade.errors import ConfigError
 from saccade.media.hashing import digest_of
 from saccade.options.engine import Options
 from saccade.processor import late_interaction
-from saccade.processor.families import FAMILIES, built_in_template, is_known
+from saccade.processor.families import FAMILIES, built_in_template, is_known, is_ours
 from saccade.processor.tasks import Task, task_of
 from saccade.util.plain_files import open_plain
 
@@ -233,11 +233,11 @@ def _check_complete(path: Path, weights: bool) -> None:
 def _config(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """Transformers reads that of a family which is not in our table."""
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind in FAMILIES:
+    if not isinstance(kind, str) or is_ours(raw):
         return model_config(raw, generation)
     ours = hf_config.readable(path, raw)
     try:
-        return model_config(ours, generation)
+        return replace(model_config(ours, generation), is_bridged=True)
     except ConfigError as error:
         raise refusal(kind, str(error)) from None
 

@@ -155,6 +155,7 @@ class Start(Message, frozen=True):
     path: str
     config: dict[str, Any]  # config.json
     eos_token_ids: list[int]  # as generation_config.json or config.json name them
+    is_bridged: bool
     image_processor: dict[str, Any]
     options: Options
     largest: Geometry | None  # the most expensive image the limits allow
@@ -258,6 +259,7 @@ def start_message(
         path=str(path),
         config=dict(config.raw),
         eos_token_ids=sorted(config.eos_token_ids),
+        is_bridged=config.is_bridged,
         image_processor=dict(image_processor),
         options=options,
         largest=largest,
@@ -269,7 +271,8 @@ def start_message(
 
 
 def config_of(start: Start) -> ModelConfig:
-    return model_config(start.config, {"eos_token_id": start.eos_token_ids})
+    config = model_config(start.config, {"eos_token_id": start.eos_token_ids})
+    return replace(config, is_bridged=start.is_bridged)
 
 
 # --- frames -------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Bridge:
         self.dtype = dtype
         self.window = window
         self.text = decoder_of(model)
-        self.head = model.get_output_embeddings()
+        self.head = model.get_output_embeddings() or model.get_decoder().get_output_embeddings()
         self.place = placeholder(processor, config.model_type, config.image_token_id)
         self.images = ImageInputs(processor, self.place, config.vision.patch_dim, dtype, device)
         hidden, width = config.text.hidden_size, config.text.embedding_size
@@ -74,7 +74,7 @@ class Bridge:
             return "its attention is more than causal"
         if self.entrance.extras:
             return "its decoder takes more than embeddings"
-        return None if self.tail == Tail() else "its logits are scaled or capped"
+        return None if self.tail.is_plain else "its logits are scaled or capped"
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image

@@ -27,7 +27,7 @@ from saccade.checkpoint.token_blocks import block_row
 from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.images import on_device
 from saccade.models.bridge.model import Bridge
-from saccade.models.bridge.tail import tail_of
+from saccade.models.bridge.tail import NEVER, tail_of
 from saccade.models.layers.forward_types import States, WindowGroup
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.types.media import Geometry, Grid, Size
@@ -178,7 +178,7 @@ def _own_logits(model: Bridge, inputs: Mapping[str, Any]) -> Tensor:
         hook.remove()
     plain = model.head(hidden[-1]).float()
     model.tail = tail_of(model.text.config, plain, logits, TOLERANCE[model.dtype])
-    return logits
+    return logits.clamp(min=NEVER)
 
 
 def _difference(model: Bridge, probes: Sequence[Probe], steps: Sequence[Sequence[Chunk]]) -> float:
@@ -199,9 +199,8 @@ def _difference(model: Bridge, probes: Sequence[Probe], steps: Sequence[Sequence
         ours = model.logits(hidden)
         for chunk, logits in zip(chunks, torch.split(ours, [len(part) for part in embeds]), strict=True):
             expected = probes[chunk.probe].expected
-            differences.append(
-                float((logits - expected[chunk.start : chunk.end]).abs().max() / expected.abs().max())
-            )
+            largest = expected[expected > NEVER].abs().max()
+            differences.append(float((logits - expected[chunk.start : chunk.end]).abs().max() / largest))
     return float(np.max(differences))  # a NaN counts as the largest
 
 

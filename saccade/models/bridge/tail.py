@@ -18,22 +18,36 @@ _FACTORS = (
     "lm_head_multiplier",
 )
 _CAPS = ("final_logit_softcapping",)
+NEVER = -1e4  # which half precision holds
 
 
 class Tail(NamedTuple):
     gain: float = 1.0
     cap: float | None = None
+    banned: Tensor | None = None  # [vocabulary]: tokens that a model never says
 
     def __call__(self, logits: Tensor) -> Tensor:
-        logits = logits * self.gain if self.gain != 1 else logits
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+        if self.gain != 1:
+            logits = logits * self.gain
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return logits if self.banned is None else logits.masked_fill(self.banned, NEVER)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.gain == 1 and self.cap is None and self.banned is None
 
 
 def tail_of(text: Any, logits: Tensor, expected: Tensor, tolerance: float) -> Tail:
-    """Found by comparison, as the same field means something in one wrapper of a decoder and nothing in another."""
+    """Found by comparison, as the same field means something in one wrapper of a decoder and nothing in another.
+
+    `expected` [T, vocabulary] of the model itself has `NEVER` or less for what it never says.
+    """
+    banned = (expected <= NEVER).all(0)
+    said = expected[:, ~banned]
     for tail in _candidates(text):
-        if float((tail(logits) - expected).abs().max()) <= tolerance * float(expected.abs().max()):
-            return tail
+        if float((tail(logits[:, ~banned]) - said).abs().max()) <= tolerance * float(said.abs().max()):
+            return tail._replace(banned=banned) if bool(banned.any()) else tail
     raise Unfit("its logits are not what its head makes of hidden states, nor that scaled or capped")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.processor.families import deepseek_vl_v2, frame_groups, qwen_vl
@@ -51,18 +52,37 @@ TEMPLATES: dict[str, Callable[[ModelConfig], str | None]] = {
 """Chat templates of families whose checkpoints ship none."""
 
 
+_LLAVA_DECODERS = ("llama", "mistral", "qwen2")
+DECODERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llava", "llava_next", "llava_onevision"), _LLAVA_DECODERS),
+    "mistral3": (*_LLAVA_DECODERS, "ministral3"),
+}
+"""Decoders that our code has of families that may have others."""
+
+
+def is_ours(raw: Mapping[str, Any]) -> bool:
+    """Whether our code serves a checkpoint with this config.json. Others run through Transformers' code."""
+    kind = raw.get("model_type")
+    if kind not in FAMILIES:
+        return False
+    if kind == "llava_next" and raw.get("vision_feature_select_strategy") == "full":
+        return False
+    decoder = (raw.get("text_config") or {}).get("model_type")
+    return decoder is None or kind not in DECODERS or decoder in DECODERS[kind]
+
+
 def video_rules_for(files: Files) -> VideoRules | None:
-    make = VIDEO.get(files.config.model_type)
+    make = None if files.config.is_bridged else VIDEO.get(files.config.model_type)
     return make(files) if make else None
 
 
 def family_for(config: ModelConfig) -> type[Family]:
     """The family's rules, or the fallback through Transformers' own processor."""
-    return FAMILIES.get(name_of(config), Fallback)
+    return FAMILIES[name_of(config)] if is_known(config) else Fallback
 
 
 def is_known(config: ModelConfig) -> bool:
-    return name_of(config) in FAMILIES
+    return not config.is_bridged and name_of(config) in FAMILIES
 
 
 def built_in_template(config: ModelConfig) -> str | None:

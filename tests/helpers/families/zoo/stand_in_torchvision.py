@@ -116,7 +116,8 @@ def provided() -> Iterator[None]:
                 importing.setitem(sys.modules, name, module)
             found = {name: _load(name, place) for name, place in MODULES.items()}
         for name, kind in found.items():
-            patch.setattr(import_module(f"transformers.models.{name}"), kind.__name__, kind)
+            for module in ("transformers", f"transformers.models.{name}"):
+                patch.setattr(import_module(module), kind.__name__, kind)
         yield
 
 
