@@ -68,10 +68,13 @@ def _expected(entry: Entry, theirs: Theirs) -> tuple[list[Prompt], Answers]:
     expected: Answers = []
     for number, prompt in enumerate(prompts_of(entry)):
         try:
+            length = theirs.inputs(prompt)["input_ids"].shape[1]
             answer = theirs.greedy(prompt, TOKENS)
         except Exception:
             if number < 3:
                 raise
+            continue
+        if length + TOKENS > entry.options.get("max_model_len", SIZES["max_model_len"]):
             continue
         prompts.append(prompt)
         expected.append(answer)

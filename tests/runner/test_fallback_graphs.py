@@ -11,8 +11,8 @@ from torch import nn
 
 from saccade.checkpoint.config import TextConfig
 from saccade.models import load_model
-from saccade.models.bridge.text_model import TextModel
 from saccade.models.bridge.model import Bridge
+from saccade.models.bridge.text_model import TextModel
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.forward_selector import try_graphs
 from tests.helpers.families.families import FAMILIES

@@ -15,7 +15,7 @@ from saccade.models.layers.forward_types import Attention
 
 NAME = "saccade"  # in Transformers' registry
 _SINKS = ("s_aux", "sinks")
-_UNKNOWN = ("indices", "topk_indices", "position_bias", "relative_bias")
+_UNKNOWN = ("position_bias", "relative_bias")
 _WINDOW_KINDS = ("sliding_attention", "hybrid_sliding")
 _ONLY_SLIDING_SEES_BLOCKS = ("gemma4_text",)
 _BLOCKS_BEYOND_WINDOWS = ("gemma4_unified_text",)

@@ -16,6 +16,7 @@ from saccade.checkpoint.hf_processor import placeholder
 from saccade.models.bridge.attention import LayerAttention
 from saccade.models.bridge.entrance import Entrance
 from saccade.models.bridge.images import ImageInputs
+from saccade.models.bridge.indexers import Indexers
 from saccade.models.bridge.rope import follow_lengths
 from saccade.models.bridge.states import StateLayers, of_group
 from saccade.models.bridge.tail import Tail
@@ -59,6 +60,7 @@ class Bridge:
         self.attention = LayerAttention(
             self.text, config.text.head_dim**-0.5, linear.layers if linear else ()
         )
+        self.indexers = Indexers(self.text)
         self.tail = Tail()  # the proof finds it, and the number of RoPE axes
         self.axes = 1
         self._rope = follow_lengths(self.text, config.text.rope_switch, window)
@@ -126,6 +128,7 @@ class Bridge:
         hidden: Tensor = self.text(
             inputs_embeds=embeds[..., : self.config.text.hidden_size],
             position_ids=rope[0] if len(rope) == 1 else rope,
+            attention_mask=self.indexers.mask(embeds.device),
             past_key_values=cache,
             use_cache=cache is not None,
             **self.entrance.arguments(embeds),

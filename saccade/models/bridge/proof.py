@@ -57,6 +57,10 @@ class Chunk(NamedTuple):
 @torch.inference_mode()
 def check_against_own_forward(model: Bridge) -> None:
     """Raises Unfit if logits differ; exceptions of the model's own code pass."""
+    budget = model.indexers.budget
+    if budget is not None and model.window > budget:
+        reason = f"its layers select {budget} tokens of a longer context, and ours read all"
+        raise Unfit(f"{reason}; it is served up to there with --max-model-len {budget}")
     probes = [_image_probe(model), _text_probe(model)]
     alone = _difference(model, probes, [[Chunk(0, 0, len(probes[0].embeds))]])
     if not alone <= TOLERANCE[model.dtype]:
@@ -172,7 +176,7 @@ def _own_logits(model: Bridge, inputs: Mapping[str, Any]) -> Tensor:
     hidden: list[Tensor] = []
     hook = model.text.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state[0]))
     try:
-        with model.attention.own():
+        with model.attention.own(), model.indexers.own():
             logits = model.model(**arguments, use_cache=False).logits[0].float()
     finally:
         hook.remove()

@@ -38,6 +38,7 @@ class _PassThrough:
 
     is_compileable = is_sliding = False
     is_initialized = True
+    indexer_position_ids: Tensor | None = None
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return keys, values

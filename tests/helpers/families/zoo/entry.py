@@ -7,6 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+BUDGET = 128  # tokens that an indexer selects: a context of more is not served
+
 
 class Entry(NamedTuple):
     build: Callable[[Path], Path]  # fills the folder with a random checkpoint of a few layers

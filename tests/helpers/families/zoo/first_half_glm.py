@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.helpers.families.zoo.entry import BUDGET
 from tests.helpers.families.zoo.first_half_makers import MLA, ROUTED, Recipe, entry, recipe
 
 _MARKS = tuple(f"<|{name}_of_{kind}|>" for kind in ("image", "video") for name in ("begin", "end"))
@@ -47,7 +48,7 @@ _NEXT = {
     "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
     "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
     "num_hidden_layers": 4,
-    "index_topk": 32,
+    "index_topk": BUDGET,
     "index_kpool": 4,
     "index_head_dim": 16,
     "index_n_heads": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.helpers.families.zoo.entry import BUDGET
 from tests.helpers.families.zoo.first_half_makers import MLA, ROUTED, TOWER, WINDOW, Recipe, entry, recipe
 
 _EDGES = {"size": {"shortest_edge": 56 * 56, "longest_edge": 224 * 224}}
@@ -180,7 +181,7 @@ DOTS3_NOTE = Recipe(
         "num_hidden_layers": 4,
         "layer_types": ["indexed_attention", "sliding_attention"] * 2,
         "sliding_window": 32,
-        "index_topk": 32,
+        "index_topk": BUDGET,
         "index_head_dim": 16,
         "index_n_heads": 2,
         "head_dim": 24,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.helpers.families.zoo.entry import BUDGET
 from tests.helpers.families.zoo.second_half_makers import (
     LLAMA,
     QWEN2,
@@ -155,7 +156,7 @@ ENTRIES = {
                 "indexer_n_heads": 2,
                 "indexer_kv_heads": 1,
                 "indexer_head_dim": 16,
-                "indexer_budget": WINDOW,
+                "indexer_budget": BUDGET,
                 "indexer_compress_ratio": 4,
             },
             "vision_config": {**TOWER, "patch_size": 16, "num_position_embeddings": 16},
@@ -215,7 +216,7 @@ ENTRIES = {
                 "index_n_heads": 2,
                 "index_head_dim": 16,
                 "index_block_size": 8,
-                "index_topk_blocks": 3,
+                "index_topk_blocks": BUDGET // 8,
             },
             "vision_config": {
                 "hidden_size": 48,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.helpers.families.family_mistral3 import MINISTRAL_ROPE
+from tests.helpers.families.zoo.entry import BUDGET
 from tests.helpers.families.zoo.second_half_makers import LLAMA, SQUARE, TOWER, VOCABULARY, WINDOW, Id, family
 
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -82,7 +83,7 @@ ENTRIES = {
                 "num_hidden_layers": 4,
                 "kv_source_layers": [0, 0, 2, 3],
                 "indexer_types": ["full", "shared", "full", "shared"],
-                "index_topk": WINDOW,
+                "index_topk": BUDGET,
                 "index_head_dim": 32,
                 "index_n_heads": 2,
                 "rope_parameters": YARN,
