@@ -112,13 +112,22 @@ def _states(text: Any) -> dict[str, Any] | None:
         return _number(text, name) or 0
 
     kernel = 1 + max(of(name) for name in _KERNELS)
-    keys = of("linear_num_key_heads") * of("linear_key_head_dim")
-    values = of("linear_num_value_heads") * of("linear_value_head_dim")
-    delta_net = values * of("linear_key_head_dim") + kernel * (2 * keys + values)
+    key_dim = of("linear_key_head_dim") or of("linear_head_dim")
+    keys = (of("linear_num_key_heads") or of("linear_num_heads")) * key_dim
+    values = of("linear_num_value_heads") * of("linear_value_head_dim") or keys
+    delta_net = values * key_dim + kernel * (2 * keys + values)
     width = of("mamba_num_heads") * of("mamba_head_dim")
     mamba = width * of("ssm_state_size") + kernel * (width + 2 * of("n_groups") * of("ssm_state_size"))
-    largest = max(delta_net, mamba, kernel * of("hidden_size"))
+    largest = max(delta_net, mamba, kernel * of("hidden_size")) + _ngram_states(text)
     return {"layers": layers, "rows": -(-largest // _STATE_COLUMNS), "columns": _STATE_COLUMNS}
+
+
+def _ngram_states(text: Any) -> int:
+    """Of layers that embed groups of tokens: ids, and inputs of a convolution over all residual streams."""
+    if not getattr(text, "ple_layer_ids", None):
+        return 0
+    taps = (text.ple_conv_kernel_size - 1) * text.ngram_size
+    return int(text.ngram_size + taps * text.hc_count * text.hidden_size)
 
 
 def _kv_shapes(text: Any, fields: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -31,6 +31,7 @@ class _Part(NamedTuple):
     number: int  # among those of its kind
     shape: tuple[int, ...]  # of one request
     dtype: torch.dtype
+    start: int  # its value before the first token; rows hold what it differs by
 
 
 class _PassThrough:
@@ -69,7 +70,7 @@ class StateLayers:
         for layer in self.layers:
             held = cache.layers[layer]
             self.parts[layer] = [
-                _Part(kind, number, tuple(state.shape[1:]), state.dtype)
+                _Part(kind, number, tuple(state.shape[1:]), state.dtype, self._start(state))
                 for kind in _KINDS
                 for number, state in getattr(held, kind).items()
                 if state is not None
@@ -77,6 +78,13 @@ class StateLayers:
             size = sum(math.prod(part.shape) for part in self.parts[layer])
             if size > self.values:
                 raise Unfit(f"layer {layer} keeps {size} values, and its config tells of {self.values}")
+
+    def _start(self, state: Tensor) -> int:
+        """Ids of tokens before the first are those of an end."""
+        if state.is_floating_point():
+            return 0
+        end = self.config.eos_token_id
+        return int(end[0] if isinstance(end, list) else end)
 
     def load(self, states: States, rows: Tensor) -> Any:
         cache = self.new_cache()
@@ -88,7 +96,7 @@ class StateLayers:
                 size = math.prod(part.shape)
                 state = stored[:, start : start + size].reshape(len(rows), *part.shape).to(part.dtype)
                 start += size
-                getattr(held, part.kind)[part.number] = state
+                getattr(held, part.kind)[part.number] = state + part.start
                 getattr(held, f"is_{part.kind}_initialized")[part.number] = True
                 held.has_previous_state[part.number] = True
                 if part.kind == "conv_states":
@@ -98,7 +106,9 @@ class StateLayers:
     def store(self, cache: Any, states: States, group: WindowGroup) -> None:
         for number, layer in enumerate(self.layers):
             held = cache.layers[layer]
-            parts = [getattr(held, part.kind)[part.number].flatten(1) for part in self.parts[layer]]
+            parts = [
+                (getattr(held, part.kind)[part.number] - part.start).flatten(1) for part in self.parts[layer]
+            ]
             values = torch.cat([part.float() for part in parts], 1)
             stored = states.recurrent[number].flatten(1)  # a view
             for rows in (group.rows, group.keep_in):
