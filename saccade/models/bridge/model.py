@@ -18,7 +18,7 @@ from saccade.models.bridge.entrance import Entrance
 from saccade.models.bridge.images import ImageInputs
 from saccade.models.bridge.indexers import Indexers
 from saccade.models.bridge.rope import follow_lengths
-from saccade.models.bridge.states import StateLayers, of_group
+from saccade.models.bridge.states import StateLayers, TokensBefore, of_group
 from saccade.models.bridge.tail import Tail
 from saccade.models.bridge.text_model import TextModel
 from saccade.models.layers.forward_types import Attention, Encoding, States
@@ -125,6 +125,8 @@ class Bridge:
 
     def decode(self, embeds: Tensor, rope: Tensor, cache: Any = None) -> Tensor:
         """Embeddings [B, T, width] at positions [axes, B, T] -> [B, T, hidden]."""
+        if cache is None and getattr(self.text.config, "attn_temperature_tuning", False):
+            cache = TokensBefore(rope[0, 0])
         hidden: Tensor = self.text(
             inputs_embeds=embeds[..., : self.config.text.hidden_size],
             position_ids=rope[0] if len(rope) == 1 else rope,

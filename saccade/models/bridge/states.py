@@ -51,6 +51,18 @@ class _PassThrough:
         return query_length, 0
 
 
+class TokensBefore(_PassThrough):
+    """For layers that count tokens on their own: those before each token, less its place in the step."""
+
+    is_sliding = (False,)  # of its layers
+
+    def __init__(self, positions: Tensor) -> None:
+        self.offsets = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer: int = 0) -> Any:
+        return self.offsets
+
+
 class StateLayers:
     """`layers`: of the decoder, those that keep states. `values`: that a row of a layer has space for."""
 
