@@ -8,8 +8,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-Blocks = Literal["image", "images", "prompt"]
-"""All tokens of an image see each other; those of all images of a prompt; or all tokens of a prompt."""
+Blocks = Literal["image", "images", "prompt", "before answer"]
+"""All tokens of an image see each other; those of all images of a prompt; or all tokens of a prompt. Before the answer:
+none do, but the answer sees all of the prompt and a window of itself."""
 
 _BLOCKS: Mapping[str, Blocks] = {
     "gemma3": "image",
@@ -17,6 +18,7 @@ _BLOCKS: Mapping[str, Blocks] = {
     "gemma4_unified": "image",
     "molmo2": "images",
     "paligemma": "prompt",
+    "unlimited_ocr": "before answer",
 }
 
 
@@ -24,12 +26,16 @@ def blocks_of(model_type: str, text: Any) -> Blocks | None:
     """`text`: the decoder's config in Transformers. Gemma 4 has sizes of both kinds."""
     if model_type.startswith("gemma4") and text.use_bidirectional_attention != "vision":
         return None
+    if model_type == "unlimited_ocr" and text.sliding_window is None:
+        return None
     return _BLOCKS.get(model_type)
 
 
 def block_row(kinds: npt.NDArray[np.int64], blocks: Blocks) -> npt.NDArray[np.int32]:
     """The first token of each token's block; a token that is in none is its own. `kinds`: above 0 in images."""
     row = np.arange(len(kinds), dtype=np.int32)
+    if blocks == "before answer":
+        return np.full_like(row, len(kinds))
     if blocks == "prompt":
         return np.zeros_like(row)
     is_image = kinds > 0

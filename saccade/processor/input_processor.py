@@ -312,7 +312,9 @@ class Processor:
         identity_bytes = identity(expanded, spans)
         wholes: tuple[tuple[int, int], ...] = ()
         root = salt
+        lasting_rows = 0
         if isinstance(self.family, PromptBound):
+            lasting_rows = self.family.lasting_rows
             wholes = self.family.wholes(positions)
             root = self.family.root(salt, identity_bytes, len(spans))
         return Prompt(
@@ -323,6 +325,7 @@ class Processor:
             next_position=next_position,
             identity=identity_bytes,
             salt=root,
+            lasting_rows=lasting_rows,
             wholes=wholes,
             text=text,
             where=where,

@@ -95,8 +95,11 @@ class RequestState:
             self._add_coordinates(inside, start)
         if end <= self.num_prompt:
             return inside
-        after = np.arange(max(start, self.num_prompt), end) + self.shift
-        return np.concatenate([inside, np.broadcast_to(after, (len(inside), len(after)))], axis=1)
+        count = np.arange(max(start, self.num_prompt), end) + self.shift
+        after = np.tile(count, (len(inside), 1))
+        if lasting := prompt.lasting_rows:
+            after[-lasting:] = prompt.positions[-lasting:, -1:]
+        return np.concatenate([inside, after], axis=1)
 
     def _add_coordinates(self, inside: Ints, start: int) -> None:
         """The processor puts a pruned group's tokens at its corner; decoding tells which ones stay."""

@@ -17,6 +17,7 @@ NAME = "saccade"  # in Transformers' registry
 _SINKS = ("s_aux", "sinks")
 _UNKNOWN = ("position_bias", "relative_bias")
 _WINDOW_KINDS = ("sliding_attention", "hybrid_sliding")
+_BESIDE_PROMPT = "reference_sliding_attention"
 _ONLY_SLIDING_SEES_BLOCKS = ("gemma4_text",)
 _BLOCKS_BEYOND_WINDOWS = ("gemma4_unified_text",)
 _STEP: ContextVar[Callable[..., Tensor]] = ContextVar("step")
@@ -82,12 +83,17 @@ class LayerAttention:
         if window is None and kind in _WINDOW_KINDS:
             window = config.sliding_window
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
+        prompts = None
+        if _BESIDE_PROMPT in (kinds or ()):
+            prompts, blocks = blocks, None
+            window = config.sliding_window if kind == _BESIDE_PROMPT else None
         sees_blocks = window is not None or config.model_type not in _ONLY_SLIDING_SEES_BLOCKS
         return AttentionRule(
             window=window,
             chunk=chunk,
             blocks=blocks if sees_blocks else None,
             is_block_whole=config.model_type in _BLOCKS_BEYOND_WINDOWS,
+            prompts=prompts,
             softcap=how.get("softcap"),
             sinks=next((how[name] for name in _SINKS if how.get(name) is not None), None),
         )

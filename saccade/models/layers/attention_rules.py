@@ -23,6 +23,7 @@ class AttentionRule(NamedTuple):
     chunk: int | None = None  # tokens of a chunk: one sees its own alone
     blocks: Tensor | None = None  # [T]: the first token of each packed token's block
     is_block_whole: bool = False  # seen beyond the window, too
+    prompts: Tensor | None = None  # [T]: tokens of each packed token's prompt, which no window hides
     softcap: float | None = None  # scores are kept within it by tanh
     sinks: Tensor | None = None  # [heads]: a score that takes part in the softmax and has no value
 
@@ -35,7 +36,8 @@ class AttentionRule(NamedTuple):
         """That queries at this position and after, in these packed rows, can see."""
         if self.is_block_whole and self.blocks is not None:
             position = min(position, int(self.blocks[rows].min()))
-        first = 0 if self.window is None else max(0, position - self.window + 1)
+        has_window = self.window is not None and self.prompts is None
+        first = max(0, position - self.window + 1) if has_window else 0
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
 
@@ -65,7 +67,8 @@ def _visible(rule: AttentionRule, keys: Tensor, start: int, rows: slice) -> Tens
     if rule.blocks is not None:
         _add_blocks(mask, rule.blocks[rows])
     if rule.window is not None:
-        mask &= keys > queries - rule.window
+        near = keys > queries - rule.window
+        mask &= near if rule.prompts is None else near | (keys < rule.prompts[rows][:, None])
     if rule.blocks is not None and rule.is_block_whole:
         _add_blocks(mask, rule.blocks[rows])
         mask |= (keys >= rule.blocks[rows][:, None]) & (keys <= queries)

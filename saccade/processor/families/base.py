@@ -115,6 +115,10 @@ class FramesPrompt(Protocol):
 class PromptBound(Protocol):
     """A family whose keys and values depend on what comes after them too, or on the prompt's length."""
 
+    @property
+    def lasting_rows(self) -> int:
+        """Of positions, see `Prompt`."""
+
     def wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
         """Ranges of positions that see each other."""
 

@@ -142,6 +142,10 @@ class Fallback:
         images = [self.count(geometry.resized) for geometry in geometries]
         return self.rules.positions(np.asarray(token_ids, np.int64), spans, images)
 
+    @property
+    def lasting_rows(self) -> int:
+        return self.rules.lasting_rows
+
     def wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
         return self.rules.wholes(positions)
 

@@ -69,9 +69,14 @@ class PositionRules:
             more.append(np.full(len(ids), following - 1, np.int32))
         return np.concatenate([rows, *(row[None] for row in more)]), following
 
+    @property
+    def lasting_rows(self) -> int:
+        """Where a prompt ends, is so for every token of the answer."""
+        return int(self.blocks == "before answer")
+
     def wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
         """Ranges of tokens that see each other, from the row of blocks."""
-        if self.blocks is None:
+        if self.blocks in (None, "before answer"):
             return ()
         row = positions[self.axes]
         inside = np.flatnonzero(row != np.arange(len(row)))
@@ -80,9 +85,11 @@ class PositionRules:
 
     def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
         """Prompts below and above the LongRoPE switch share no prefix. Nor do those of which a token sees
-        what comes after it, beyond its own image."""
+        what comes after it, beyond its own image, nor a prompt with another's answer that saw a part of it."""
         if self.blocks == "prompt" or (self.blocks == "images" and images > 1):
             return hashlib.sha256(b"whole" + salt + identity).digest()
+        if self.blocks == "before answer":
+            return hashlib.sha256(b"ends" + len(identity).to_bytes(8, "little") + salt).digest()
         if self.rope_switch is None or len(identity) <= self.rope_switch * RECORD_BYTES:
             return salt
         return hashlib.sha256(b"long" + salt).digest()
