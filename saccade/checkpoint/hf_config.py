@@ -18,6 +18,7 @@ _KEPT = (
     "architectures",
     "dtype",
     "eos_token_id",
+    "image_seq_length",
     "quantization_config",
     "tie_word_embeddings",
     "torch_dtype",
@@ -46,6 +47,17 @@ _TOWER = {
 _TOKEN_KINDS = ("ernie4_5_vl_moe", "qwen4_exp")  # their decoders take a number for each token
 _STATE_KINDS = ("linear_attention", "conv", "mamba")
 _STATE_COLUMNS = 64
+_REFUSED = {
+    "blip": "it captions one picture, which its decoder attends to across and which has no place in a prompt",
+    "blip-2": "it captions one picture, which stands before the text and has no place in a prompt",
+    "git": "it captions one picture, which stands before the text and has no place in a prompt",
+    "idefics": "its layers attend across to pictures, token by token, through gates that ours have not",
+    "inkling2": "its attention adds a bias by distance, and its keys and values go through convolutions",
+    "inkling_mm_model": "its attention adds a bias by distance, and its keys and values go through convolutions",
+    "instructblip": "it reads the question beside each picture, so that no picture is encoded on its own",
+    "kosmos-2": "its decoder adds embeddings of positions that it counts itself",
+    "kosmos-2.5": "its decoder adds embeddings of positions that it counts itself",
+}
 _KERNELS = ("linear_conv_kernel_dim", "conv_L_cache", "conv_kernel", "d_conv")
 _TOWER_DEFAULTS = {"hidden_size": 1024, "depth": 24, "num_heads": 16, "patch_size": 14}
 _TOWERS = ("vision_config", "vision_model_config", "vit_config", "vq_config")
@@ -67,6 +79,8 @@ def readable(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translated(kind: str, raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    if kind in _REFUSED:
+        raise refusal(kind, _REFUSED[kind])
     if getattr(config, "is_encoder_decoder", False):
         reason = "it is an encoder and a decoder, and only models that are a decoder alone are served"
         raise refusal(kind, reason)

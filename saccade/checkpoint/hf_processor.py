@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.files import check_named_files, read_optional
 from saccade.errors import ConfigError
 
@@ -148,15 +149,17 @@ class Placeholder(NamedTuple):
 
     token: str  # one token, which becomes those of the image
     written: str  # with what has to be around it
+    count: int = 1  # of that token: more than one if a prompt has them all itself
 
     @property
     def wrapped(self) -> int:
         """Tokens before it, and after it, that have to be there."""
-        return int(self.token != self.written)
+        return int(self.token * self.count != self.written)
 
 
-def placeholder(processor: Any, model_type: str, image_token_id: int | None) -> Placeholder:
-    """The candidate that becomes the largest number of tokens."""
+def placeholder(processor: Any, config: ModelConfig) -> Placeholder:
+    """The candidate that becomes the largest number of tokens, or else as many as the config says of one."""
+    image_token_id = config.image_token_id
     tokenizer = processor.tokenizer
     id_token = None if image_token_id is None else tokenizer.convert_ids_to_tokens(image_token_id)
     candidates = dict.fromkeys(filter(None, (id_token, *(getattr(processor, n, None) for n in _TOKENS))))
@@ -166,9 +169,12 @@ def placeholder(processor: Any, model_type: str, image_token_id: int | None) -> 
     forms += [Placeholder(token, f"{start}{token}{end}") for token in single if start and end]
     lengths = {form: _expanded(processor, form.written) - 2 * form.wrapped for form in forms}
     form = max(lengths, key=lambda name: lengths[name], default=None)
+    count = config.raw.get("image_seq_length")
+    if form is not None and lengths[form] == 1 and isinstance(count, int):
+        return Placeholder(form.token, form.token * count, count)
     if form is None or lengths[form] <= 1:
         tried = " or ".join(map(str, candidates)) or "any token of its own"
-        raise refusal(model_type, f"its processor finds no place for a picture at {tried}")
+        raise refusal(config.model_type, f"its processor finds no place for a picture at {tried}")
     return form
 
 

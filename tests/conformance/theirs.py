@@ -32,7 +32,9 @@ class Theirs:
         config.eos_token_id = None  # answers of a fixed length
         config.use_cache = True
         config.do_sample = False
-        self.banned = sorted(_markers(self.processor.tokenizer, self.model.config.to_dict()))
+        markers = _markers(self.processor.tokenizer, self.model.config.to_dict())
+        size = self.model.config.get_text_config().vocab_size
+        self.banned = sorted(token for token in markers if token < size)
         config.suppress_tokens = self.banned
 
     def inputs(self, prompt: Prompt) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Bridge:
         self.window = window
         self.text = decoder_of(model)
         self.head = model.get_output_embeddings() or model.get_decoder().get_output_embeddings()
-        self.place = placeholder(processor, config.model_type, config.image_token_id)
+        self.place = placeholder(processor, config)
         self.images = ImageInputs(processor, self.place, config.vision.patch_dim, dtype, device)
         hidden, width = config.text.hidden_size, config.text.embedding_size
         self.entrance = Entrance(model, self.text, hidden, width)

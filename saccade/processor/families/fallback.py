@@ -50,6 +50,7 @@ class Fallback:
     frame: hf_processor.Frame
     gaps: Callable[[int], list[tuple[int, ...]]]  # tokens before each of so many images, and after the last
     closing: re.Pattern[str]  # an image that a word follows at once
+    written: int = 1  # tokens that a prompt has for an image
     is_fixed_size: bool = True  # the processor applies pixel limits of its own
 
     @classmethod
@@ -59,7 +60,7 @@ class Fallback:
         assert config.vision is not None, "its config was read by hf_config"
         embedded = config.image_token_id
         processor = hf_processor.load_processor(files.path, kind)
-        place = hf_processor.placeholder(processor, kind, embedded)
+        place = hf_processor.placeholder(processor, config)
         token_id = processor.tokenizer.convert_tokens_to_ids(place.token)
         settings = repr(processor.image_processor)
         try:
@@ -73,7 +74,18 @@ class Fallback:
         rules = PositionRules.of(files.path, config, ordinary)
         gaps = lru_cache(64)(lambda images: hf_processor.gaps(processor, place, frame, images))
         closing = re.compile(re.escape(place.token) + r"(?=[^\s<])")
-        return cls(token_id, embedded, config.vision.patch_dim, count, settings, rules, frame, gaps, closing)
+        return cls(
+            token_id,
+            embedded,
+            config.vision.patch_dim,
+            count,
+            settings,
+            rules,
+            frame,
+            gaps,
+            closing,
+            place.count,
+        )
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -116,6 +128,7 @@ class Fallback:
 
     def framed(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """With what the processor writes around images."""
+        token_ids = self._with_one_each(token_ids)
         places = np.flatnonzero(token_ids == self.image_token_id)
         if not len(places):
             return token_ids
@@ -125,6 +138,14 @@ class Fallback:
         if self.frame.lead or self.frame.trail:
             token_ids = self._with_gaps(token_ids, places.tolist())
         return np.array(self.frame.around(token_ids.tolist()), np.int64)
+
+    def _with_one_each(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """One token for each image, where a prompt has all of its tokens."""
+        if self.written == 1:
+            return token_ids
+        places = np.flatnonzero(token_ids == self.image_token_id)
+        more = [place for number, place in enumerate(places.tolist()) if number % self.written]
+        return np.delete(token_ids, more)
 
     def _with_gaps(self, token_ids: npt.NDArray[np.int64], places: list[int]) -> npt.NDArray[np.int64]:
         gaps = list(zip([*places, places[-1] + 1], self.gaps(len(places)), strict=True))
