@@ -52,8 +52,8 @@ _REFUSED = {
     "blip-2": "it captions one picture, which stands before the text and has no place in a prompt",
     "git": "it captions one picture, which stands before the text and has no place in a prompt",
     "idefics": "its layers attend across to pictures, token by token, through gates that ours have not",
-    "inkling2": "its attention adds a bias by distance, and its keys and values go through convolutions",
-    "inkling_mm_model": "its attention adds a bias by distance, and its keys and values go through convolutions",
+    "inkling2": "its attention adds a bias by distance, and convolutions make its keys and values",
+    "inkling_mm_model": "its attention adds a bias by distance, and convolutions make its keys and values",
     "instructblip": "it reads the question beside each picture, so that no picture is encoded on its own",
     "kosmos-2": "its decoder adds embeddings of positions that it counts itself",
     "kosmos-2.5": "its decoder adds embeddings of positions that it counts itself",
@@ -179,7 +179,8 @@ def _extra_width(kind: str, config: Any) -> int:
     )
     layer_map = getattr(config, "deepstack_layer_map", None) or ()
     spatial = len(getattr(config, "spatial_target_layers", None) or ())
-    return count + len(layer_map) + spatial + -(-per_layer // text.hidden_size) + (kind in _TOKEN_KINDS)
+    embeddings = -(-per_layer // int(text.hidden_size))
+    return count + len(layer_map) + spatial + embeddings + int(kind in _TOKEN_KINDS)
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:

@@ -149,12 +149,12 @@ class Placeholder(NamedTuple):
 
     token: str  # one token, which becomes those of the image
     written: str  # with what has to be around it
-    count: int = 1  # of that token: more than one if a prompt has them all itself
+    tokens: int = 1  # of that kind: more than one if a prompt has them all itself
 
     @property
     def wrapped(self) -> int:
         """Tokens before it, and after it, that have to be there."""
-        return int(self.token * self.count != self.written)
+        return int(self.token * self.tokens != self.written)
 
 
 def placeholder(processor: Any, config: ModelConfig) -> Placeholder:

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 Blocks = Literal["image", "images", "prompt", "before answer"]
-"""All tokens of an image see each other; those of all images of a prompt; or all tokens of a prompt. Before the answer:
-none do, but the answer sees all of the prompt and a window of itself."""
+"""All tokens of an image see each other; those of all images of a prompt; or all tokens of a prompt.
+Before the answer: none do, but the answer sees all of the prompt and a window of itself."""
 
 _BLOCKS: Mapping[str, Blocks] = {
     "gemma3": "image",
@@ -32,7 +32,7 @@ def blocks_of(model_type: str, text: Any) -> Blocks | None:
 
 
 def block_row(kinds: npt.NDArray[np.int64], blocks: Blocks) -> npt.NDArray[np.int32]:
-    """The first token of each token's block; a token that is in none is its own. `kinds`: above 0 in images."""
+    """The first token of each token's block; a token in none is its own. `kinds`: above 0 in images."""
     row = np.arange(len(kinds), dtype=np.int32)
     if blocks == "before answer":
         return np.full_like(row, len(kinds))

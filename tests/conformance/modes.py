@@ -1,4 +1,4 @@
-"""The ways in which a server computes an answer: alone, from the cache, beside others, in chunks, after a preemption."""
+"""The ways in which a server computes an answer: alone, from the cache, beside others, in chunks, after preemption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bridge to Transformers (vLLM: model_impl="transformers"): any other model, with our attention and cache.
+"""The bridge to Transformers (vLLM: model_impl="transformers"): any other model, over our attention.
 
 entrance     the model's own code up to its decoder: embeddings of text, and of an image
 attention    what Transformers' layers call: our paged attention, with the rule of each layer

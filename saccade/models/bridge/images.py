@@ -43,7 +43,7 @@ class ImageInputs:
         return whole.view(-1, self.patch_dim).to(self.device)
 
     def inputs(self, rows: Tensor, size: Size | None) -> dict[str, Any]:
-        """Of the model. `size`: of the image; None for blank rows, whose size is one of about so many rows."""
+        """Of the model. `size`: of the image; None for blank rows: then one of about so many rows."""
         leaves = self._of_size(self._blank_size(len(rows)) if size is None else size)
         lengths = [tensor.numel() for tensor in leaves.content]
         flat = rows.reshape(-1)

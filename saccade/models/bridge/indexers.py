@@ -1,4 +1,4 @@
-"""Layers that attend to the tokens which an indexer selects. Within its budget those are all: ours needs none."""
+"""Layers that attend to tokens which an indexer selects. Within its budget those are all: ours needs none."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.images import on_device
 from saccade.models.bridge.model import Bridge
 from saccade.models.bridge.tail import NEVER, tail_of
+from saccade.models.layers.attention_rules import AttentionRule
 from saccade.models.layers.forward_types import States, WindowGroup
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.types.media import Geometry, Grid, Size
@@ -177,7 +178,7 @@ def _own_logits(model: Bridge, inputs: Mapping[str, Any]) -> Tensor:
     hook = model.text.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state[0]))
     try:
         with model.attention.own(), model.indexers.own():
-            logits = model.model(**arguments, use_cache=False).logits[0].float()
+            logits: Tensor = model.model(**arguments, use_cache=False).logits[0].float()
     finally:
         hook.remove()
     plain = model.head(hidden[-1]).float()
@@ -215,14 +216,16 @@ def _states(model: Bridge, requests: int) -> States | None:
     cache = model.states.new_cache()
     rows = torch.zeros(1, 3, model.config.text.embedding_size, dtype=model.dtype, device=model.device)
     rope = torch.arange(3, device=model.device).expand(model.axes, 1, 3)
-    with model.attention.of_step(
-        lambda layer, q, k, v, rule=None: q.new_zeros(*q.shape[:2], v.shape[2]), None
-    ):
+    with model.attention.of_step(_nothing, None):
         model.decode(rows, rope, cache)
     model.states.learn(cache)
     shape = (len(linear.layers), requests, linear.value_heads, linear.key_dim, linear.value_dim)
     recurrent = torch.zeros(shape, device=model.device)
     return States(torch.empty(0), recurrent, ())
+
+
+def _nothing(layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule | None = None) -> Tensor:
+    return q.new_zeros(*q.shape[:2], v.shape[2])
 
 
 def _groups(chunks: Sequence[Chunk], device: torch.device) -> list[WindowGroup]:

@@ -37,7 +37,8 @@ class _Part(NamedTuple):
 class _PassThrough:
     """The cache of a layer whose keys and values are ours."""
 
-    is_compileable = is_sliding = False
+    is_compileable = False
+    is_sliding: Any = False
     is_initialized = True
     indexer_position_ids: Tensor | None = None
 

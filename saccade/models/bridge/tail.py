@@ -39,7 +39,7 @@ class Tail(NamedTuple):
 
 
 def tail_of(text: Any, logits: Tensor, expected: Tensor, tolerance: float) -> Tail:
-    """Found by comparison, as the same field means something in one wrapper of a decoder and nothing in another.
+    """Found by comparison: the same field means something in one wrapper of a decoder, nothing in another.
 
     `expected` [T, vocabulary] of the model itself has `NEVER` or less for what it never says.
     """

@@ -13,7 +13,7 @@ from saccade.checkpoint.config import TextConfig
 
 
 class TextModel:
-    """`forward` is the model's, with our attention. `eager`: why CUDA graphs cannot hold it, if they cannot."""
+    """`forward` is the model's, with our attention. `eager`: why CUDA graphs cannot hold it, or None."""
 
     rotary_gain = 1.0
     temperature = None

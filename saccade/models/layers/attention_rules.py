@@ -36,8 +36,9 @@ class AttentionRule(NamedTuple):
         """That queries at this position and after, in these packed rows, can see."""
         if self.is_block_whole and self.blocks is not None:
             position = min(position, int(self.blocks[rows].min()))
-        has_window = self.window is not None and self.prompts is None
-        first = max(0, position - self.window + 1) if has_window else 0
+        first = 0
+        if self.window is not None and self.prompts is None:
+            first = max(0, position - self.window + 1)
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
 

@@ -84,7 +84,7 @@ class Fallback:
             frame,
             gaps,
             closing,
-            place.count,
+            place.tokens,
         )
 
     @property

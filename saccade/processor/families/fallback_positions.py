@@ -85,7 +85,7 @@ class PositionRules:
 
     def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
         """Prompts below and above the LongRoPE switch share no prefix. Nor do those of which a token sees
-        what comes after it, beyond its own image, nor a prompt with another's answer that saw a part of it."""
+        what comes after it, beyond its own image, nor a prompt with an answer that saw a part of itself."""
         if self.blocks == "prompt" or (self.blocks == "images" and images > 1):
             return hashlib.sha256(b"whole" + salt + identity).digest()
         if self.blocks == "before answer":
