@@ -1,4 +1,4 @@
-"""`python -m tests.conformance [FAMILY ...]`: what each family of the zoo answers beside Transformers."""
+"""What each family of the zoo answers beside Transformers; `--markdown docs/models.md` writes it there."""
 
 from __future__ import annotations
 
@@ -7,32 +7,41 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.conformance.markdown import write
 from tests.conformance.modes import compare
 from tests.helpers.families.zoo import ZOO
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
-    parser.add_argument("families", nargs="*", choices=[*ZOO, []], metavar="FAMILY", help="all if none is named")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="all if none is named")
     parser.add_argument("--trace", action="store_true", help="the whole traceback of what fails")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the list in this page")
     options = parser.parse_args()
-    failed = 0
-    for name in options.families or list(ZOO):
+    served = [name for name in options.families or ZOO if ZOO[name].refusal is None]
+    results = answers(served, trace=options.trace)
+    if options.markdown is not None:
+        write(options.markdown, [name for name in served if not results[name]])
+    return int(any(results.values()))
+
+
+def answers(names: Sequence[str], *, trace: bool) -> Mapping[str, str]:
+    """By family: what differs, or nothing."""
+    found: dict[str, str] = {}
+    for name in names:
         start = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                result = compare(name, ZOO[name], Path(folder))
-                said = "; ".join(result.differences) or f"EQUAL ({len(result.prompts)} prompts)"
-                failed += bool(result.differences)
+                found[name] = "; ".join(compare(name, ZOO[name], Path(folder)).differences)
             except Exception as error:
-                said = f"{type(error).__name__}: {error}".replace("\n", " ")[:400]
-                failed += 1
-                if options.trace:
+                found[name] = f"{type(error).__name__}: {error}".replace("\n", " ")
+                if trace:
                     traceback.print_exc()
-        print(f"{name:32} {time.process_time() - start:5.1f} s  {said}", flush=True)
-    return int(failed > 0)
+        print(f"{name:32} {time.process_time() - start:5.1f} s  {found[name] or 'equal'}", flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,14 @@ from saccade.checkpoint.hf_processor import raised
 from saccade.cli.main import main
 from saccade.errors import ConfigError
 from saccade.models.bridge import load
-from tests.helpers.families import family_fallback, family_refused
+from tests.helpers.families import family_fallback
+from tests.helpers.families.zoo import ZOO
+from tests.helpers.families.zoo.entry import BUDGET
 from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 
 SIZES = {"max_model_len": 256, "kv_cache_gb": 0.01, "use_tqdm": False}
-REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "gemma3": (family_fallback.gemma3, "its pictures are read in both directions"),
-    "paligemma": (family_refused.paligemma, "its pictures are read in both directions"),
-    "glm4v": (family_refused.glm4v, "its model reads .*image_grid_thw beside the pixels"),
-    "llava_next_video": (family_refused.llava_next_video, "its model reads image_sizes beside the pixels"),
-    "video_llava": (family_refused.video_llava, "its processor makes pixel_values_images of a picture"),
-    "ovis2": (family_refused.ovis2, "its logits differ by .* tokens around a picture may be changed"),
-    "blip-2": (family_refused.blip2, "config.json has no intermediate_size"),
-}
 
 
 def refusal_of(folder: Path, **given: Any) -> str:
@@ -37,20 +28,12 @@ def refusal_of(folder: Path, **given: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_family_that_is_not_served_says_why_in_one_sentence(name: str, tmp_path: Path) -> None:
-    build, why = REFUSED[name]
-    said = refusal_of(build(tmp_path))
-    assert said.startswith(f"model_type {name!r} is not in our table and cannot be served through Transformers: ")
-    assert re.search(why, said) and said.endswith("docs/models.md lists what can be") and "\n" not in said
-
-
 def test_the_command_line_says_it_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = family_refused.glm4v(tmp_path)
+    folder = ZOO["blip"].build(tmp_path)
     capfd.readouterr()
     assert main(["chat", str(folder), "What?", "--kv-cache-gb", "0.01"]) == 1
     said = [line for line in capfd.readouterr().err.splitlines() if "saccade:" in line or "Traceback" in line]
-    assert len(said) == 1 and said[0].startswith("saccade: model_type 'glm4v' is not in our table")
+    assert len(said) == 1 and said[0].startswith("saccade: model_type 'blip' is not in our table")
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +58,19 @@ def test_whatever_the_library_raises_is_a_sentence(tmp_path: Path, monkeypatch: 
 
 
 def test_layers_that_keep_other_things_than_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = family_fallback.aya_vision(tmp_path)
-    monkeypatch.setattr(load, "_STATES", {"sliding_attention"})
-    assert "its layers keep states (sliding_attention)" in refusal_of(folder)
+    folder = ZOO["lfm2_vl"].build(tmp_path)
+    monkeypatch.setattr("saccade.checkpoint.hf_config._STATE_KINDS", ())
+    assert "Its layers may remember more than keys and values" in refusal_of(folder)
+
+
+def test_a_context_beyond_an_indexers_budget_is_refused_with_the_option(tmp_path: Path) -> None:
+    said = refusal_of(ZOO["dots3_note"].build(tmp_path), max_model_len=BUDGET + 1)
+    assert f"its layers select {BUDGET} tokens of a longer context" in said and f"--max-model-len {BUDGET}" in said
+
+
+def test_attention_that_ours_cannot_compute_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saccade.checkpoint.hf_config._REFUSED", {})
+    assert "its attention uses position_bias, ours does not" in refusal_of(ZOO["inkling2"].build(tmp_path))
 
 
 def test_images_that_no_patches_cover_exactly_are_served(tmp_path: Path) -> None:

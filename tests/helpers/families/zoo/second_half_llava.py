@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.helpers.families import family_refused
 from tests.helpers.families.family_llava_next import PINPOINTS
+from tests.helpers.families.zoo import second_half_configs
 from tests.helpers.families.zoo.entry import Entry
 from tests.helpers.families.zoo.second_half_makers import (
     CLIP,
@@ -49,8 +49,8 @@ def idefics2(*, splits: bool) -> Entry:
 
 
 ENTRIES = {
-    "llava_next_video": Entry(family_refused.llava_next_video, IMAGE),
-    "video_llava": Entry(family_refused.video_llava, IMAGE),
+    "llava_next_video": Entry(second_half_configs.llava_next_video, IMAGE),
+    "video_llava": Entry(second_half_configs.video_llava, IMAGE),
     "vipllava": family(
         "vipllava",
         {
@@ -119,7 +119,7 @@ ENTRIES = {
         IMAGE,
         marks=("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *ROWS),
     ),
-    "ovis2": Entry(family_refused.ovis2, IMAGE),
+    "ovis2": Entry(second_half_configs.ovis2, IMAGE),
     # In a prompt <image> stands for a picture, and <IMG_CONTEXT> in the ids.
     "qianfan_ocr": family(
         "qianfan_ocr",
