@@ -53,7 +53,7 @@ tests: setup browser valkey
 		$(BIN)/python -m pytest -p no:xdist --collect-only -q >/dev/null; } || true
 	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || echo 4) + 1)) --maxprocesses 8 --dist worksteal -m "not ray and not conformance"
 
-# Every family of the zoo against Transformers, about ten minutes; `python -m tests.conformance` writes the table.
+# Every family of the zoo against Transformers, about ten minutes; `python -m tests.helpers.conformance` writes the table.
 conformance: setup
 	$(BIN)/python -m pytest -n 2 -m conformance tests/conformance
 

@@ -84,10 +84,10 @@ def open_checkpoint(
     tokenizer_path = _tokenizer_path(model, path, options, hub)
     tokenizer_config = files.read_optional(tokenizer_path / "tokenizer_config.json")
     generation = _generation(path, options.generation_config)
-    config = _config(path, raw, generation)
-    if not is_known(config) and (options.hf_overrides or tokenizer_path != path):
+    if not is_ours(raw) and (options.hf_overrides or tokenizer_path != path):
         reason = "Transformers reads the files of this family itself"
         raise ConfigError(f"hf_overrides and tokenizer cannot be used: {reason}; change a copy of {path}")
+    config = _config(path, raw, generation)
     images, video, processor = _media_settings(path, is_checked=is_known(config))
     nested = processor.pop("image_processor", None)
     nested_video = processor.pop("video_processor", None)

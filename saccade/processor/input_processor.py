@@ -18,7 +18,7 @@ from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.dialects.parser import OutputFormat, OutputFormats, output_formats
 from saccade.processor.documents import open_documents
 from saccade.processor.families import built_in_template
-from saccade.processor.families.base import FramesPrompt, HasMarkup, PromptBound, cross_attended
+from saccade.processor.families.base import BindsPrompt, FramesPrompt, HasMarkup, cross_attended
 from saccade.processor.images import ImageInput, Images, PrefetchMedia, reads_text_only
 from saccade.processor.messages import Form, cleaned, cut_at_mark, form_of, mark_end, read_messages
 from saccade.processor.output import RequestOutputBuilder
@@ -309,27 +309,18 @@ class Processor:
             return replace(prompt, where={**prompt.where, **where})
         geometries = [item.geometry for item in items]
         positions, next_position = self.family.positions(expanded, spans, geometries)
-        identity_bytes = identity(expanded, spans)
-        wholes: tuple[tuple[int, int], ...] = ()
-        root = salt
-        lasting_rows = 0
-        if isinstance(self.family, PromptBound):
-            lasting_rows = self.family.lasting_rows
-            wholes = self.family.wholes(positions)
-            root = self.family.root(salt, identity_bytes, len(spans))
-        return Prompt(
+        prompt = Prompt(
             token_ids=expanded.tolist(),
             spans=tuple(spans),
             items=tuple(items),
             positions=positions,
             next_position=next_position,
-            identity=identity_bytes,
-            salt=root,
-            lasting_rows=lasting_rows,
-            wholes=wholes,
+            identity=identity(expanded, spans),
+            salt=salt,
             text=text,
             where=where,
         )
+        return self.family.bound(prompt) if isinstance(self.family, BindsPrompt) else prompt
 
     def _starts(self, ids: Ids, num_images: int) -> Ids:
         """Indices of the placeholders, as many as images."""

@@ -97,8 +97,8 @@ class RequestState:
             return inside
         count = np.arange(max(start, self.num_prompt), end) + self.shift
         after = np.tile(count, (len(inside), 1))
-        if lasting := prompt.lasting_rows:
-            after[-lasting:] = prompt.positions[-lasting:, -1:]
+        if constant := prompt.constant_rows:
+            after[-constant:] = prompt.positions[-constant:, -1:]
         return np.concatenate([inside, after], axis=1)
 
     def _add_coordinates(self, inside: Ints, start: int) -> None:

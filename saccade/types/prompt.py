@@ -78,7 +78,7 @@ class Prompt:
     identity: bytes  # RECORD_BYTES per position: what the prefix cache hashes
     salt: bytes = b""  # separates tenants in both caches
     text: str | None = None  # the prompt as the client or the template wrote it, for showing
-    lasting_rows: int = 0  # of `positions`, the last ones: after the prompt they stay as they are at its end
+    constant_rows: int = 0  # of `positions`, the last ones: after the prompt they stay as they are at its end
     wholes: tuple[tuple[int, int], ...] = ()  # positions that see each other: one window computes them
     videos: tuple[VideoRun, ...] = ()  # in prompt order, for the bill
     where: Mapping[Key, str] = field(default_factory=dict)  # parts of the request with the items, for errors

@@ -8,8 +8,8 @@ import pytest
 
 from saccade.errors import ConfigError
 from saccade.processor.checkpoint_files import open_checkpoint
-from tests.conformance.markdown import names_in
-from tests.conformance.modes import compare
+from tests.helpers.conformance.markdown import names_in
+from tests.helpers.conformance.modes import compare
 from tests.helpers.families.zoo import ZOO, second_half
 
 pytestmark = pytest.mark.transformers

@@ -19,7 +19,13 @@ OPTIONS = {f"options.{name}" for name in ("engine", "server", "fields", "proxies
 NOUNS = OPTIONS | {"types", "errors", "sampling_params", "outputs", "costs", "vision_graph_sizes", "util.plain_files"}
 ROOMS = {"util", "options"}  # whose modules have borders of their own
 KERNELS = {"kernels.attention", "kernels.gemm", "kernels.gdn", "kernels.moe", "kernels.ops", "kernels.launch"}
-MODELS = {"models", "models.layers", "models.vision", "models.cuda"}  # families are imported by name, from their table
+MODELS = {
+    "models",
+    "models.layers",
+    "models.vision",
+    "models.cuda",
+    "models.bridge",
+}  # families are imported by name, from their table
 
 # top-level module, package or sub-package -> what it may import from saccade (itself always)
 ALLOWED: dict[str, set[str]] = {
@@ -55,9 +61,12 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.gemm": {"kernels.launch", "kernels.ops"},
     "kernels.gdn": {"kernels.launch"},
     "kernels.moe": {"kernels.launch", "kernels.ops", "kernels.gemm"},
+    "models.bridge": {"errors", "types", "checkpoint", "models", "models.layers", "models.quantized", "models.vision"},
     "models.layers": {"errors", "checkpoint", "models"},
     "models.vision": {"errors", "types", "checkpoint", "models", "models.layers"},
-    "models.cuda": {"types", "models.layers", "models.vision", "util.torch_utils", "vision_graph_sizes"} | KERNELS,
+    "models.cuda": {"types", "models.layers", "models.bridge", "models.vision"}
+    | {"util.torch_utils", "vision_graph_sizes"}
+    | KERNELS,
     "models.families": {"errors", "types", "checkpoint", "models", "models.layers", "models.vision"}
     | {"util.torch_utils"},
     "models": {"errors", "types", "checkpoint", "models.layers", "models.quantized", "models.vision"}

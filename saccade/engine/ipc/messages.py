@@ -54,7 +54,7 @@ class PromptBody(msgspec.Struct, frozen=True, array_like=True):
     next_position: int
     identity: bytes
     salt: bytes
-    lasting_rows: int
+    constant_rows: int
     wholes: tuple[tuple[int, int], ...]
 
 
@@ -119,7 +119,7 @@ def _pack_prompt(prompt: Prompt) -> PromptBody:
         next_position=prompt.next_position,
         identity=prompt.identity,
         salt=prompt.salt,
-        lasting_rows=prompt.lasting_rows,
+        constant_rows=prompt.constant_rows,
         wholes=prompt.wholes,
     )
 
@@ -140,7 +140,7 @@ def _unpack_prompt(body: PromptBody) -> Prompt:
         next_position=body.next_position,
         identity=body.identity,
         salt=body.salt,
-        lasting_rows=body.lasting_rows,
+        constant_rows=body.constant_rows,
         wholes=body.wholes,
     )
 

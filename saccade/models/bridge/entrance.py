@@ -4,12 +4,13 @@
                                                           │
     row of a token   [ embedding | deep features, embeddings for each layer, kind of token | zeros ]
 
-What stands beside an embedding rides in its row: the encoder's cache and splicing know nothing of it.
+What stands beside an embedding is in its row: the encoder's cache and splicing know nothing of it.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ _OURS = frozenset(
 _KINDS = frozenset(
     ("mm_token_type_ids", "token_type_ids")
 )  # some models hand them on to a decoder that ignores them
-_BYTE = 256  # whole numbers ride as digits, which every floating-point type holds
+_BYTE = 256  # whole numbers stand as digits, which every floating-point type holds
 
 
 class _ArrivedError(Exception):
@@ -63,18 +64,11 @@ class Extra(NamedTuple):
 
     @property
     def width(self) -> int:
-        return self.shape.numel() if isinstance(self.shape, torch.Size) else _product(self.shape)
+        return math.prod(self.shape)
 
     @property
     def columns(self) -> int:
         return self.width if self.dtype.is_floating_point else 3 * self.width
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 class Entrance:

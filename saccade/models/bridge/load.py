@@ -15,7 +15,7 @@ from saccade.checkpoint.hf_processor import LOCAL, refusal
 from saccade.errors import ConfigError, RequestError
 from saccade.models.bridge import attention
 from saccade.models.bridge.errors import Unfit
-from saccade.models.bridge.model import Bridge
+from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.proof import check_against_own_forward
 from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.tensor_files import StoredTensors, some
@@ -34,7 +34,7 @@ def load(
     seed: int,
     max_model_len: int | None,
     tensors: StoredTensors | None,
-) -> Bridge:
+) -> ModelBridge:
     """Load and check a model. Anything that Transformers raises becomes a ConfigError.
 
     `tensors`: weights of the checkpoint. Quantised ones are dequantised here, as for other models.
@@ -44,7 +44,7 @@ def load(
     window = max_model_len or config.text.max_context
     try:
         model = _model(kind, path, dtype, tensors, seed)
-        bridge = Bridge(config, model.to(device).eval(), processor, device, dtype, window)
+        bridge = ModelBridge(config, model.to(device).eval(), processor, device, dtype, window)
         check_against_own_forward(bridge)
     except ConfigError:
         raise

@@ -27,7 +27,7 @@ from saccade.models.vision.preprocess import ImagePixels
 from saccade.types.media import Geometry, Grid, Size
 
 
-class Bridge:
+class ModelBridge:
     """`window`: tokens of the longest request."""
 
     def __init__(

@@ -26,7 +26,7 @@ from saccade.checkpoint.hf_processor import processed, starts_of
 from saccade.checkpoint.token_blocks import block_row
 from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.images import on_device
-from saccade.models.bridge.model import Bridge
+from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.tail import NEVER, tail_of
 from saccade.models.layers.attention_rules import AttentionRule
 from saccade.models.layers.forward_types import States, WindowGroup
@@ -44,7 +44,7 @@ class Probe(NamedTuple):
     """A request, and the logits of the model's own forward."""
 
     embeds: Tensor  # [n, width]
-    positions: Tensor  # [rows, n], see `Bridge.forward`
+    positions: Tensor  # [rows, n], see `ModelBridge.forward`
     expected: Tensor  # [n, vocabulary]
     cuts: tuple[int, ...]  # ends of its chunks
 
@@ -56,7 +56,7 @@ class Chunk(NamedTuple):
 
 
 @torch.inference_mode()
-def check_against_own_forward(model: Bridge) -> None:
+def check_against_own_forward(model: ModelBridge) -> None:
     """Raises Unfit if logits differ; exceptions of the model's own code pass."""
     budget = model.indexers.budget
     if budget is not None and model.window > budget:
@@ -86,7 +86,7 @@ def _steps(probes: Sequence[Probe]) -> list[list[Chunk]]:
     return [[chunk for chunk in step if chunk is not None] for step in zip_longest(*pieces)]
 
 
-def _image_probe(model: Bridge) -> Probe:
+def _image_probe(model: ModelBridge) -> Probe:
     image = Image.effect_noise(_SIZE, 80).convert("RGB")
     inputs = on_device(
         dict(processed(model.processor, f"a {model.place.written} b c d e", image)), model.device
@@ -105,7 +105,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _image_rows(model: Bridge, image: Image.Image, ids: list[int]) -> tuple[int, Tensor]:
+def _image_rows(model: ModelBridge, image: Image.Image, ids: list[int]) -> tuple[int, Tensor]:
     """Where the image stands in the prompt, and its embeddings as the engine makes them."""
     alone = model.images.frame.inside(
         processed(model.processor, model.place.written, image)["input_ids"][0].tolist()
@@ -130,7 +130,7 @@ def _geometry(patches: int, tokens: int) -> Geometry:
 _ANY = _geometry(1, 1)  # `prepare` ignores it
 
 
-def _cuts(model: Bridge, length: int, image: int) -> tuple[int, ...]:
+def _cuts(model: ModelBridge, length: int, image: int) -> tuple[int, ...]:
     match model.config.text.blocks:
         case None:
             return length // 3, length - 1, length
@@ -139,7 +139,7 @@ def _cuts(model: Bridge, length: int, image: int) -> tuple[int, ...]:
     return image, length - 1, length
 
 
-def _text_probe(model: Bridge) -> Probe:
+def _text_probe(model: ModelBridge) -> Probe:
     """Text around the LongRoPE switch, if a request can get there: positions need no preceding tokens."""
     text = model.processor.tokenizer.encode(_TEXT, add_special_tokens=False)
     ids = torch.tensor(text, device=model.device)
@@ -154,7 +154,7 @@ def _text_probe(model: Bridge) -> Probe:
     return Probe(model.embed(ids), positions, _own_logits(model, inputs), _cuts(model, len(ids), 1))
 
 
-def _positions(model: Bridge, inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
+def _positions(model: ModelBridge, inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
     """Of RoPE as its own forward makes them, then the rows of blocks and lengths."""
     own = model.entrance.arrive(inputs).get("position_ids")
     rope = torch.arange(len(ids), device=ids.device)[None] if own is None else own.reshape(-1, len(ids))
@@ -171,7 +171,7 @@ def _positions(model: Bridge, inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-def _own_logits(model: Bridge, inputs: Mapping[str, Any]) -> Tensor:
+def _own_logits(model: ModelBridge, inputs: Mapping[str, Any]) -> Tensor:
     parameters = inspect.signature(model.model.forward).parameters
     arguments = {name: value for name, value in inputs.items() if name in parameters}
     hidden: list[Tensor] = []
@@ -186,7 +186,7 @@ def _own_logits(model: Bridge, inputs: Mapping[str, Any]) -> Tensor:
     return logits.clamp(min=NEVER)
 
 
-def _difference(model: Bridge, probes: Sequence[Probe], steps: Sequence[Sequence[Chunk]]) -> float:
+def _difference(model: ModelBridge, probes: Sequence[Probe], steps: Sequence[Sequence[Chunk]]) -> float:
     """The largest difference, relative to the largest logit."""
     blocks = -(-max(len(probe.embeds) for probe in probes) // _BLOCK_SIZE)
     kv = PagedKV.allocate(model.config.text, blocks * len(probes), _BLOCK_SIZE, model.dtype, model.device)
@@ -209,7 +209,7 @@ def _difference(model: Bridge, probes: Sequence[Probe], steps: Sequence[Sequence
     return float(np.max(differences))  # a NaN counts as the largest
 
 
-def _states(model: Bridge, requests: int) -> States | None:
+def _states(model: ModelBridge, requests: int) -> States | None:
     linear = model.config.text.linear
     if model.states is None or linear is None:
         return None

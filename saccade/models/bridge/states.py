@@ -24,7 +24,7 @@ from saccade.models.layers.torch_attention import AttentionBatch
 _KINDS = ("conv_states", "recurrent_states")
 
 
-class _Part(NamedTuple):
+class _StateTensor(NamedTuple):
     """A tensor of a layer's states."""
 
     kind: str
@@ -71,7 +71,7 @@ class StateLayers:
         self.config = config
         self.layers = tuple(layers)
         self.values = values
-        self.parts: dict[int, list[_Part]] = {}
+        self.parts: dict[int, list[_StateTensor]] = {}
 
     def new_cache(self) -> Any:
         cache = import_module("transformers").DynamicCache(config=self.config)
@@ -83,7 +83,7 @@ class StateLayers:
         for layer in self.layers:
             held = cache.layers[layer]
             self.parts[layer] = [
-                _Part(kind, number, tuple(state.shape[1:]), state.dtype, self._start(state))
+                _StateTensor(kind, number, tuple(state.shape[1:]), state.dtype, self._start(state))
                 for kind in _KINDS
                 for number, state in getattr(held, kind).items()
                 if state is not None

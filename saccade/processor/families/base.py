@@ -112,18 +112,12 @@ class FramesPrompt(Protocol):
 
 
 @runtime_checkable
-class PromptBound(Protocol):
+class BindsPrompt(Protocol):
     """A family whose keys and values depend on what comes after them too, or on the prompt's length."""
 
-    @property
-    def lasting_rows(self) -> int:
-        """Of positions, see `Prompt`."""
-
-    def wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
-        """Ranges of positions that see each other."""
-
-    def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
-        """A cache salt that prompts share only if equal prefixes mean equal keys and values."""
+    def bound(self, prompt: Prompt) -> Prompt:
+        """With ranges that no window cuts, and a salt that prompts share only where equal prefixes mean equal
+        keys and values."""
 
 
 def cross_attended(spans: Sequence[Span]) -> tuple[Span, ...]:

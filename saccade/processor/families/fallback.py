@@ -19,7 +19,7 @@ from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
 from saccade.processor.families.fallback_positions import PositionRules
 from saccade.types.media import Geometry, Grid, Size
-from saccade.types.prompt import Span
+from saccade.types.prompt import Prompt, Span
 
 MAX_PIXELS = 25_000_000
 """Counting allocates a blank image of the same size, so sizes have a bound of their own."""
@@ -163,15 +163,8 @@ class Fallback:
         images = [self.count(geometry.resized) for geometry in geometries]
         return self.rules.positions(np.asarray(token_ids, np.int64), spans, images)
 
-    @property
-    def lasting_rows(self) -> int:
-        return self.rules.lasting_rows
-
-    def wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
-        return self.rules.wholes(positions)
-
-    def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
-        return self.rules.root(salt, identity, images)
+    def bound(self, prompt: Prompt) -> Prompt:
+        return self.rules.bound(prompt)
 
 
 def _count(processor: Any, written: str, frame: hf_processor.Frame, size: Size) -> Counted:

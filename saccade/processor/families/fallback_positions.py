@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from saccade.checkpoint import hf_processor
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.token_blocks import Blocks, block_row
 from saccade.processor.families.base import Positions
-from saccade.types.prompt import RECORD_BYTES, Span
+from saccade.types.prompt import Prompt, Span
 
 Ints = npt.NDArray[np.int64]
 
@@ -69,12 +69,16 @@ class PositionRules:
             more.append(np.full(len(ids), following - 1, np.int32))
         return np.concatenate([rows, *(row[None] for row in more)]), following
 
-    @property
-    def lasting_rows(self) -> int:
-        """Where a prompt ends, is so for every token of the answer."""
-        return int(self.blocks == "before answer")
+    def bound(self, prompt: Prompt) -> Prompt:
+        """Where a prompt ends, is so for every token of an answer that sees a window of itself."""
+        return replace(
+            prompt,
+            salt=self._root(prompt),
+            wholes=self._wholes(prompt.positions),
+            constant_rows=int(self.blocks == "before answer"),
+        )
 
-    def wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
+    def _wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
         """Ranges of tokens that see each other, from the row of blocks."""
         if self.blocks in (None, "before answer"):
             return ()
@@ -83,16 +87,16 @@ class PositionRules:
         ends = {int(row[index]): int(index) + 1 for index in inside}
         return tuple(sorted(ends.items()))
 
-    def root(self, salt: bytes, identity: bytes, images: int) -> bytes:
+    def _root(self, prompt: Prompt) -> bytes:
         """Prompts below and above the LongRoPE switch share no prefix. Nor do those of which a token sees
         what comes after it, beyond its own image, nor a prompt with an answer that saw a part of itself."""
-        if self.blocks == "prompt" or (self.blocks == "images" and images > 1):
-            return hashlib.sha256(b"whole" + salt + identity).digest()
+        if self.blocks == "prompt" or (self.blocks == "images" and len(prompt.spans) > 1):
+            return hashlib.sha256(b"whole" + prompt.salt + prompt.identity).digest()
         if self.blocks == "before answer":
-            return hashlib.sha256(b"ends" + len(identity).to_bytes(8, "little") + salt).digest()
-        if self.rope_switch is None or len(identity) <= self.rope_switch * RECORD_BYTES:
-            return salt
-        return hashlib.sha256(b"long" + salt).digest()
+            return hashlib.sha256(b"ends" + len(prompt).to_bytes(8, "little") + prompt.salt).digest()
+        if self.rope_switch is None or len(prompt) <= self.rope_switch:
+            return prompt.salt
+        return hashlib.sha256(b"long" + prompt.salt).digest()
 
 
 def _rope_index(path: Path, model_type: str) -> Any:

@@ -14,7 +14,6 @@ from transformers import (
     AyaVisionConfig,
     DeepseekVLConfig,
     Gemma3Config,
-    Idefics2Config,
     Idefics3Config,
     InternVLConfig,
     PreTrainedTokenizerFast,
@@ -96,22 +95,6 @@ def idefics3(folder: Path, *, layout: str = "saved", seed: int = 0, rope: Mappin
         "resample": 1,
     }
     processor = {"processor_class": "Idefics3Processor", "image_processor": images, "image_seq_len": 4}
-    return save(folder, config, tokenizer, processor, "<image>")
-
-
-def idefics2(folder: Path) -> Path:
-    """Its processor keeps a picture's sides in proportion: they are seldom a multiple of a patch."""
-    tokenizer = tokenizer_with("<fake_token_around_image>", "<image>", "<end_of_utterance>")
-    perceiver = {"resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4, "resampler_head_dim": 16}
-    config = Idefics2Config(
-        text_config={**text_shape(tokenizer), "model_type": "mistral", "sliding_window": None, "head_dim": 16},
-        vision_config={**VISION, "image_size": 56, "patch_size": 14},
-        perceiver_config={**perceiver, "num_key_value_heads": 2},
-        image_token_id=tokenizer.token_to_id("<image>"),
-    )
-    edges = {"shortest_edge": 28, "longest_edge": 56}
-    images = {"image_processor_type": "Idefics2ImageProcessor", "size": edges, "do_image_splitting": False}
-    processor = {"processor_class": "Idefics2Processor", "image_processor": images, "image_seq_len": 4}
     return save(folder, config, tokenizer, processor, "<image>")
 
 

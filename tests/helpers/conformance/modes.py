@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade import LLM, SamplingParams
-from tests.conformance.theirs import Prompt, Theirs
+from tests.helpers.conformance.theirs import Prompt, Theirs
 from tests.helpers.families.zoo import second_half
 from tests.helpers.families.zoo.entry import Entry
 from tests.helpers.media.images import make_photo

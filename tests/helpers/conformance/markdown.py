@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.helpers.families.zoo import REFUSED
 
-BEGIN = "<!-- generated: families -->"
-END = "<!-- end of generated: families -->"
+BEGIN = "<!-- families: python -m tests.helpers.conformance -->"
+END = "<!-- end of families -->"
 WIDTH = 140
 
 

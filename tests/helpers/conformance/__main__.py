@@ -10,13 +10,13 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.conformance.markdown import write
-from tests.conformance.modes import compare
+from tests.helpers.conformance.markdown import write
+from tests.helpers.conformance.modes import compare
 from tests.helpers.families.zoo import ZOO
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.helpers.conformance", description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="all if none is named")
     parser.add_argument("--trace", action="store_true", help="the whole traceback of what fails")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the list in this page")

@@ -1,0 +1,1 @@
+"""Families of the zoo beside Transformers: `python -m tests.helpers.conformance` says what each answers."""
