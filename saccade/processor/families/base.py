@@ -14,7 +14,7 @@ import numpy.typing as npt
 from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.errors import ConfigError, RequestError
 from saccade.types.media import Geometry, Size
-from saccade.types.prompt import TO_THE_END, Span
+from saccade.types.prompt import TO_THE_END, Prompt, Span
 
 MAX_ASPECT_RATIO = 200
 """The limit of every family: resizing a thin strip costs far more than its tokens say."""
