@@ -85,7 +85,7 @@ def open_checkpoint(
     tokenizer_config = files.read_optional(tokenizer_path / "tokenizer_config.json")
     generation = _generation(path, options.generation_config)
     config = _config(path, raw, generation)
-    if not is_known(config) and (options.hf_overrides or tokenizer_path != path):
+    if not is_known(config) and any((options.hf_overrides, tokenizer_path != path)):
         reason = "Transformers reads the files of this family itself"
         raise ConfigError(f"hf_overrides and tokenizer cannot be used: {reason}; change a copy of {path}")
     images, video, processor = _media_settings(path, is_checked=is_known(config))
@@ -148,7 +148,7 @@ def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 def _tokenizer_path(model: str | None, path: Path, options: Options, hub: Hub) -> Path:
     """The folder of the tokenizer: the checkpoint's own, unless the options name another or a revision."""
-    if options.tokenizer is None and (options.tokenizer_revision is None or model is None):
+    if options.tokenizer is None and None in (options.tokenizer_revision, model):
         return path
     name = options.tokenizer or model
     return _locate(str(name), False, hub._replace(revision=options.tokenizer_revision))
