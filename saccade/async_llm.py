@@ -138,7 +138,8 @@ class AsyncLLM:
         priority: int,
     ) -> AsyncGenerator[RequestOutput]:
         number = next(self._numbers)
-        request_id = f"request-{number}" if request_id is None else request_id
+        if request_id is None:
+            request_id = f"request-{number}"
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is already in use")
         self._streams[request_id] = []
@@ -242,14 +243,14 @@ class _RunningCall:
 
     def output(self) -> RequestOutput:
         usage = self._outputs[0].usage
-        times = {"prepare": self._prepare_ms}
+        bill = self._bill.settled(usage, {"prepare": self._prepare_ms}) if usage else self._bill
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._text,
             prompt_token_ids=self._prompt_ids,
             outputs=completions(self._outputs, self._n),
             finished=self.is_read,
-            bill=self._bill.settled(usage, times) if usage else self._bill,
-            num_cached_tokens=usage.cached_tokens if usage else 0,
+            bill=bill,
+            num_cached_tokens=bill.cached_tokens,
             prompt_logprobs=self._outputs[0].prompt_logprobs(self._prompt_ids),
         )

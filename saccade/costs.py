@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from saccade.checkpoint.config import LinearConfig, MLAConfig, ModelConfig, TextConfig, VisionConfig
-from saccade.checkpoint.quantization import stays_fp8
+from saccade.checkpoint.quantization import Quantization, stays_fp8
 from saccade.types.media import Size
 
 GIB = 1 << 30
@@ -328,6 +328,14 @@ def saved_bytes(text: TextConfig, dtype: str, *, fp8: int, int4: Int4Bytes) -> i
     if int4:
         return int(sum(_int4_matrices(text, int4.experts)) * (dtype_bytes(dtype) - int4.weight))
     return fp8 * (dtype_bytes(dtype) - 1)
+
+
+def fp8_params_of(text: TextConfig, quantization: Quantization | None, option: str | None) -> int:
+    """Where FP8 is multiplied: a checkpoint stores it, or the option `quantization` makes it."""
+    is_stored = quantization is not None and quantization.becomes_fp8
+    if not is_stored and option != "fp8":
+        return 0
+    return fp8_params(text, in_blocks=quantization is not None and quantization.has_blocks)
 
 
 def fp8_params(text: TextConfig, *, in_blocks: bool) -> int:

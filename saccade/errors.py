@@ -20,8 +20,9 @@ class RequestError(ValueError):
 
     def renamed(self, param: str) -> RequestError:
         """The same, about a part as the client calls it."""
-        is_named = self.param is not None and self.message.startswith(self.param)
-        message = param + self.message.removeprefix(self.param or "") if is_named else self.message
+        message = self.message
+        if self.param is not None and message.startswith(self.param):
+            message = param + message.removeprefix(self.param)
         return RequestError(message, code=self.code, param=param)
 
     def located(self, where: Mapping[bytes, str]) -> RequestError:

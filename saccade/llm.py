@@ -17,7 +17,14 @@ from saccade.options.engine import options
 from saccade.options.vllm.keywords import checked_call
 from saccade.outputs import BeamSearchOutput, RequestOutput
 from saccade.processor.beam_search import best_sequences
-from saccade.processor.call_arguments import ManyParams, PromptInput, priorities_of, spread, with_kwargs
+from saccade.processor.call_arguments import (
+    ManyParams,
+    PromptInput,
+    as_many,
+    priorities_of,
+    spread,
+    with_kwargs,
+)
 from saccade.processor.chat_tokenizer import ChatTokenizer
 from saccade.processor.pooled_calls import Embeddings, Run, Scores, embeddings, scores
 from saccade.processor.pooling import Side
@@ -67,10 +74,10 @@ class LLM:
         """
         checked_call(more, ())
         is_single = isinstance(prompts, (str, Mapping))
-        many: Sequence[PromptInput] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        inputs: Sequence[PromptInput] = as_many(prompts)
         if mm_processor_kwargs:
-            many = [with_kwargs(prompt, mm_processor_kwargs) for prompt in many]
-        makers = [lambda p=p: self.engine.processor.from_prompt(p) for p in many]
+            inputs = [with_kwargs(prompt, mm_processor_kwargs) for prompt in inputs]
+        makers = [lambda p=p: self.engine.processor.from_prompt(p) for p in inputs]
         return self._run(makers, sampling_params, use_tqdm, priority, raise_errors=is_single)
 
     def chat(
@@ -87,8 +94,8 @@ class LLM:
         """
         how = checked_call(how, _CHAT_ARGUMENTS)
         is_single = not messages or isinstance(messages[0], Mapping)
-        many: Sequence[Any] = [messages] if is_single else messages
-        makers = [lambda m=m: self.engine.processor.from_chat(m, allow_paths=True, **how) for m in many]
+        chats: Sequence[Any] = [messages] if is_single else messages
+        makers = [lambda m=m: self.engine.processor.from_chat(m, allow_paths=True, **how) for m in chats]
         return self._run(makers, sampling_params, use_tqdm, priority, raise_errors=is_single)
 
     def bill(self, prompt: PromptInput | Messages, **how: Any) -> Bill:
@@ -136,9 +143,9 @@ class LLM:
         self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
         """The `beam_width` most likely continuations of each prompt, one step of `generate` a token."""
-        many = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         generate = partial(self.generate, use_tqdm=False)
-        return [best_sequences(prompt, params, self.engine.processor, generate) for prompt in many]
+        processor = self.engine.processor
+        return [best_sequences(prompt, params, processor, generate) for prompt in as_many(prompts)]
 
     def embed(
         self, prompts: PromptInput | Sequence[PromptInput], use_tqdm: bool = True, **how: Any

@@ -120,9 +120,10 @@ class OfflineEngine:
             prompt = self.processor.truncated(make(), params, self.limits.max_model_len)
             prepare_ms = (time.perf_counter() - start) * 1e3
             space = max(1, self.limits.max_model_len - len(prompt))
-            if not has_params:  # a default length is no reason to refuse a prompt
-                params = replace(params, max_tokens=min(params.max_tokens or space, space))
             max_tokens = params.max_tokens or space
+            if not has_params:  # a default length is no reason to refuse a prompt
+                max_tokens = min(max_tokens, space)
+                params = replace(params, max_tokens=max_tokens)
             requests = self._requests.build(request_id, prompt, params, max_tokens, priority=priority)
             outputs = self.processor.output_builders(prompt, params)
             request = _OpenRequest(
@@ -237,15 +238,17 @@ class OfflineEngine:
         """Made for every stream in every step, so what does not change is made once and shared."""
         bill = request.bill
         usage = request.outputs[0].usage
+        if usage is not None:
+            bill = bill.settled(usage, {"prepare": request.prepare_ms})
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt.text,
             prompt_token_ids=request.prompt_token_ids,
             outputs=completions(request.outputs, request.n),
             finished=request.is_finished,
-            bill=bill.settled(usage, {"prepare": request.prepare_ms}) if usage else bill,
+            bill=bill,
             error=request.error,
-            num_cached_tokens=usage.cached_tokens if usage else 0,
+            num_cached_tokens=bill.cached_tokens,
             prompt_logprobs=request.outputs[0].prompt_logprobs(request.prompt_token_ids),
         )
 

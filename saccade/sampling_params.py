@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from saccade.errors import RequestError, quoted
 
@@ -121,7 +121,7 @@ class SamplingParams:
 
     @property
     def has_penalty(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
     def samples_on_device(self) -> bool:
@@ -129,11 +129,11 @@ class SamplingParams:
 
         Then the device samples by itself and starts the next step before the host has seen the token.
         """
-        changes = self.has_penalty or self.logit_bias or self.min_tokens or self.structured
+        changes = (self.has_penalty, self.logit_bias, self.min_tokens, self.structured)
+        words = (self.bad_words, self.bad_words_token_ids)
         limits = (self.allowed_token_ids, self.thinking_token_budget)
-        is_limited = any(limit is not None for limit in limits) or self.bad_words or self.bad_words_token_ids
-        is_reported = self.logprobs is not None or self.prompt_logprobs is not None
-        return not is_reported and self.pooling is None and not changes and not is_limited
+        reports = (self.logprobs, self.prompt_logprobs, self.pooling)
+        return not any((*changes, *words)) and all(value is None for value in (*limits, *reports))
 
     @property
     def needs_prompt_rows(self) -> bool:
@@ -141,26 +141,26 @@ class SamplingParams:
 
         Then the whole prompt is computed: no cached prefix is taken.
         """
-        is_pooled = self.pooling is not None and self.pooling.every_token
-        return is_pooled or self.prompt_logprobs is not None
+        if self.prompt_logprobs is not None:
+            return True
+        return self.pooling is not None and self.pooling.every_token
 
     def _check_types(self) -> None:
         for name in _INTS:
             _require(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")
-        for name in _OPTIONAL_INTS:
-            value = getattr(self, name)
-            _require(value is None or _is_int(value), name, value, "a whole number or nothing")
+        for name, value in self._set_among(_OPTIONAL_INTS):
+            _require(_is_int(value), name, value, "a whole number or nothing")
         for name in _BOOLS:
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         for name in FLOATS:
             _require(_is_finite(getattr(self, name)), name, getattr(self, name), "a finite number")
-        for name, (types, words) in _OPTIONAL_TYPES.items():
-            value = getattr(self, name)
-            _require(value is None or isinstance(value, types), name, value, words)
+        for name, value in self._set_among(_OPTIONAL_TYPES):
+            types, words = _OPTIONAL_TYPES[name]
+            _require(isinstance(value, types), name, value, words)
         for stop in self.stop_strings:
             _require(isinstance(stop, str) and stop != "", "stop", stop, "a string that is not empty")
         outputs = self.structured_outputs
-        is_one = outputs is None or self.structured is None
+        is_one = None in (outputs, self.structured)
         _require(is_one, "structured_outputs", outputs, "left out where structured is given")
         self._check_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
@@ -170,16 +170,20 @@ class SamplingParams:
         _require(is_list, "bad_words", bad, "a list of strings")
         _require(all(word.strip() for word in bad), "bad_words", bad, "words, not white space")
 
+    def _set_among(self, names: Iterable[str]) -> list[tuple[str, Any]]:
+        """Those of these fields that are not None."""
+        return [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
+
     def _check_ids(self, name: str, ids: Any) -> None:
         _require(isinstance(ids, Sequence) and not isinstance(ids, str), name, ids, "a list of token ids")
         for token in ids:
-            is_id = _is_int(token) and 0 <= token <= MAX_TOKEN_ID
+            is_id = is_int_within(token, 0, MAX_TOKEN_ID)
             _require(is_id, name, token, "a list of whole numbers that are token ids")
 
     def _check_ranges(self) -> None:
-        for name, (low, high, words) in _RANGES.items():
-            value = getattr(self, name)
-            _require(value is None or low <= value <= high, name, value, words)
+        for name, value in self._set_among(_RANGES):
+            low, high, words = _RANGES[name]
+            _require(low <= value <= high, name, value, words)
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
         _require(fits, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         best_of = self.best_of
@@ -202,8 +206,8 @@ class SamplingParams:
         words = f"at most {MAX_LOGIT_BIAS} tokens"
         _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(bias)} tokens", words)
         for token, value in bias.items():
-            _require(_is_int(token) and token >= 0, "logit_bias", token, "a map from token ids")
-            _require(_is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")
+            _require(is_int_within(token, 0), "logit_bias", token, "a map from token ids")
+            _require(is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")
 
     def _check_list(self, name: str, texts: Sequence[str], max_count: int, kind: str, max_chars: int) -> None:
         count = len(texts)
@@ -223,10 +227,9 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         maximum = MAX_LOGPROBS // 2  # each beam is asked for twice as many next tokens
-        is_width = _is_int(self.beam_width) and 1 <= self.beam_width <= maximum
+        is_width = is_int_within(self.beam_width, 1, maximum)
         _require(is_width, "beam_width", self.beam_width, f"from 1 to {maximum}")
-        is_length = _is_int(self.max_tokens) and self.max_tokens >= 1
-        _require(is_length, "max_tokens", self.max_tokens, "1 or more")
+        _require(is_int_within(self.max_tokens, 1), "max_tokens", self.max_tokens, "1 or more")
         _require(_is_finite(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")
 
 
@@ -328,11 +331,15 @@ def _as_ints(ids: Any) -> Any:
         return ids
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
+def is_int_within(value: object, low: int, high: float = math.inf) -> TypeGuard[int]:
+    return _is_int(value) and low <= value <= high
+
+
+def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -254,4 +254,4 @@ def _complain(*loads: LoadResult) -> int:
     errors = errors_of([result for load in loads for result in load.results])
     for text, count in list(errors.items())[:5]:
         print(f"saccade: {count} requests failed: {text}", file=sys.stderr)
-    return 1 if errors else 0
+    return int(bool(errors))

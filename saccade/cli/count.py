@@ -28,6 +28,8 @@ from saccade.types.media import Size
 from saccade.types.prompt import VideoRun
 from saccade.util.plain_files import open_plain
 
+_RULES = "counted by the rules of Qwen2-VL; --model names another, saccade-builtin the built-in one"
+
 
 @dataclass(frozen=True, slots=True)
 class Count:
@@ -62,16 +64,18 @@ def run(args: argparse.Namespace) -> int:
     """Unreadable files are reported on stderr and make the exit status 1."""
     options = Options(**chosen_options(args, Options))  # checks the values
     rows, errors = count_files(args.files, options, together=args.together)
-    if args.model is None and not args.json:
-        rules = "counted by the rules of Qwen2-VL; --model names another, saccade-builtin the built-in one"
-        print(f"saccade: {rules}", file=sys.stderr)
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
+        if args.model is None:
+            rules = (
+                "counted by the rules of Qwen2-VL; --model names another, saccade-builtin the built-in one"
+            )
+            print(f"saccade: {rules}", file=sys.stderr)
         print(table(rows))
     for error in errors:
         print(f"saccade: {error}", file=sys.stderr)
-    return 1 if errors else 0
+    return int(bool(errors))
 
 
 def count_files(

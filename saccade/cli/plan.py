@@ -164,7 +164,7 @@ def _hardware(args: argparse.Namespace, measured: Hardware | None) -> Hardware:
     if measured is None:
         gpu = find_hardware(args.gpu or DEFAULT)
         return gpu.having(args.gpu_memory_gib, args.gpu_bandwidth, args.gpu_tflops)
-    if args.gpu or args.gpu_tflops or args.gpu_bandwidth:
+    if any((args.gpu, args.gpu_tflops, args.gpu_bandwidth)):
         raise ConfigError(
             f"--calibration {args.calibration} has shares of what {measured.name} was measured to do; "
             "leave --gpu, --gpu-tflops and --gpu-bandwidth out"

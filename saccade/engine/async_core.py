@@ -74,7 +74,7 @@ class AsyncEngineCore(EngineCore):
         if self._launched:
             self.scheduler.index()  # nothing is left to launch: the device works, and its tokens are awaited
             events += self._commit_finished(1 if self._runs_async_decode else len(self._launched))
-        if not self._launched and self._may_launch(latency_bounded, events):
+        if self._may_launch(latency_bounded, events):
             events += self._launch(self._plan(self.clock(), latency_bounded))
         return events
 
@@ -97,8 +97,8 @@ class AsyncEngineCore(EngineCore):
 
     def _may_launch(self, latency_bounded: bool, events: list[TokenEvent]) -> bool:
         """Not before last tokens are handed out where a launch takes long: without decodes, whole images."""
-        is_long = latency_bounded and not self.scheduler.has_decodes
-        return self.scheduler.has_unfinished() and not (events and is_long)
+        waits = all((events, latency_bounded, not self.scheduler.has_decodes))
+        return not self._launched and self.scheduler.has_unfinished() and not waits
 
     def add(self, request: Request) -> None:
         """Waits for running steps that compute for an earlier request of this id, which has ended."""
@@ -162,7 +162,7 @@ class AsyncEngineCore(EngineCore):
         unfreeze()  # or what is left of this engine would stay
 
     def has_unfinished(self) -> bool:
-        return bool(self._launched or self._events) or self.scheduler.has_unfinished()
+        return any((self._launched, self._events, self.scheduler.has_unfinished()))
 
     def _launch(self, *planned: StepPlan | None) -> list[TokenEvent]:
         """One plan or two. No events, or the endings of all requests when a step could not be launched."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from queue import LifoQueue
+from types import MappingProxyType
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 REQUEST = struct.Struct(">dQ")
@@ -91,7 +92,7 @@ class HelperProcess:
         self,
         module: str,
         *arguments: str,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
         max_reply: int = MAX_BODY,
     ) -> None:
         """`module` is run with a socket as its stdin, these arguments, and these variables beside ours.
@@ -99,7 +100,7 @@ class HelperProcess:
         `max_reply`: bytes of a reply.
         """
         self._command = (sys.executable, "-m", module, *arguments)
-        self._environment = environment or {}
+        self._environment = environment
         self._max_reply = max_reply
         self._lock = threading.Lock()  # between a start, `cancel` and `close`
         self._running: _Child | None = None

@@ -20,7 +20,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 from saccade.errors import RequestError
 from saccade.media.image_headers import rotated_size
 from saccade.media.png_rows import has_all_rows
-from saccade.media.rgb import BAND, MIRRORED, as_image, to_rgb, upright
+from saccade.media.rgb import BAND, MIRRORED, to_rgb, upright, upright_band
 from saccade.media.video_reader import VideoReaders
 from saccade.types.media import MediaItem, Size
 
@@ -149,8 +149,7 @@ def _rotated(raw_pixels: Pixels, orientation: int, new: NewPixels) -> Pixels:
     pixels = new((height, width, 3))
     for start in range(0, height, BAND):
         end = min(start + BAND, height)
-        part = raw_pixels[start:end] if orientation < 5 else raw_pixels[:, start:end]
-        band = upright(as_image(np.ascontiguousarray(part)), orientation).tobytes("raw", "RGB")
+        band = upright_band(raw_pixels, start, end, orientation).tobytes("raw", "RGB")
         top = height - end if orientation in MIRRORED else start
         pixels[top : top + end - start] = np.frombuffer(band, np.uint8).reshape(-1, width, 3)
     return pixels
@@ -170,7 +169,7 @@ def _check_rows(image: ImageFile, data: bytes) -> None:
     """OSError if a PNG has fewer rows than its header says, which Pillow leaves black."""
     last = image.im.crop((0, image.height - 1, *image.size))  # not by Image.crop, which has a limit of pixels
     is_last_black = last.getbbox() is None
-    if (is_last_black or image.info.get("interlace")) and not has_all_rows(data):
+    if any((is_last_black, image.info.get("interlace"))) and not has_all_rows(data):
         raise OSError("rows are missing")
 
 

@@ -260,7 +260,8 @@ def _local_path(url: str) -> Path:
         return Path(url)
     parts = urlsplit(url)
     path = unquote(parts.path)
-    if parts.netloc not in ("", "localhost") or not path.startswith("/") or parts.query or parts.fragment:
+    is_here = parts.netloc in ("", "localhost") and path.startswith("/")
+    if (is_here, parts.query, parts.fragment) != (True, "", ""):
         message = "a file: URL must name an absolute path on this machine, such as file:///pictures/a.png"
         raise refused(message)
     return Path(path)

@@ -132,9 +132,10 @@ def parse_png(data: bytes) -> Outline:
             frames = max(1, struct.unpack_from(">I", data, at + 8)[0])
         if kind == b"eXIf":
             exif = data[at + 8 : at + 8 + length]
-        if kind == b"iCCP" and has_profile:  # Pillow inflates each, a megabyte
-            raise ValueError("two colour profiles")
-        has_profile |= kind == b"iCCP"
+        if kind == b"iCCP":
+            if has_profile:  # Pillow inflates each, a megabyte
+                raise ValueError("two colour profiles")
+            has_profile = True
         at += 12 + length
     raise ValueError("too many chunks")
 

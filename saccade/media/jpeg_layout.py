@@ -36,8 +36,8 @@ def is_plain_jpeg(data: bytes, header: Header) -> bool:
 def _is_usual(frame: memoryview) -> bool:
     """8 bits of three components, sampled as cameras do."""
     components = bytes(frame[6:])  # three bytes each: its name, its sampling, its table
-    is_colour = bytes(frame[5:6]) == _COMPONENTS and components[::3] == b"\x01\x02\x03"
-    return bytes(frame[:1]) == b"\x08" and is_colour and components[1::3] in _SAMPLINGS
+    about = (bytes(frame[:1]), bytes(frame[5:6]), components[::3])
+    return about == (b"\x08", _COMPONENTS, b"\x01\x02\x03") and components[1::3] in _SAMPLINGS
 
 
 def _is_ycbcr(adobe: bytes) -> bool:

@@ -25,7 +25,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from saccade.media.decode import Pixels, check_stored_size, decode, draft, reduce_size, refuse_faults
 from saccade.media.image_headers import rotated_size
-from saccade.media.rgb import BAND, MIRRORED, MODE, as_image, upright
+from saccade.media.rgb import BAND, MIRRORED, MODE, as_image, upright_band
 from saccade.types.media import MediaItem, Size
 
 _MIN_PIXELS = 1 << 20  # a smaller image takes one thread a few milliseconds
@@ -109,12 +109,8 @@ class StreamedJpeg:
             on_band(position, height)
 
     def _upright(self, start: int, end: int | None) -> Image.Image:
-        """Some stored rows, or columns, as a viewer shows them."""
         assert self._stored is not None
-        orientation = self._item.header.orientation
-        pixels = self._stored.pixels
-        part = pixels[start:end] if orientation < 5 else pixels[:, start:end]
-        return upright(as_image(np.ascontiguousarray(part)), orientation)
+        return upright_band(self._stored.pixels, start, end, self._item.header.orientation)
 
 
 class _NotStreamed(Exception):

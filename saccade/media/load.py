@@ -214,7 +214,7 @@ def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     if np.issubdtype(array.dtype, np.floating):
         low = float(array.min())
         high = float(array.max())
-        if not (low >= 0 and high <= 1):  # also false for NaN
+        if not 0 <= low <= high <= 1:  # also false for NaN
             values = f"a float picture array holds values from 0 to 1, but these go from {low:g} to {high:g}"
             raise RequestError(f"{values}; divide by 255 or pass uint8", code="invalid_image")
         rounded: npt.NDArray[np.uint8] = np.rint(array * 255).astype(np.uint8)

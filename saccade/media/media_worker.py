@@ -51,10 +51,10 @@ class MediaWorker:
 
     def answer(self, body: bytes, fds: Sequence[int]) -> bytes:
         has_data, memory, job, data = unpack(body)
-        if has_data and not self._data:
-            raise AnswerRefused(SEND_AGAIN)
         if not has_data:
             self._forget(data)
+        elif not self._data:
+            raise AnswerRefused(SEND_AGAIN)
         _limit_memory(memory)
         try:
             for fd in fds:

@@ -97,8 +97,9 @@ class _MediaWorker:
         self.memory = SharedPixels(pin)
         self.data: bytes | None = None  # what it read last, where more of that may come
 
-    def ask(self, task: Task, ticket: Ticket) -> bytes:
+    def ask(self, task: Task, ticket: Ticket | None) -> bytes:
         """The body of the reply. RequestError where there is none."""
+        ticket = ticket or Ticket()
         with ticket.held_by(self.process):
             reply = self._send(task, ticket)
         is_alive = reply.outcome in (Outcome.DONE, Outcome.FAILED)
@@ -116,7 +117,7 @@ class _MediaWorker:
         if self.data is task.data:
             head = pack(task.job, task.memory, has_data=True)
             reply = ask(head)
-            if reply.outcome is not Outcome.FAILED or reply.body != SEND_AGAIN:
+            if (reply.outcome, reply.body) != (Outcome.FAILED, SEND_AGAIN):
                 return reply
         return ask(pack(task.job, task.memory, has_data=False), task.data)
 
@@ -143,7 +144,7 @@ class MediaWorkers:
     def ask(self, task: Task, ticket: Ticket | None = None) -> bytes:
         """The body of the reply."""
         with self._worker(task.data) as worker:
-            return worker.ask(task, ticket or Ticket())
+            return worker.ask(task, ticket)
 
     @contextmanager
     def pixels(self, task: Task, size: int, ticket: Ticket | None = None) -> Iterator[Pixels]:
@@ -151,7 +152,7 @@ class MediaWorkers:
         with self._worker(task.data) as worker:
             worker.memory.reserve(size)
             try:
-                body = worker.ask(task, ticket or Ticket())
+                body = worker.ask(task, ticket)
                 yield worker.memory.pixels(msgspec.msgpack.decode(body, type=tuple[int, ...]))
             finally:
                 worker.memory.trim()
@@ -176,11 +177,11 @@ class MediaWorkers:
 
     def _forget_files(self) -> None:
         """The oldest ones beyond a limit: here now, and there with the next job."""
-        owners = [worker for worker in self._free if worker.data is not None]
-        total = sum(len(worker.data or b"") for worker in owners)
-        for worker in owners[:-1]:
+        sizes = [(worker, len(worker.data)) for worker in self._free if worker.data is not None]
+        total = sum(size for _, size in sizes)
+        for worker, size in sizes[:-1]:
             if total > _MAX_KEPT_BYTES:
-                total -= len(worker.data or b"")
+                total -= size
                 worker.data = None
 
 

@@ -64,6 +64,12 @@ def upright(image: Image.Image, orientation: int) -> Image.Image:
     return image if method is None else image.transpose(method)
 
 
+def upright_band(raw: npt.NDArray[np.uint8], start: int, end: int | None, orientation: int) -> Image.Image:
+    """Some stored rows, or columns, of pixels [height, width, 4] as a viewer shows them."""
+    part = raw[start:end] if orientation < 5 else raw[:, start:end]
+    return upright(as_image(np.ascontiguousarray(part)), orientation)
+
+
 def as_image(pixels: npt.NDArray[np.uint8]) -> Image.Image:
     """[height, width, 4], not copied."""
     height, width, _ = pixels.shape

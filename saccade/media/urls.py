@@ -144,7 +144,7 @@ def is_public(address: str) -> bool:
 
 def _is_global(address: Address) -> bool:
     """`is_global` alone is also true of multicast and of the old private network of IPv6, fec0::/10."""
-    if address.is_multicast or address.is_reserved or _is_in_private_network(address):
+    if any((address.is_multicast, address.is_reserved, _is_in_private_network(address))):
         return False
     return address.is_global
 

@@ -66,9 +66,9 @@ def check_online(how: str, quantization: Quantization | None, device: torch.devi
         raise ConfigError(
             f"--quantization {how} is not known; fp8 is, and quantised checkpoints need no option"
         )
-    if quantization is not None and quantization.becomes_fp8:
-        return  # without an option, too
     if quantization is not None:
+        if quantization.becomes_fp8:
+            return  # without an option, too
         problem = f"this one is {quantization.summary}"
         raise ConfigError(f"--quantization {how} is for checkpoints that are not quantised; {problem}")
     if not multiplies_fp8(device):
@@ -118,10 +118,11 @@ def scales_for(scale: Tensor, shape: Sequence[int]) -> Tensor:
     scales = scale.float()
     if scales.numel() == 1:
         return scales.reshape([1] * len(shape)).expand(*shape)
-    if shape[-1] == 1 and scales.shape[-1] != 1:
-        scales = scales.unsqueeze(-1)
-    if shape[-1] == 1 and list(scales.shape) == list(shape[1:]):
-        return scales.expand(*shape)  # of a matrix that is cut by columns: its parts have the same rows
+    if shape[-1] == 1:
+        if scales.shape[-1] != 1:
+            scales = scales.unsqueeze(-1)
+        if list(scales.shape) == list(shape[1:]):
+            return scales.expand(*shape)  # of a matrix that is cut by columns: its parts have the same rows
     if scales.numel() != math.prod(shape):
         raise ValueError(f"its scale has the shape {list(scale.shape)}; {list(shape)} was expected")
     if scales.dim() == 2 and len(shape) == 3 and len(scales) == shape[1]:
@@ -131,7 +132,7 @@ def scales_for(scale: Tensor, shape: Sequence[int]) -> Tensor:
 
 def is_in_blocks(scale: Sequence[int], weight: Sequence[int]) -> bool:
     """Whether scales of this shape are for blocks of 128 x 128."""
-    if len(scale) != len(weight) or len(weight) < 2:
+    if not 2 <= len(scale) == len(weight):
         return False
     blocks = [-(-size // BLOCK) for size in weight[-2:]]
     return list(scale[-2:]) == blocks

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -56,8 +57,8 @@ def load_weights(
     tensors: StoredTensors,
     targets: Mapping[str, Tensor],
     rules: Sequence[Rule],
-    wholes: Mapping[str, Whole] | None = None,
-    scales: Mapping[str, Scales] | None = None,
+    wholes: Mapping[str, Whole] = MappingProxyType({}),
+    scales: Mapping[str, Scales] = MappingProxyType({}),
     *,
     progress: bool,
 ) -> None:
@@ -66,8 +67,6 @@ def load_weights(
     A fused tensor of `wholes` counts as all targets that it covers. Targets without memory are not read.
     Targets in float8 or INT4 have `scales`.
     """
-    wholes = wholes or {}
-    scales = scales or {}
     targets = _stored_targets(tensors.file_of, targets, rules, wholes)
     plan = _plan(tensors, targets, rules)
     names = [name for name, target in plan.items() if not targets[target].is_meta]
@@ -103,7 +102,8 @@ def _stored_targets(
 def _plan(tensors: StoredTensors, targets: Mapping[str, Tensor], rules: Sequence[Rule]) -> dict[str, str]:
     """Checkpoint name -> target. Unexpected and missing tensors are errors."""
     hits = {name: _translate(name, rules) for name in tensors.file_of}
-    unexpected = [n for n, hit in hits.items() if hit is None or (hit.target and hit.target not in targets)]
+    places = {None, *targets}  # None: it is ignored
+    unexpected = [name for name, hit in hits.items() if hit is None or hit.target not in places]
     unexpected = [name for name in unexpected if not tensors.is_needless(name)]
     if unexpected:
         raise ConfigError(
@@ -184,7 +184,7 @@ def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
     """A target with more dimensions than the tensor splits its first one, for rows in another order."""
     first = max(target.dim() - tensor.dim(), 0) + 1
     expected = [math.prod(target.shape[:first]), *target.shape[first:]]
-    if tensor.shape != target.shape and list(tensor.shape) != expected:
+    if list(tensor.shape) not in (list(target.shape), expected):
         raise ConfigError(
             f"{name} in {file.name} has the shape {list(tensor.shape)}, but config.json asks for {expected}"
         )
@@ -246,7 +246,7 @@ def fill_random(
     targets: Mapping[str, Tensor],
     seed: int,
     device: torch.device | None = None,
-    scales: Mapping[str, Scales] | None = None,
+    scales: Mapping[str, Scales] = MappingProxyType({}),
 ) -> None:
     """Random weights, scaled by fan-in so that activations neither vanish nor explode.
 
@@ -255,7 +255,7 @@ def fill_random(
     device = device or next(iter(targets.values())).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, target in targets.items():
-        beside = scales.get(name) if scales else None
+        beside = scales.get(name)
         if isinstance(beside, GroupScales):
             fill_packed(target, beside, generator)
             continue

@@ -182,7 +182,11 @@ class Options:
     @property
     def has_embedding_tiers(self) -> bool:
         """Whether embeddings may come back from host memory or a store."""
-        return self.embedding_host_gb != 0 or bool(self.embedding_dir or self.embedding_store)
+        return self.embedding_host_gb != 0 or self.has_embedding_store
+
+    @property
+    def has_embedding_store(self) -> bool:
+        return any((self.embedding_dir, self.embedding_store))
 
     def max_step_seconds(self, device: str) -> float | None:
         """The limit of every step, if any. On a GPU a measured latency profile bounds steps instead."""

@@ -228,7 +228,7 @@ class ServerOptions:
     @property
     def has_files_to_reload(self) -> bool:
         """Files that SIGHUP reads again."""
-        return self.api_keys is not None or self.ssl_certfile is not None
+        return (self.api_keys, self.ssl_certfile) != (None, None)
 
     @property
     def batch_dir_bytes(self) -> int:

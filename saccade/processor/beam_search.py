@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from saccade.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, TokenLogprobs
 from saccade.processor.input_processor import Processor
+from saccade.processor.prompt_parts import by_key
 from saccade.sampling_params import BeamSearchParams, SamplingParams
 from saccade.types.events import FinishReason
 
@@ -53,7 +54,7 @@ def best_sequences(
     prompt: str | Mapping[str, Any], params: BeamSearchParams, processor: Processor, generate: Generate
 ) -> BeamSearchOutput:
     """The best beams of one prompt, of which `generate` computes one more token for all beams at a time."""
-    fields = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+    fields = dict(by_key(prompt))
     text = fields.pop("prompt", None)
     ids = list(fields.pop("prompt_token_ids", ()) if text is None else processor.tokenizer.encode(text))
     once = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width, ignore_eos=True)

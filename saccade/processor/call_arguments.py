@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from saccade.errors import RequestError
+from saccade.processor.prompt_parts import by_key
 from saccade.sampling_params import SamplingParams
 
 PromptInput = str | Mapping[str, Any]
@@ -13,13 +14,17 @@ ManyParams = SamplingParams | Sequence[SamplingParams] | None
 """One for all prompts, one for each, or the checkpoint's own."""
 
 
+def as_many(prompts: Any) -> Sequence[Any]:
+    """A list of prompts also where there is one."""
+    return [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+
+
 def with_kwargs(prompt: PromptInput, kwargs: Mapping[str, Any]) -> PromptInput:
-    fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    return {"mm_processor_kwargs": kwargs, **fields}
+    return {"mm_processor_kwargs": kwargs, **by_key(prompt)}
 
 
 def spread(params: ManyParams, count: int) -> Sequence[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
+    if isinstance(params, SamplingParams | None):
         return [params] * count
     if len(params) != count:
         counts = f"{count} prompts were given with {len(params)} sampling params"

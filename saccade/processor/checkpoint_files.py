@@ -148,7 +148,7 @@ def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 def _tokenizer_path(model: str | None, path: Path, options: Options, hub: Hub) -> Path:
     """The folder of the tokenizer: the checkpoint's own, unless the options name another or a revision."""
-    if options.tokenizer is None and (options.tokenizer_revision is None or model is None):
+    if options.tokenizer is None and None in (options.tokenizer_revision, model):
         return path
     name = options.tokenizer or model
     return _locate(str(name), False, hub._replace(revision=options.tokenizer_revision))

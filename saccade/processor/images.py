@@ -18,6 +18,7 @@ from saccade.options.engine import MediaPolicy
 from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.families import family_for
 from saccade.processor.families.base import Family, ManyImagesPolicy
+from saccade.sampling_params import is_int_within
 from saccade.types.bill import BillItem
 from saccade.types.media import Geometry, Header, Key, MediaItem, Size, short_key
 
@@ -248,7 +249,7 @@ def whole_number(kwargs: Mapping[str, Any], name: str, ceiling: int, default: De
     value = kwargs.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= ceiling:
+    if not is_int_within(value, 1, ceiling):
         rule = f"{name} must be a whole number from 1 to {ceiling}, the limit in force"
         raise RequestError(f"{rule}, but {quoted(value)} was given", param=f"mm_processor_kwargs.{name}")
     return value

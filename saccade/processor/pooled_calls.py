@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from saccade.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
+from saccade.processor.call_arguments import as_many
 from saccade.processor.input_processor import Processor
 from saccade.processor.late_interaction import QUERY_KWARGS, template_kwargs
 from saccade.processor.pooling import (
@@ -50,11 +51,11 @@ def embeddings(
     """
     check_task(processor.checkpoint.task, "embed")
     check_dimensions(dimensions, processor)
-    many: Sequence[Input] = [inputs] if isinstance(inputs, (str, Mapping)) else inputs
+    sources: Sequence[Input] = as_many(inputs)
     dim = token_dim(processor)
     kwargs = template_kwargs(input_type, dim)
     params = pooling_params(embedding_pooling(processor), truncate_prompt_tokens=truncate_prompt_tokens)
-    outs = run([partial(_prompt, processor, one, kwargs) for one in many], params)
+    outs = run([partial(_prompt, processor, one, kwargs) for one in sources], params)
     return [PoolingRequestOutput.of(out, _embedding(out, dim, dimensions)) for out in outs]
 
 

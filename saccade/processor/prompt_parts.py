@@ -18,9 +18,13 @@ _KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs"
 Ids = npt.NDArray[np.int64]
 
 
+def by_key(prompt: Any) -> Any:
+    return {"prompt": prompt} if isinstance(prompt, str) else prompt
+
+
 def prompt_parts(prompt: str | Mapping[str, Any]) -> Mapping[str, Any]:
     """By key, with either text or ids."""
-    parts: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    parts = by_key(prompt)
     if not isinstance(parts, Mapping):
         raise RequestError(f"a prompt is a string or a mapping, not {type(parts).__name__}", param="prompt")
     unknown = sorted(str(name) for name in set(parts) - set(_KEYS))
@@ -41,7 +45,8 @@ def checked_ids(token_ids: Any, vocab_size: int, placeholder_ids: Sequence[int])
         raise RequestError(message, param="prompt_token_ids")
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     # A placeholder's id may be above the vocabulary that the model can sample from.
-    if len(wrong) and len(wrong := wrong[~np.isin(wrong, placeholder_ids)]):
+    wrong = wrong[~np.isin(wrong, placeholder_ids)]
+    if len(wrong):
         message = f"prompt_token_ids holds {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}"
         raise RequestError(message, param="prompt_token_ids")
     return ids
@@ -66,7 +71,9 @@ def media_inputs(data: Any) -> tuple[list[ImageInput], list[Video]]:
 
 
 def _is_frame(value: Any) -> bool:
-    return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim < 4)
+    if isinstance(value, np.ndarray):
+        return value.ndim < 4
+    return isinstance(value, Image.Image)
 
 
 def _listed(media: Any, where: str) -> list[tuple[Any, str]]:

@@ -24,6 +24,7 @@ from tokenizers.processors import TemplateProcessing
 from saccade.checkpoint.files import read_optional
 from saccade.checkpoint.tokenizer_json import as_markup, read_tokenizer
 from saccade.errors import ConfigError, RequestError
+from saccade.processor.dialects.reader import any_of
 
 _MAX_BYTES = 4  # of a character in UTF-8
 _MAX_PIECES = 4096  # cached token texts
@@ -139,7 +140,7 @@ class _Shield:
     def __init__(self, protected: Mapping[str, int]) -> None:
         # Digits between private-use characters: no template filter (case, strip) changes them.
         self.marker = f"\ue0f0{secrets.randbits(128):039d}\ue0f1"
-        self._whole = re.compile(f"(?={_any_of(protected)})")
+        self._whole = re.compile(f"(?={any_of(protected)})")
         self._heads = {token[:n] for token in protected for n in range(1, len(token))}
         self._tails = {token[n:] for token in protected for n in range(1, len(token))}
         self._longest = max(map(len, protected), default=1) - 1
@@ -167,7 +168,7 @@ class _AliasTokenizer:
         """Both share the vocabulary, most of the memory of a tokenizer. `spec` is the tokenizer.json."""
         nonce = f"{secrets.randbits(128):039d}"
         self._aliases = {token: f"\ue0f2{nonce}{i:08d}\ue0f3" for token, i in protected.items()}
-        self._written = re.compile(_any_of(protected))
+        self._written = re.compile(any_of(protected))
         self._names = {i: token for token, i in protected.items()}
         self._inner = self._renamed(real)
         self._real_ids = self._map_ids(real)
@@ -338,8 +339,3 @@ def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) ->
     except TypeError:
         half = "half of a surrogate pair (U+D800 to U+DFFF)"
         raise RequestError(f"the text holds {half}, which is no character; send valid Unicode") from None
-
-
-def _any_of(tokens: Iterable[str]) -> str:
-    """A pattern of these tokens, longest first as the tokenizer matches; for none, of nothing."""
-    return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"

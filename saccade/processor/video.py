@@ -24,6 +24,7 @@ from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling, VideoRules
 from saccade.processor.images import Images, bill_item, whole_number
+from saccade.sampling_params import is_number
 from saccade.types.bill import BillItem
 from saccade.types.media import Geometry, Header, Key, MediaItem, Size, Still, short_key
 from saccade.types.prompt import VideoRun
@@ -117,11 +118,12 @@ class Videos:
         limits = self.pixel_limits
         fps = kwargs.get("fps")
         num_frames = whole_number(kwargs, "num_frames", self.max_frames, None)
-        if fps is not None and not (_is_number(fps) and 0 < fps <= _HIGHEST_RATE):
-            message = f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {quoted(fps)}"
-            raise RequestError(message, param="mm_processor_kwargs.fps")
-        if fps is not None and num_frames is not None:
-            raise RequestError("give either fps or num_frames, not both", param="mm_processor_kwargs.fps")
+        if fps is not None:
+            if not (is_number(fps) and 0 < fps <= _HIGHEST_RATE):
+                message = f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {quoted(fps)}"
+                raise RequestError(message, param="mm_processor_kwargs.fps")
+            if num_frames is not None:
+                raise RequestError("give either fps or num_frames, not both", param="mm_processor_kwargs.fps")
         highest = whole_number(kwargs, "max_frames", self.max_frames, self.max_frames)
         pixels = whole_number(kwargs, "max_video_pixels", limits.max_pixels, None)
         if pixels is not None:
@@ -133,7 +135,7 @@ class Videos:
         """A request may prune more tokens than the deployment does, not fewer."""
         minimum = self.policy.video.pruning
         pruning = kwargs.get("video_pruning", minimum)
-        if not (_is_number(pruning) and minimum <= pruning < 1):
+        if not (is_number(pruning) and minimum <= pruning < 1):
             rule = f"video_pruning must be a number below 1 and at least {minimum:g}"
             message = f"{rule}, the share in force here, but {quoted(pruning)} was given"
             raise RequestError(message, param="mm_processor_kwargs.video_pruning")
@@ -274,10 +276,6 @@ def split_kwargs(kwargs: Any) -> tuple[Any, dict[str, Any]]:
         return kwargs, {}
     video = {name: kwargs[name] for name in REQUEST_KEYS if kwargs.get(name) is not None}
     return {name: value for name, value in kwargs.items() if name not in REQUEST_KEYS}, video
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_pixels(size: Size, frames: int, maximum: int, where: str) -> None:

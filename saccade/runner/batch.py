@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +36,11 @@ class RequestState:
         self,
         admission: Admission,
         grammar: Grammar | None = None,
-        coordinates: Mapping[Key, Ints] | None = None,  # of resident pruned groups: row and column by token
+        coordinates: Mapping[Key, Ints] = MappingProxyType({}),  # of pruned groups: row and column by token
     ) -> None:
         prompt = admission.request.prompt
         self.request: Request = admission.request
-        self.coordinates: Mapping[Key, Ints] = {} if coordinates is None else coordinates
+        self.coordinates = coordinates
         self.grammar = grammar  # of structured output, advanced past the tokens it has already
         self.num_prompt = len(prompt)
         self.shift = prompt.next_position - self.num_prompt  # from token index to position after the prompt

@@ -63,7 +63,7 @@ def host_bytes(options: Options, plan: MemoryPlan, largest: Geometry | None) -> 
     if size is None:
         size = _automatic_gib(plan)
     num_bytes = int(size * costs.GIB)
-    if not (options.embedding_dir or options.embedding_store) or largest is None:
+    if not options.has_embedding_store or largest is None:
         return num_bytes
     image = largest.slots * plan.scheduler.slot_bytes
     return max(num_bytes, _STAGED_IMAGES * (image + PAGE_BYTES))

@@ -97,12 +97,10 @@ def check_gpu_jpeg(options: Options, device: torch.device) -> None:
 def _fp8_params(
     options: Options, model: ModelConfig, quantization: Quantization | None, device: torch.device
 ) -> int:
-    is_stored = quantization is not None and quantization.becomes_fp8
-    if not is_stored and options.quantization != "fp8":
+    params = costs.fp8_params_of(model.text, quantization, options.quantization)
+    if not params or not is_native(model) or not multiplies_fp8(device):
         return 0
-    if not is_native(model) or not multiplies_fp8(device):
-        return 0
-    return costs.fp8_params(model.text, in_blocks=quantization is not None and quantization.has_blocks)
+    return params
 
 
 def _int4_bytes(

@@ -66,7 +66,7 @@ def try_graphs(
         check(forward)
         return forward, None
     except Exception as error:  # anything: PyTorch runs the model, too
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     forward = None  # its graphs hold memory
     gc.collect()
     torch.cuda.empty_cache()

@@ -291,7 +291,7 @@ def _why_parts(parts: MemoryParts) -> tuple[str, ...]:
 
 def _check_kv_dtype(options: Options, model: ModelConfig, dtype: str) -> None:
     name = options.kv_cache_dtype
-    if name in ("bfloat16", "float16") and name != dtype:
+    if name in {"bfloat16", "float16"} - {dtype}:
         raise ConfigError(
             f"kv_cache_dtype={name} cannot be used: the model computes in {dtype}, and keys and values are "
             f"stored as that or as fp8; give --dtype {name}, or leave out --kv-cache-dtype"

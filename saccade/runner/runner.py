@@ -145,10 +145,12 @@ class Runner:
     def stats(self) -> dict[str, Any]:
         """Counters of the encoder, memory by use, how KV is stored, and bytes of an embedding slot."""
         dtype = str(self.model.decoder.table.dtype).removeprefix("torch.")
+        of_encoder: Sequence[Mapping[str, Any]] = ({}, {}, {})
+        if self.encoder is not None:
+            counters = asdict(self.encoder.counters)
+            of_encoder = (counters, self.encoder.tier_stats(), self.encoder.remote_stats())
         return {
-            "encoder": asdict(self.encoder.counters) if self.encoder else {},
-            "embedding_tiers": self.encoder.tier_stats() if self.encoder else {},
-            "remote_encoders": self.encoder.remote_stats() if self.encoder else {},
+            **dict(zip(("encoder", "embedding_tiers", "remote_encoders"), of_encoder, strict=True)),
             "memory": self.memory,
             "gpu_memory": self._gpu_memory.stats(),
             "kv_cache_dtype": str(self.kv.k.dtype).removeprefix("torch."),

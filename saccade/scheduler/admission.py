@@ -63,11 +63,10 @@ class Admitter:
         cached = self._kv_cache.find_prefix(seq.hashes, seq.num_tokens)
         prefix = self._state_cache.usable(seq.hashes, cached)
         start = prefix.num_blocks * self._kv_cache.block_size
-        limit = WindowLimit(start, ()) if prefix.is_cut else self._windows.limit(seq, start, draft)
-        is_restoring = prefix.is_cut and prefix.num_restored > 0
-        if limit.end > start or limit.spans or is_restoring:
-            return FirstWindow(prefix, limit)
-        return None
+        if prefix.is_cut:  # the rest is restored in later steps
+            return FirstWindow(prefix, WindowLimit(start, ())) if prefix.num_restored > 0 else None
+        limit = self._windows.limit(seq, start, draft)
+        return FirstWindow(prefix, limit) if limit.end > start or limit.spans else None
 
     def _admit(self, seq: ScheduledRequest, prefix: CachedPrefix, draft: StepBuilder) -> None:
         seq.attach_cached_blocks(self._kv_cache, prefix)

@@ -200,7 +200,7 @@ class StepBuilder:
 
     @property
     def has_windows(self) -> bool:
-        return bool(self.decode or self.prefill)
+        return any((self.decode, self.prefill))
 
     @property
     def windows(self) -> Iterator[ScheduledWindow]:

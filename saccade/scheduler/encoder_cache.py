@@ -108,7 +108,7 @@ class EncoderCache:
         key = self._held.pop(holder)
         entry = self._entries[key]
         entry.holders.remove(holder)
-        if entry.holders or entry.is_in_flight:
+        if not entry.is_idle:
             return
         self._rest(entry)
         if not self._keep_idle:

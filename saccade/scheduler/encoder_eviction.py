@@ -260,4 +260,4 @@ class FairEviction:
             assert segment.slots == slots[id(segment)], "slots of a tenant miscounted"
             assert segment.idle.keys() == order[id(segment)], "idle entries and the eviction order disagree"
             assert segment.ghost_slots == sum(segment.ghosts.values()) <= self._slots, "ghosts miscounted"
-        assert not ghosts or max(ghosts.values()) == 1, "an image is a ghost twice"
+        assert max(ghosts.values(), default=1) == 1, "an image is a ghost twice"

@@ -51,7 +51,7 @@ class NextUp(NamedTuple):
 
     @property
     def is_new(self) -> bool:
-        return bool(self.prefetch or self.decode_first)
+        return any((self.prefetch, self.decode_first))
 
 
 def next_up(

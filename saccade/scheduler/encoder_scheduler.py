@@ -34,7 +34,9 @@ class _RefusedRequest(NamedTuple):
     seq: ScheduledRequest
     counter: float  # of its tenant when it was first refused
 
-    def is_before(self, other: _RefusedRequest) -> bool:
+    def is_before(self, other: _RefusedRequest | None) -> bool:
+        if other is None:
+            return True
         share = self.seq.share
         if share is other.seq.share:
             return self.seq.place < other.seq.place
@@ -61,9 +63,9 @@ class _FifoTurn:
         refused = _RefusedRequest(seq, seq.share.counter)
         if self._head and self._head.seq is seq:
             refused = self._head
-        if self._head is None or refused.is_before(self._head):
+        if refused.is_before(self._head):
             self._head = refused
-        if self._next_head is None or refused.is_before(self._next_head):
+        if refused.is_before(self._next_head):
             self._next_head = refused
 
     def put_first(self, seq: ScheduledRequest) -> None:
@@ -138,7 +140,7 @@ class EncoderScheduler:
     @property
     def is_busy(self) -> bool:
         """With images that are encoded, or decoded before that."""
-        return bool(self._in_flight) or self.waits_for_decoding
+        return any((self._in_flight, self.waits_for_decoding))
 
     @property
     def work_in_flight(self) -> int:
@@ -202,7 +204,7 @@ class EncoderScheduler:
                 space -= self._cache.space_taken_by(span.key, span.num_embeds)
                 if span.key not in self._cache:
                     budget -= span.encode_cost
-                if space < 0 or budget < 0:  # earlier spans of this window take what it needs
+                if min(space, budget) < 0:  # earlier spans of this window take what it needs
                     return WindowLimit(max(start, span.start), tuple(entered), stops_at_image=True)
             entered.append(index)
         return WindowLimit(end, tuple(entered))
@@ -318,9 +320,11 @@ class EncoderScheduler:
         span = seq.spans[index]
         if self._space_queue.bars(seq) or self._waits_for_decoding(seq, index):
             return False
+        if self.is_sliced:
+            return self._cache.is_resident(span.key)
         if span.key in self._cache:
-            return not self.is_sliced or self._cache.is_resident(span.key)
-        return not self.is_sliced and not self._encode_queue.bars(seq) and self._can_encode(seq, span)
+            return True
+        return not self._encode_queue.bars(seq) and self._can_encode(seq, span)
 
     def _can_encode(self, seq: ScheduledRequest, span: Span) -> bool:
         """Whether budget and space allow it. A refused request is queued."""

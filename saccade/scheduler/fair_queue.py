@@ -122,7 +122,7 @@ class FairQueue:
         else:
             queue.waiting.remove(seq)
             self.num_waiting -= 1
-        if queue.running or queue.waiting:
+        if any((queue.running, queue.waiting)):
             return
         del self._queues[share.name]
         self._idle[share.name] = share
@@ -196,7 +196,7 @@ class FairQueue:
             else:
                 first.extend(queue.running)
                 is_after_waiting = bool(queue.waiting)
-        return ServingOrder(first, later, [], oldest=running[0] if running else None)
+        return ServingOrder(first, later, [], oldest=next(iter(running), None))
 
     def overdue_victim(
         self, running: Sequence[ScheduledRequest], can_start: Callable[[ScheduledRequest], bool]

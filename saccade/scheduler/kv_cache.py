@@ -80,7 +80,7 @@ class BlockPool:
 
         The last token is always left to compute, because the next one is sampled from it.
         """
-        if not self._enable_caching or not hashes.may_find:
+        if not self._may_find(hashes):
             return []
         end = (num_tokens - 1) // self.block_size
         if first:  # in the middle, after the first block of what others may have pending
@@ -92,14 +92,16 @@ class BlockPool:
         hashes.match += self.prefixes.match(hashes, len(hashes.match), end)  # in every step while it waits
         return hashes.match[:end]
 
+    def _may_find(self, hashes: BlockHashes) -> bool:
+        return self._enable_caching and hashes.may_find
+
     def has_prefix(self, hashes: BlockHashes, end: int, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` would probably find all positions before `end`.
 
         Goes on where it was last looked up, and stops at the first block that is missing: hashes no further.
         """
         last = (end - 1) // self.block_size
-        is_possible = self._enable_caching and hashes.may_find
-        if not is_possible or last >= (num_tokens - 1) // self.block_size:
+        if not self._may_find(hashes) or last >= (num_tokens - 1) // self.block_size:
             return False
         first = min(max(hashes.num_known - 1, 0), last)
         digests = map(hashes.digest, range(first, last + 1))
@@ -289,8 +291,9 @@ class BlockPool:
         idle = set(self._idle)
         in_use = self.users().keys()
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & idle or free & in_use or idle & in_use), "a block is in two states"
-        assert len(free) + len(idle) + len(in_use) == self.num_blocks, "a block is lost"
+        count = len(free) + len(idle) + len(in_use)
+        assert count == len(free | idle | in_use), "a block is in two states"
+        assert count == self.num_blocks, "a block is lost"
         assert min(self._users, default=0) >= 0, "a block has fewer than no users"
         findable = {cached.block for cached in self.prefixes.by_digest.values()}
         assert idle <= findable, "an idle block cannot be found"

@@ -43,27 +43,27 @@ class KVEventLog:
         self._events: list[KVEvent] = [BlocksCleared()]  # whatever an engine before this one had
 
     def stored(self, parent: bytes | None, digest: bytes, token_ids: list[int], records: bytes) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksStored) and last.medium == "GPU" and last.digests[-1] == parent:
-            last.digests.append(digest)
-            last.token_ids += token_ids
-            last.records.append(records)
-        else:
-            self._events.append(BlocksStored("GPU", parent, [digest], token_ids, [records]))
+        match self._events:
+            case [*_, BlocksStored(medium="GPU") as last] if last.digests[-1] == parent:
+                last.digests.append(digest)
+                last.token_ids += token_ids
+                last.records.append(records)
+            case _:
+                self._events.append(BlocksStored("GPU", parent, [digest], token_ids, [records]))
 
     def offloaded(self, digest: bytes) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksStored) and last.medium == "CPU":
-            last.digests.append(digest)
-        else:
-            self._events.append(BlocksStored("CPU", None, [digest], [], []))
+        match self._events:
+            case [*_, BlocksStored(medium="CPU") as last]:
+                last.digests.append(digest)
+            case _:
+                self._events.append(BlocksStored("CPU", None, [digest], [], []))
 
     def removed(self, medium: Medium, digest: bytes) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksRemoved) and last.medium == medium:
-            last.digests.append(digest)
-        else:
-            self._events.append(BlocksRemoved(medium, [digest]))
+        match self._events:
+            case [*_, BlocksRemoved() as last] if last.medium == medium:
+                last.digests.append(digest)
+            case _:
+                self._events.append(BlocksRemoved(medium, [digest]))
 
     def clear(self) -> None:
         """All blocks are gone, and with them what was to be told."""

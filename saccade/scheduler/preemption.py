@@ -45,7 +45,7 @@ class Preemption:
         if victim is not None:
             self._preempt(victim, draft)
             draft.has_preempted = True
-        return victim is not None and victim is not seq
+        return victim not in (None, seq)
 
     def end_deadlock(self, draft: StepBuilder) -> None:
         """Running requests may pin images and lack space for more, each that of the other."""

@@ -137,19 +137,15 @@ class ScheduledRequest:
     def last_event(
         self, reason: FinishReason, now: float, sample: Sample | None, error: RequestError | None
     ) -> TokenEvent:
-        pooled = sample.pooled if sample else None
-        token = sample.token_id if sample and pooled is None else None
-        return TokenEvent(
-            request_id=self.request_id,
-            token_id=token,
-            logprobs=sample.logprobs if sample else None,
-            finish_reason=reason,
-            stop_token_id=token if reason == "stop" and token in self.stop_ids else None,
-            error=error,
-            usage=self._usage(now),
-            pooled=pooled,
-            prompt_logprobs=sample.prompt_logprobs if sample else None,
-        )
+        event = TokenEvent(self.request_id, None, None, reason, error=error, usage=self._usage(now))
+        if sample is None:
+            return event
+        event = event._replace(logprobs=sample.logprobs, prompt_logprobs=sample.prompt_logprobs)
+        if sample.pooled is not None:
+            return event._replace(pooled=sample.pooled)
+        token = sample.token_id
+        is_stop = reason == "stop" and token in self.stop_ids
+        return event._replace(token_id=token, stop_token_id=token if is_stop else None)
 
     def _usage(self, now: float) -> Usage:
         media = [times() for times in self.media]

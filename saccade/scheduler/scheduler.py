@@ -190,7 +190,7 @@ class Scheduler:
         )
         self._kv_cache.host.begin_step(limits.max_restored_blocks)
         self._fill(draft, limits)
-        moves = draft.has_windows or decoding or self._kv_cache.host.is_restoring
+        moves = any((draft.has_windows, decoding, self._kv_cache.host.is_restoring))
         if limits.encode_layers is not None and not (moves or self._encoder_cache.slots_in_flight):
             # Waiting requests hold the cache space that a running one needs. Whole images go in.
             limits = limits._replace(encode_layers=None)
@@ -200,7 +200,7 @@ class Scheduler:
         layers = self.policy.encode_layers(limits, demand, budget.num_prefills, self._encoder.own_load)
         ahead = next_up(self._candidates, self._kv_cache, self._encoder, limits)
         encodes = self._encoder.encode or (layers != 0 and self._encoder_cache.slots_in_flight > 0)
-        if decoding and not (draft.has_windows or draft.admitted or encodes or ahead.is_new):
+        if decoding and not any((draft.has_windows, draft.admitted, encodes, ahead.is_new)):
             return None
         fused = sum(window.end - window.start for window in draft.prefill)
         samples = any(window.samples for window in draft.windows)
@@ -213,7 +213,7 @@ class Scheduler:
             prefetch=ahead.prefetch,
             decode_first=ahead.decode_first,
             kind="async_prefill" if decoding else "sync",
-            fuse_with_next=bool(decoding and fused) and not samples and self.policy.fuses(demand, fused),
+            fuse_with_next=all((decoding, fused, not samples)) and self.policy.fuses(demand, fused),
         )
 
     def _planned(self, **parts: Any) -> StepPlan:
@@ -287,8 +287,8 @@ class Scheduler:
             self._book_encoded(key, result)
         events = self._end_failed(plan, result, now) if result.failed else []
         self._state_cache.commit(plan.windows, self._open)
-        is_in_flight = plan.encode_layers is None and plan.windows and self._encoder_cache.slots_in_flight
-        assert not is_in_flight, "the step should have encoded everything, but something is still in flight"
+        is_left = (plan.encode_layers is None, plan.windows, self._encoder_cache.slots_in_flight)
+        assert not all(is_left), "the step should have encoded everything, but something is still in flight"
         samples = result.samples
         self._queue.charge_outputs(samples, self._open)
         unsampled = result.unsampled
@@ -304,7 +304,7 @@ class Scheduler:
                 seq.cache_blocks(self._kv_cache, end)  # async decode: its tokens were not known
             if seq.spans and seq.has_images_ahead:
                 seq.unpin_computed(self._encoder_cache)
-            if unsampled and request_id in unsampled:
+            if request_id in unsampled:
                 events.append(self._finish(seq, "error", now, error=unsampled[request_id]))
             elif window.samples:
                 events.append(self._take_sample(seq, samples[request_id], now))

@@ -124,8 +124,8 @@ class BoundedStepPolicy(ThroughputPolicy):
         layers = self._layers_now(demand)
         # A decode step costs a CPU as much for a few requests as for many. Image requests wait for images, so
         # they skip steps that only encode. Text requests never do, and none does beside prefill.
-        uses_decoder = demand.prompts or demand.text_decoding
-        only_encodes = layers > 0 and demand.in_flight.images > 0 and not uses_decoder
+        uses_decoder = demand.prompts + demand.text_decoding > 0
+        only_encodes = min(layers, demand.in_flight.images) > 0 and not uses_decoder
         return StepLimits(
             self.time.tokens(demand.decoding),
             encode_layers=layers,

@@ -31,8 +31,8 @@ class LimitExceeded(ApiError):
 
     def __init__(self, limit: str, message: str, retry_after: float | None) -> None:
         """`retry_after` None: the request can never pass."""
-        code = "request_too_large" if retry_after is None else "rate_limit_exceeded"
-        super().__init__(400 if retry_after is None else 429, message, code=code, retry_after=retry_after)
+        status, code = (400, "request_too_large") if retry_after is None else (429, "rate_limit_exceeded")
+        super().__init__(status, message, code=code, retry_after=retry_after)
         self.limit = limit
 
 

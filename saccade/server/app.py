@@ -186,14 +186,15 @@ def _health(service: Service) -> Response:
     is_alive = status.state == "sleeping"  # an operator asked for it
     if status.state in ("ready", "draining"):
         is_alive = status.heartbeat_age < _UNHEALTHY_SECONDS
+    word, code = ("ok", 200) if is_alive else ("unavailable", 503)
     body = {
-        "status": "ok" if is_alive else "unavailable",
+        "status": word,
         "engine": status.state,
         "heartbeat_age_s": round(status.heartbeat_age, 3),
         "restarts": status.restarts,
         **_worker_views(service),
     }
-    return json_response(body, 200 if is_alive else 503)
+    return json_response(body, code)
 
 
 def _worker_views(service: Service) -> dict[str, Any]:
@@ -228,7 +229,7 @@ def _ready(service: Service) -> Response:
     if reason == "ready":
         if service.engine.status().heartbeat_age > _NOT_READY_SECONDS:
             reason = "silent"
-        elif service.gate.is_full or service.connections.is_full:
+        elif any((service.gate.is_full, service.connections.is_full)):
             reason = "overloaded"
     if reason == "ready":
         return json_response({"status": reason})

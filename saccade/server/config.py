@@ -131,15 +131,15 @@ def _read_bool(text: str) -> bool:
 
 def _number_reader(kind: Callable[[str], Any], *, is_optional: bool) -> Callable[[str], Any]:
     """Whole numbers may end in k, m or g (thousands) or K, M or G (1024), optional ones may be auto."""
+    expected, scales = ("a whole number", _SCALES) if kind is int else ("a number", {})
 
     def read(text: str) -> Any:
         if is_optional and text.lower() in ("auto", "none"):
             return None
-        scale = _SCALES.get(text[-1:], 1) if kind is int else 1
+        scale = scales.get(text[-1:], 1)
         try:
             return kind(text[:-1] if scale > 1 else text) * scale
         except ValueError:
-            expected = "a whole number" if kind is int else "a number"
             raise ValueError(f"expected {expected}, not {text!r}") from None
 
     return read
@@ -179,9 +179,10 @@ def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"the config file {file} must hold option: value lines")
     settings = {str(name).replace("-", "_"): value for name, value in content.items()}
+    options = [*kinds, *TABLE]
     for name in settings:
-        if name not in kinds and name not in TABLE:
-            near = with_nearest(name, [*kinds, *TABLE])
+        if name not in options:
+            near = with_nearest(name, options)
             raise UsageError(f"the config file {file} names {near}; docs/options.md lists all options")
     for name in settings:
         if name in kinds:
@@ -196,7 +197,7 @@ def _converted(file: str, name: str, kind: Any, value: Any) -> Any:
         return None
     if isinstance(value, list) and expected is tuple and all(isinstance(v, str) for v in value):
         return tuple(value)
-    if expected is float and type(value) is int:
+    if (expected, type(value)) == (float, int):
         return float(value)
     if isinstance(value, str) and expected is not str:
         try:
@@ -213,4 +214,4 @@ def _plain_type(kind: Any) -> type:
     origin = typing.get_origin(kind)
     if origin in (tuple, dict):
         return typing.cast(type, origin)
-    return next((k for k in (bool, int, float, str) if kind is k or k in typing.get_args(kind)), str)
+    return next((k for k in (bool, int, float, str) if k in (kind, *typing.get_args(kind))), str)

@@ -38,7 +38,9 @@ class EngineCollector(Collector):
         families: dict[str, Any] = {}
         for replica, values in engines.items():
             labels = {"replica": replica} if replica else {}
-            as_vllm = {"model_name": self._model, **({"engine": replica} if replica else {})}
+            as_vllm = {"model_name": self._model}
+            if replica:
+                as_vllm["engine"] = replica
             if values:
                 gauges = {**_gauges(values), **_gpu_gauges(values)}
                 _add(families, "saccade", labels, gauges, _counters(values))

@@ -34,8 +34,7 @@ class InterTokenLatency(Collector):
     def collect(self) -> Iterator[Metric]:
         ours = HistogramMetricFamily(f"saccade:{_NAME}", _TEXT, labels=["has_media"])
         for has_media, counts in self._counts.items():
-            flag = "true" if has_media else "false"
-            ours.add_metric([flag], self._buckets(counts), self._sums[has_media])
+            ours.add_metric([str(has_media).lower()], self._buckets(counts), self._sums[has_media])
         yield ours
         both = [sum(pair) for pair in zip(*self._counts.values(), strict=True)]
         theirs = HistogramMetricFamily(f"vllm:{_NAME}", _TEXT, labels=["model_name"])

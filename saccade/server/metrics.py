@@ -139,7 +139,7 @@ def _by_first_label(counter: Counter) -> dict[str, int]:
 
 
 def _flag(value: bool) -> str:
-    return "true" if value else "false"
+    return str(value).lower()
 
 
 class _SaccadeMetrics:

@@ -93,7 +93,7 @@ def _quantile(counts: Sequence[int], share: float) -> float:
     """Seconds. Between two bounds values count as evenly spread; above the last bound it is that one."""
     rank = share * sum(counts)
     for index, count in enumerate(counts[: len(_BOUNDS)]):
-        if rank <= count and count:
+        if count >= max(rank, 1):
             low = _BOUNDS[index - 1] if index else 0.0
             return low + (_BOUNDS[index] - low) * rank / count
         rank -= count

@@ -125,7 +125,7 @@ def _encoder_launcher(server: ServerOptions) -> dict[str, Any]:
 
 
 def _warn_if_open(server: ServerOptions) -> None:
-    if server.api_key or server.api_keys or server.tenant_header or server.ssl_ca_certs:
+    if any((server.api_key, server.api_keys, server.tenant_header, server.ssl_ca_certs)):
         return
     if not is_loopback(server.host):
         advice = "set --api-key or --api-keys, or listen on 127.0.0.1"

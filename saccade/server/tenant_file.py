@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.errors import ConfigError, quoted
+from saccade.sampling_params import is_int_within
 from saccade.types.request import OTHER_LABEL
 from saccade.util.plain_files import read_plain
 
@@ -61,7 +62,7 @@ def read_tenants(file: Path, *, needs_keys: bool) -> dict[str, TenantSettings]:
     tables = _tables(file)
     tenants = {name: _Table(f"{file}: tenant {name}", table).tenant(name) for name, table in tables.items()}
     for name, tenant in tenants.items():
-        if name == OTHERS and (needs_keys or tenant.digests or tenant.is_operator):
+        if name == OTHERS and any((needs_keys, tenant.digests, tenant.is_operator)):
             reason = "is for tenants that a proxy names: no keys, no operator, and set --tenant-header"
             raise ConfigError(f'{file}: the table ["*"] {reason}')
         if needs_keys and not tenant.digests:
@@ -139,7 +140,7 @@ class _Table(NamedTuple):
         limit = self.fields.get(field)
         if limit is None:
             return None
-        if type(limit) is not int or not 1 <= limit <= _MAX_LIMIT:
+        if not is_int_within(limit, 1, _MAX_LIMIT):
             raise self._error(field, "must be a whole number of 1 or more; leave it out for no limit")
         return limit
 

@@ -108,7 +108,7 @@ class Grammars:
             seconds = max(self._pending.values(), default=0.0) + patience - time.monotonic()
             self._changed.wait_for(lambda: not self._pending, max(0.0, seconds))
             num_waiting = len(self._pending)
-            if num_waiting and num_waiting >= num_open:
+            if num_waiting >= max(num_open, 1):
                 self._changed.wait_for(lambda: len(self._pending) < num_waiting, _IDLE_SECONDS)
             return frozenset(self._pending)
 

@@ -17,6 +17,8 @@ _PAIR = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 _ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
 _MAX_DEPTH = 32
 _MAX_PARTS = 500
+# Whether it comes once at most, and at least.
+_TIMES = {(True, True): "", (True, False): "?", (False, True): "+", (False, False): "*"}
 
 
 def lark_of_tag(tag: Mapping[str, Any]) -> str:
@@ -135,9 +137,7 @@ def _tags(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _times(form: Mapping[str, Any]) -> str:
-    if form.get("stop_after_first"):
-        return "" if form.get("at_least_one") else "?"
-    return "+" if form.get("at_least_one") else "*"
+    return _TIMES[bool(form.get("stop_after_first")), bool(form.get("at_least_one"))]
 
 
 def _old_tag(structure: Any) -> dict[str, Any]:

@@ -53,7 +53,9 @@ class Bill:
 
     def settled(self, usage: Usage | None, before_ms: Mapping[str, float]) -> Bill:
         """The bill after the request, with cache hits and times; `before_ms` are those before the engine."""
-        times = {**before_ms, **(usage.times_ms() if usage else {})}
+        times = {**before_ms}
+        if usage is not None:
+            times |= usage.times_ms()
         bill = replace(self, times_ms={name: round(value, 3) for name, value in times.items()})
         if usage is None:
             return bill

@@ -69,7 +69,7 @@ def _request(fields: Any) -> TraceRequest:
         raise ConfigError(f'{fields!r} is no object such as {{"at": 0.5, "words": 20}}')
     if unknown := [name for name in fields if name not in FIELDS]:
         raise ConfigError(f"the field {unknown[0]!r} is unknown; there are {', '.join(FIELDS)}")
-    if "words" in fields and "input_tokens" in fields:
+    if {"words", "input_tokens"} <= fields.keys():
         raise ConfigError("words and input_tokens are two ways to say one thing; give one of them")
     words = _count(fields, "words") or _count(fields, "input_tokens")
     return TraceRequest(_at(fields), words, _count(fields, "output_tokens"), _sizes(fields))

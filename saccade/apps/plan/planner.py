@@ -58,12 +58,9 @@ class Deployment:
     @property
     def fp8_params(self) -> int:
         """Weights in FP8: none where a GPU multiplies no FP8, or Transformers' code runs."""
-        is_stored = self.stored is not None and self.stored.becomes_fp8
-        is_wanted = is_stored or self.options.quantization == "fp8"
-        if not (self.hardware.has_fp8 and is_known(self.checkpoint.config) and is_wanted):
+        if not (self.hardware.has_fp8 and is_known(self.checkpoint.config)):
             return 0
-        in_blocks = self.stored is not None and self.stored.has_blocks
-        return costs.fp8_params(self.checkpoint.config.text, in_blocks=in_blocks)
+        return costs.fp8_params_of(self.checkpoint.config.text, self.stored, self.options.quantization)
 
     @property
     def int4(self) -> costs.Int4Bytes:
@@ -178,7 +175,7 @@ def make_plan(deployment: Deployment) -> DeploymentPlan:
 def _check_fp8(deployment: Deployment) -> None:
     """What an engine refuses."""
     hardware = deployment.hardware
-    if deployment.kv_dtype == costs.FP8 and not (hardware.has_fp8 or hardware.is_cpu):
+    if deployment.kv_dtype == costs.FP8 and not any((hardware.has_fp8, hardware.is_cpu)):
         option = f"kv_cache_dtype={deployment.options.kv_cache_dtype}"
         raise ConfigError(f"{option} needs a GPU that converts FP8, which {hardware.name} does not")
     if deployment.options.quantization is None:

@@ -126,7 +126,7 @@ def notes(plan: DeploymentPlan) -> list[str]:
         )
     if plan.cost.is_cross_attended:
         lines.append("images are in the encoder cache until their request ends, and take one KV token each")
-    if deployment.workload.ttft_ms is None and deployment.workload.itl_ms is None:
+    if (deployment.workload.ttft_ms, deployment.workload.itl_ms) == (None, None):
         lines.append(
             f"no service level: sustained is where the GPU is full; GPUs are planned to {MAX_LOAD:.0%}"
         )

@@ -42,7 +42,7 @@ class Space:
         joined: dict[int, int] = {}
         last = 0
         for first, end in ranges:
-            if joined and joined[last] == first:
+            if joined.get(last) == first:
                 joined[last] = end
             else:
                 joined[first] = end

@@ -54,9 +54,11 @@ class EncoderSet:
         `bounds`: how few and how many there may be; None: always `count`. All have an address from the start.
         """
         _, high = bounds or (count, count)
-        self._folder = SocketFolder() if high and name is None else None
-        folder = self._folder.name if self._folder else name
-        self.addresses = tuple(f"{folder}/encoder-{index}" for index in range(high))
+        self._folder: SocketFolder | None = None
+        if high and name is None:
+            self._folder = SocketFolder()
+            name = self._folder.name
+        self.addresses = tuple(f"{name}/encoder-{index}" for index in range(high))
         self._files = (checkpoint.path, checkpoint.config, checkpoint.image_processor, options, largest)
         self._num_engines = num_engines
         self._how: dict[str, Any] = {"launch": launch, "heartbeat_timeout": heartbeat_timeout}

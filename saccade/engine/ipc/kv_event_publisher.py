@@ -66,7 +66,7 @@ class KVEventEndpoints(NamedTuple):
     def of(cls, options: Options, server: ServerOptions) -> KVEventEndpoints | None:
         """None: no events are wanted."""
         if server.kv_events is None:
-            if server.kv_events_replay is not None or server.kv_events_topic is not None:
+            if (server.kv_events_replay, server.kv_events_topic) != (None, None):
                 raise ConfigError("kv_events_replay and kv_events_topic need kv_events; give --kv-events too")
             return None
         if not options.enable_prefix_caching:
@@ -257,12 +257,13 @@ def _problem(reply: Reply) -> str:
 
 def _check(name: str, endpoint: str, num_ranks: int) -> None:
     address = _PORT.fullmatch(endpoint)
-    if not address and not _PATH.fullmatch(endpoint):
+    if address:
+        if not 1 <= int(address[2]) <= _MAX_PORT + 1 - num_ranks:
+            ports = f"from 1 to {_MAX_PORT + 1 - num_ranks}, since {num_ranks} replicas take a port each"
+            raise ConfigError(f"the port in {name}={endpoint} must be {ports}")
+    elif not _PATH.fullmatch(endpoint):
         expected = "an address such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/saccade/events"
         raise ConfigError(f"{name} must be {expected}, not {endpoint}")
-    if address and not 1 <= int(address[2]) <= _MAX_PORT + 1 - num_ranks:
-        ports = f"from 1 to {_MAX_PORT + 1 - num_ranks}, since {num_ranks} replicas take a port each"
-        raise ConfigError(f"the port in {name}={endpoint} must be {ports}")
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:

@@ -93,8 +93,9 @@ class EventServer:
             if self._ends[1]:
                 self._keep(number, batch)
         with self._lock:
-            is_missing = first < end and not (self._kept and self._kept[0][0] <= first)
-            is_whole = first == end or (not is_missing and self._kept[-1][0] + 1 == end)
+            oldest, newest = (self._kept[0][0], self._kept[-1][0]) if self._kept else (end, end - 1)
+            is_missing = first < min(oldest, end)
+            is_whole = first == end or (not is_missing and newest + 1 == end)
             reply = REPLY.pack(self.num_overflows, self.num_failed, is_missing, is_bound)
             self.num_overflows = self.num_failed = 0
         if is_whole and self._socket is None:
@@ -136,7 +137,7 @@ class EventServer:
             os._exit(1)  # the parent starts another one
 
     def _has_replayed(self, socket: zmq.Socket[bytes], request: list[bytes]) -> bool:
-        if len(request) != _NUM_FRAMES or request[1] or len(request[2]) != len(_END):
+        if [len(frame) for frame in request[1:]] != [0, len(_END)]:
             return False
         reader = request[0]
         first = int.from_bytes(request[2], "big")

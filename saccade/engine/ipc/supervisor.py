@@ -133,12 +133,13 @@ class WorkerSupervisor:
 
     def status(self) -> EngineStatus:
         process = self._process
+        last_received, pid = (process.last_received, process.pid) if process else (self._spawned_at, None)
         return EngineStatus(
             state=self._state,
-            heartbeat_age=time.monotonic() - (process.last_received if process else self._spawned_at),
+            heartbeat_age=time.monotonic() - last_received,
             restarts=self._restarts,
             last_error=self._last_error,
-            pid=process.pid if process else None,
+            pid=pid,
             place=self._place,
         )
 
@@ -152,7 +153,8 @@ class WorkerSupervisor:
 
     def _take(self, report: Report) -> None:
         if isinstance(report, StepUpdate):
-            self._stats = report.stats if report.stats is not None else self._stats
+            if report.stats is not None:
+                self._stats = report.stats
         elif isinstance(report, Ready):
             self._take_ready(report)
         elif isinstance(report, Fatal):
@@ -226,7 +228,8 @@ class WorkerSupervisor:
             watch.cancel()
             self._process = None
             self._stats = {}  # what it held is free
-            self._state = "restarting" if self._state == "ready" else self._state
+            if self._state == "ready":
+                self._state = "restarting"
             self._worker_ended()
             how = await process.end()
         return self._fatal.message if self._fatal else how

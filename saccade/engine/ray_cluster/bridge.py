@@ -127,7 +127,8 @@ class Bridge:
             ray.init(address=self._address, namespace=NAMESPACE, logging_level=logging.ERROR)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler prints a stack trace
         except (RayError, OSError, RuntimeError, ValueError) as error:
-            raise EngineUnavailable(self._no_cluster((str(error).splitlines() or [""])[0]), 0) from None
+            reason = next(iter(str(error).splitlines()), "")
+            raise EngineUnavailable(self._no_cluster(reason), 0) from None
         finally:
             late.cancel()
 
@@ -144,8 +145,8 @@ class Bridge:
         if ":" in device:
             raise ConfigError(f"device={device} names one GPU, but Ray chooses which; use --device cuda")
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        with_gpu = device == "cuda" or (device == "auto" and has_gpus)
-        return {"CPU": self._num_cpus} | ({"GPU": 1} if with_gpu else {})
+        of_gpus = ("cuda", "auto") if has_gpus else ("cuda",)
+        return {"CPU": self._num_cpus} | ({"GPU": 1} if device in of_gpus else {})
 
     def _place(self, resources: dict[str, int]) -> PlacementGroup:
         """A group of one bundle: an engine is on one node. Ray takes the node with the most to spare."""
@@ -195,10 +196,11 @@ class Bridge:
         """With what is known now. Ray shows an engine only its own GPU, and gives it threads for its CPUs."""
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
         cpus = nodes.get(endpoint.node_id, {}).get("CPU", self._num_cpus)
-        num_local = 1 if "GPU" in resources else max(1, int(cpus // self._num_cpus))
+        of_cpu = ("cpu", max(1, int(cpus // self._num_cpus)))
+        device, num_local = ("cuda", 1) if "GPU" in resources else of_cpu
         num_local = min(num_local, start.replica.num_workers)
         replica = replace(start.replica, num_local=num_local, has_own_device=True)
-        options = replace(start.options, device="cuda" if "GPU" in resources else "cpu")
+        options = replace(start.options, device=device)
         return msgspec.structs.replace(start, options=options, replica=replica)
 
     def _check_wanted(self) -> None:

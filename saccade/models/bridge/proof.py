@@ -33,7 +33,7 @@ from saccade.models.layers.forward_types import States, WindowGroup
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.types.media import Geometry, Grid, Size
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
+TOLERANCE = {torch.float32: 3e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
 _BLOCK_SIZE = 16
 _SIZE = Size(300, 211)  # rarely a multiple of a patch, and wide enough for rows of tiles
 _TEXT = "f g h i j k l m n o p q r s t u v w x y z"

@@ -158,7 +158,7 @@ def _self_attention(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Ge
 def _latent_attention(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
     module = layer.attention
     projected, x = gemms.project(x, layer.attention_norm, module.inputs)
-    if module.q_norm is not None and module.q_up is not None:
+    if module.q_norm is not None:  # and `q_up`
         first, kv = projected.tensor_split([module.q_up.inputs], dim=-1)
         projected = torch.cat((module.q_up(module.q_norm(first)), kv), dim=-1)
     return gemms.add(mixer.mix(projected, module, index), module.out, x)

@@ -129,7 +129,7 @@ class Launches:
         for way in self._table[operation]:
             if way.in_fp8 != in_fp8 or type(weight) not in way.kinds:
                 continue
-            if (way.bias or weight.bias is None) and way.suits(weight, outputs, self._x):
+            if any((way.bias, weight.bias is None)) and way.suits(weight, outputs, self._x):
                 logger.debug("%d rows, %s, %s: %s", self._x.rows, operation, weight.key, way.reason)
                 return way
         return None
@@ -207,10 +207,11 @@ def _int4_gated(gemms: Launches, weight: Int4, x: Tensor, norm: RMSNorm | None =
 
 def _packed(gemms: Launches, weight: Int4, x: Tensor, norm: RMSNorm | None, **options: Any) -> Tensor:
     fused = None
-    if norm is not None and weight.order is None:
-        fused = Norm(norm.weight, norm.eps)
-    elif norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps)
+    if norm is not None:
+        if weight.order is None:
+            fused = Norm(norm.weight, norm.eps)
+        else:
+            x = rms_norm(x, norm.weight, norm.eps)
     x = weight.in_order(x)
     return int4_linear(x, weight.packed, weight.bias, norm=fused, workspace=gemms.workspace, **options)
 

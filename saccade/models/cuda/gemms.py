@@ -135,7 +135,7 @@ class NormedGemms(Launches):
 
     def _norm(self, x: Residual, norm: RMSNorm, only: Tensor | None = None) -> tuple[Tensor, Residual]:
         if x.added is None:
-            return norm(x.rows if only is None else x.rows.index_select(0, only)), x
+            return norm(x.rows_at(only)), x
         normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps, only)
         return normed, Residual(rows)
 
@@ -174,7 +174,7 @@ class SkinnyGemms(Launches):
         return self.add(gated if scales is None else gated.mul_(scales), mlp.down, x)
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
-        return decoder.norm(x.rows if only is None else x.rows.index_select(0, only))
+        return decoder.norm(x.rows_at(only))
 
     def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
         norm = decoder.norm
@@ -251,7 +251,7 @@ def _splits_one(gemms: DecoderGemms, rows: int) -> bool:
     has_nets = any(isinstance(layer.attention, GatedDeltaNet) for layer in layers)
     if has_nets or len(dense) < len(layers) or gemms.decoder.hidden_size < _MIN_INT4_WIDTH:
         return False
-    if not all(_is_whole_int4(weight) for weight in gemms.weights.values()):
+    if not all(map(_is_whole_int4, gemms.weights.values())):
         return False
     return can_split_k(table.device) and can_split_k_int4(table.device, table.dtype)
 

@@ -19,6 +19,9 @@ class Residual(NamedTuple):
     rows: Tensor  # [T, H]
     added: Tensor | None = None  # [T, H] or split-K partials [splits, T, H]: to be added by the next norm
 
+    def rows_at(self, only: Tensor | None) -> Tensor:
+        return self.rows if only is None else self.rows.index_select(0, only)
+
 
 class Gemms(Protocol):
     def project(

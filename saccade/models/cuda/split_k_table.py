@@ -50,9 +50,7 @@ def _suits_int4(weight: Int4, outputs: int, x: Inputs) -> bool:
 
 
 def _fills_by_fp8(weight: Fp8Blocks, outputs: int, x: Inputs) -> bool:
-    if x.rows == 1 or not hopper_fp8_split_k.fills_device(outputs):
-        return False
-    return _suits_fp8(weight, outputs, x)
+    return x.rows != 1 and hopper_fp8_split_k.fills_device(outputs) and _suits_fp8(weight, outputs, x)
 
 
 def _fills_by_int4(weight: Int4, outputs: int, x: Inputs) -> bool:

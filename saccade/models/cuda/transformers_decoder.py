@@ -49,7 +49,7 @@ class TransformersDecoder(FusedDecoder):
                 self._try()  # RoPE shows whether it is ours
                 rows = self._try()
         except Exception as error:  # anything: layers may be of any kind
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         else:
             difference = float((rows - expected).abs().max() / expected.abs().max())
             if difference <= _TOLERANCE[self.text.table.dtype]:
@@ -110,7 +110,7 @@ class _Head:
         self.workspace = workspace
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
-        return x.rows if only is None else x.rows.index_select(0, only)
+        return x.rows_at(only)
 
     def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
         return skinny_linear(x.rows, decoder.head, workspace=self.workspace, out=out)

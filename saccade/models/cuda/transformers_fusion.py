@@ -188,7 +188,7 @@ class _Rotary:
     ) -> tuple[Tensor, Tensor]:
         """q [1, heads, T, d], k [1, kv_heads, T, d], cos and sin [1, T, rotary_dim]."""
         fits = len(q) == 1 and cos.shape[:2] == (1, q.shape[2]) and cos.shape[-1] <= q.shape[-1]
-        if self.is_same is False or more or options or not fits:
+        if any((self.is_same is False, more, options, not fits)):
             return self.original(q, k, cos, sin, *more, **options)
         if self.is_same is None:
             expected = self.original(q, k, cos, sin)
@@ -218,7 +218,7 @@ def _norm_heads(norm: partial[Tensor], x: Tensor) -> Tensor:
     if x.dim() != 4 or len(x) > 1:
         return norm(x)
     heads = x[0] if x.stride(2) == dim else x[0].transpose(0, 1)  # [T, heads, d]
-    if heads.stride(1) != dim or heads.stride(0) % dim:
+    if (heads.stride(1), heads.stride(0) % dim) != (dim, 0):
         return norm(x)
     weight = norm.keywords["weight"]
     qk_rms_norm(heads, weight, weight, heads.shape[1], norm.keywords["eps"])
@@ -252,7 +252,7 @@ def _difference(module: nn.Module, forward: _Forward) -> str | None:
     try:
         return None if _are_close(forward(x), module(x)) else _OTHER
     except Exception as error:  # anything: it is of another kind
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _are_close(rows: Tensor, expected: Tensor) -> bool:

@@ -62,9 +62,9 @@ class _StaticBuffers:
         return cls(zeros(x.shape[1], x.dtype), rotary, metadata)
 
     def fits(self, x: Tensor, positions: PatchPositions | None, size: int, metadata_size: int) -> bool:
-        is_alike = (positions is None) == (self.rotary is None) and self.x.dtype == x.dtype
-        is_large = len(self.x) >= size and len(self.metadata) >= metadata_size + size
-        return is_alike and is_large and self.x.shape[1] == x.shape[1]
+        own = (self.rotary is None, self.x.dtype, self.x.shape[1])
+        is_alike = own == (positions is None, x.dtype, x.shape[1])
+        return is_alike and len(self.x) >= size and len(self.metadata) >= metadata_size + size
 
     def rotary_for(self, size: int) -> Tensor | None:
         return self.rotary[:size] if self.rotary is not None else None
@@ -189,8 +189,11 @@ class _GraphPass:
         """Whether both have the same metadata."""
         if self is other:
             return True
-        has_positions = self.positions is not None and self.positions.are(other.positions)
-        return self.lengths == other.lengths and (has_positions or self.positions is other.positions is None)
+        if self.lengths != other.lengths:
+            return False
+        if self.positions is None:
+            return other.positions is None
+        return self.positions.are(other.positions)
 
     def metadata(self, kernel: VitKernel, heads: VisionHeads, is_cuda: bool) -> Tensor:
         """Laid out as `_StaticBuffers.metadata`, on the CPU. All blocks of a pass take the same kernel."""

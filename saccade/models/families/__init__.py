@@ -8,6 +8,7 @@ from typing import Any
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
+from saccade.models.settings import setting
 
 # Model type, or model type/tower type -> "module.Class", imported on demand.
 FAMILIES: MutableMapping[str, str] = {
@@ -34,6 +35,6 @@ def family_class(config: ModelConfig) -> Any:
     if model_type not in FAMILIES:
         names = ", ".join(sorted(FAMILIES))
         raise ConfigError(f"model_type {model_type!r} is not supported; known are {names}")
-    with_tower = f"{model_type}/{(config.raw.get('vision_config') or {}).get('model_type')}"
+    with_tower = f"{model_type}/{setting(config.raw, 'vision_config', {}).get('model_type')}"
     module, _, name = FAMILIES.get(with_tower, FAMILIES[model_type]).rpartition(".")
     return getattr(import_module(f"{__name__}.{module}"), name)

@@ -29,7 +29,7 @@ def make_decoder(params: Parameters, text: TextConfig, nested: Mapping[str, Any]
     act = nested.get("hidden_act", "silu")
     if act != "silu":
         raise ConfigError(f"config.json asks for the activation {act!r}; decoders of this line use silu")
-    if nested.get("attention_bias") or nested.get("mlp_bias"):
+    if any(map(nested.get, ("attention_bias", "mlp_bias"))):
         biases = "biases (attention_bias or mlp_bias)"
         raise ConfigError(f"config.json asks for {biases}, which decoders of this line lack")
     return LatentDecoder(params, text, text.mla) if text.mla else Decoder(params, text, Biases())

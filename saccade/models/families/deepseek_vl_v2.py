@@ -16,6 +16,7 @@ from saccade.models.families.deepseek_v2 import language_rules, make_decoder
 from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.linear import Linear
+from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size
@@ -43,10 +44,11 @@ class DeepseekVL2(DecoderModel):
         self.layout = PatchLayout(vision.patch_size)
         self.has_whole_first = raw.get("global_view_pos", "head") == "head"
         self.tower = TimmSiglip(params.within("vision"), vision)
-        self.projector = Projector(params.within("projector"), raw.get("projector_config") or {}, config)
+        self.projector = Projector(params.within("projector"), setting(raw, "projector_config", {}), config)
         self.newline = params.new("newline", config.text.hidden_size)
         self.separator = params.new("separator", config.text.hidden_size)
-        self.decoder = make_decoder(params.within("decoder"), config.text, raw.get("language_config") or {})
+        nested = setting(raw, "language_config", {})
+        self.decoder = make_decoder(params.within("decoder"), config.text, nested)
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The whole image on one tile, then its tiles in reading order, cut as one tall image."""

@@ -14,6 +14,7 @@ from saccade.models.layers.activation import activation
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.linear import Linear
+from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size, square_tower
@@ -70,7 +71,7 @@ class Projector:
 
 
 def decoder_biases(text: TextConfig, raw: Mapping[str, Any]) -> Biases:
-    nested = raw.get("text_config") or {}
+    nested = setting(raw, "text_config", {})
     if text.model_type == "qwen2":
         return Biases(qkv=True)
     if text.model_type == "mistral":

@@ -18,6 +18,7 @@ from saccade.models.layers.cross_attention import CROSS_RULES, CrossDecoder, pac
 from saccade.models.layers.decoder import decoder_rules, head_rule
 from saccade.models.layers.forward_types import Attention, CrossAttentionRows, Encoding
 from saccade.models.layers.linear import Linear
+from saccade.models.settings import setting
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.weights import Rule, under
@@ -89,7 +90,7 @@ class Mllama(DecoderModel):
 
 
 def _cross_layers(raw: Mapping[str, Any], text: TextConfig) -> tuple[int, ...]:
-    layers = (raw.get("text_config") or {}).get("cross_attention_layers") or ()
+    layers = setting(setting(raw, "text_config", {}), "cross_attention_layers", ())
     if not are_rising(layers, text.num_layers):
         rule = f"some of the decoder's {text.num_layers} layers, rising"
         raise ConfigError(f"cross_attention_layers {list(layers)} must name {rule}")

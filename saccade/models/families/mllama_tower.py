@@ -22,6 +22,7 @@ from saccade.errors import ConfigError
 from saccade.models.layers.activation import activation
 from saccade.models.layers.layernorm import LayerNorm
 from saccade.models.layers.linear import Linear, PatchLinear
+from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
 from saccade.types.media import Grid
@@ -174,7 +175,7 @@ def _image_size(vision: VisionConfig) -> int:
 
 def _features(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers whose output the projector gets beside the last one's, ascending."""
-    layers = raw.get("intermediate_layers_indices") or _DEFAULT_FEATURES
+    layers = setting(raw, "intermediate_layers_indices", _DEFAULT_FEATURES)
     if not are_rising(layers, raw["num_hidden_layers"]):
         limit = f"{raw['num_hidden_layers']} layers"
         raise ConfigError(f"intermediate_layers_indices {list(layers)} must rise and lie within {limit}")

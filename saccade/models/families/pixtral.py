@@ -15,6 +15,7 @@ from saccade.models.layers.decoder import Decoder, decoder_rules, head_rule
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import PatchLinear
+from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks_keeping
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
@@ -71,8 +72,8 @@ class PixtralTower:
         self.merge = vision.spatial_merge_size
         self.width = vision.hidden_size * len(self.features)
         self.head_dim = rotary_dim(vision)
-        rope = raw["vision_config"].get("rope_parameters") or {}
-        self.theta = float(rope.get("rope_theta") or raw["vision_config"].get("rope_theta") or 10000.0)
+        theta = setting(raw["vision_config"], "rope_theta", 10000.0)
+        self.theta = float(setting(setting(raw["vision_config"], "rope_parameters", {}), "rope_theta", theta))
         kernel = (vision.in_channels, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
         self.norm = RMSNorm(params.within("norm"), vision.hidden_size, _EPS)

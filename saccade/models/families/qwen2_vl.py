@@ -16,6 +16,7 @@ from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_r
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.layernorm import LayerNorm, RMSNorm
 from saccade.models.layers.linear import Linear, PatchLinear
+from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import RunBlocks, VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
@@ -134,7 +135,7 @@ class Merger:
 
 
 def vision_theta(config: ModelConfig) -> float:
-    rope = config.raw["vision_config"].get("rope_parameters") or {}
+    rope = setting(config.raw["vision_config"], "rope_parameters", {})
     return float(rope.get("rope_theta", 10000.0))
 
 

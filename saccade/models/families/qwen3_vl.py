@@ -15,6 +15,7 @@ from saccade.models.families import qwen2_vl
 from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, Merger, Qwen2VL, vision_theta
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.layers.forward_types import Encoding
+from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import by_token
@@ -28,7 +29,7 @@ class Qwen3VL(Qwen2VL):
     """
 
     def make_tower(self, params: Parameters, vision: VisionConfig) -> Tower:
-        positions = int(self.config.raw["vision_config"].get("num_position_embeddings") or 2304)
+        positions = int(setting(self.config.raw["vision_config"], "num_position_embeddings", 2304))
         return Tower(params, vision, self.config.text.hidden_size, vision_theta(self.config), positions)
 
     def make_decoder(self, params: Parameters) -> Decoder:
@@ -36,7 +37,7 @@ class Qwen3VL(Qwen2VL):
         if text.num_deepstack > text.num_layers:
             layers = f"deepstack_visual_indexes names {text.num_deepstack} layers"
             raise ConfigError(f"{layers}, the decoder has {text.num_layers}")
-        has_bias = bool((self.config.raw.get("text_config") or {}).get("attention_bias", False))
+        has_bias = bool(setting(self.config.raw, "text_config", {}).get("attention_bias", False))
         return Decoder(params, text, Biases(qkv=has_bias, out=has_bias), has_qk_norms=True)
 
     def tower_rules(self) -> tuple[Rule, ...]:

@@ -32,7 +32,7 @@ def plain_reason(dtype: torch.dtype, device_type: str) -> str | None:
     """Why weights of this dtype stay as they are; None: they can be packed, and packed GEMMs are faster."""
     if device_type != "cpu":
         return "packed weights are for a CPU"
-    if not _is_x86() and not is_aarch64():
+    if not any((_is_x86(), is_aarch64())):
         return f"packed GEMMs were measured on x86_64 and aarch64, and this is {platform.machine()}"
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this PyTorch was built without oneDNN"
@@ -152,7 +152,7 @@ def _failure(dtype: torch.dtype) -> str | None:
     try:
         out = packed_linear(x[:3], pack(weight))
     except (AttributeError, RuntimeError, TypeError) as error:
-        return f"packing failed ({(str(error).splitlines() or [''])[0]})"
+        return f"packing failed ({next(iter(str(error).splitlines()), '')})"
     difference = (out - F.linear(x[:3], weight)).float().abs().max().item()
     if difference >= 8 * _TOLERANCE[dtype]:
         return f"packed GEMMs differ by {difference:.1g}"

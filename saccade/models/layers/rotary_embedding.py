@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
+from saccade.models.settings import setting
 
 
 def frequencies(rotated: int, theta: float, device: torch.device) -> Tensor:
@@ -69,12 +70,12 @@ def _interleaved(sections: Sequence[int]) -> list[int]:
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:
-    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+    return str(setting(scaling, "rope_type", setting(scaling, "type", "default")))
 
 
 def _scale(base: Tensor, text: TextConfig) -> Tensor:
     kind = _kind(text.rope_scaling)
-    factor = float(text.rope_scaling.get("factor") or 1)
+    factor = float(setting(text.rope_scaling, "factor", 1))
     if kind in ("default", "mrope"):
         return base
     if kind == "linear":
@@ -83,15 +84,15 @@ def _scale(base: Tensor, text: TextConfig) -> Tensor:
     if kind not in shares:
         names = f"known are {', '.join(('default', 'mrope', 'linear', *shares))}"
         raise ConfigError(f"config.json asks for rope scaling of type (rope_type) {kind!r}; {names}")
-    trained = int(text.rope_scaling.get("original_max_position_embeddings") or text.max_position)
+    trained = int(setting(text.rope_scaling, "original_max_position_embeddings", text.max_position))
     share = shares[kind](base, text, trained)
     return share * base + (1 - share) * base / factor
 
 
 def _llama3_share(base: Tensor, text: TextConfig, trained: int) -> Tensor:
     """The share of each frequency that is not scaled: 1 for short wavelengths, 0 for long ones."""
-    low = float(text.rope_scaling.get("low_freq_factor") or 0)
-    high = float(text.rope_scaling.get("high_freq_factor") or 0)
+    low = float(setting(text.rope_scaling, "low_freq_factor", 0))
+    high = float(setting(text.rope_scaling, "high_freq_factor", 0))
     if not low or not high or low >= high:
         rule = f"low_freq_factor={low} below high_freq_factor={high}"
         raise ConfigError(f"rope scaling of type llama3 needs {rule}")
@@ -106,8 +107,8 @@ def _yarn_share(base: Tensor, text: TextConfig, trained: int) -> Tensor:
     def index_of(rotations: float) -> float:
         return text.head_dim / 2 * math.log(trained / (rotations * 2 * math.pi)) / math.log(text.rope_theta)
 
-    first = index_of(float(scaling.get("beta_fast") or 32))
-    last = index_of(float(scaling.get("beta_slow") or 1))
+    first = index_of(float(setting(scaling, "beta_fast", 32)))
+    last = index_of(float(setting(scaling, "beta_slow", 1)))
     if scaling.get("truncate", True):
         first = math.floor(first)
         last = math.ceil(last)
@@ -128,4 +129,4 @@ def _yarn_gain(scaling: Mapping[str, Any]) -> float:
 
 
 def yarn_gain(scaling: Mapping[str, Any], weight: float) -> float:
-    return 0.1 * weight * math.log(max(float(scaling.get("factor") or 1), 1)) + 1
+    return 0.1 * weight * math.log(max(float(setting(scaling, "factor", 1)), 1)) + 1

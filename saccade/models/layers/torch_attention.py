@@ -73,9 +73,12 @@ class PagedKV(NamedTuple):
         return cls(k, k if config.mla else _zeros(shape, dtype, device), scales)
 
     @property
+    def caches(self) -> list[Tensor]:
+        return [self.k] if self.v is self.k else [self.k, self.v]
+
+    @property
     def bytes_per_token(self) -> int:
-        caches = [self.k] if self.v is self.k else [self.k, self.v]
-        return sum(cache.nbytes for cache in caches) // self.k.shape[1]
+        return sum(cache.nbytes for cache in self.caches) // self.k.shape[1]
 
     def scales_of(self, layer: int) -> tuple[float, float]:
         """What a layer's stored keys and values are multiplied by."""

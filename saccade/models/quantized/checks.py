@@ -24,10 +24,11 @@ def check_parts(parts: Mapping[str, Tensor]) -> None:
     """ValueError: the end of a sentence that begins with the weight's name."""
     for part, tensor in parts.items():
         name = part.lstrip("._")
-        if part in _WHOLE and tensor.is_floating_point():
-            raise ValueError(f"its {name} is {_dtype(tensor)}, and whole numbers are needed")
-        if part in _SCALES and tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
-            raise ValueError(f"its {name} has numbers that are not finite")
+        if tensor.is_floating_point():
+            if part in _WHOLE:
+                raise ValueError(f"its {name} is {_dtype(tensor)}, and whole numbers are needed")
+            if part in _SCALES and not bool(tensor.float().isfinite().all()):
+                raise ValueError(f"its {name} has numbers that are not finite")
         if part == ".weight_shape" and tensor.numel() != 2:
             raise ValueError(f"its {name} is {tensor.flatten().tolist()[:4]}, not two sizes")
         if part in _FACTORS and tensor.numel() != 1:
@@ -46,8 +47,9 @@ def check_sizes(shapes: Mapping[str, Sequence[int]]) -> None:
     else:
         return
     for part in matrices:
-        if part in shapes and (len(shapes[part]) != 2 or 0 in shapes[part]):
-            raise ValueError(f"its {part[1:]} has the shape {list(shapes[part])}, not rows and columns")
+        shape = shapes.get(part, (1, 1))
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(f"its {part[1:]} has the shape {list(shape)}, not rows and columns")
 
 
 def _check_fp4(parts: Mapping[str, Tensor]) -> None:
@@ -63,11 +65,11 @@ def _check_fp4(parts: Mapping[str, Tensor]) -> None:
 
 def _check_groups(parts: Mapping[str, Tensor]) -> None:
     """One for each input. A word of GPTQ holds 4 or 8 of them."""
-    if ".weight_g_idx" in parts and ".weight_shape" in parts:
+    if {".weight_g_idx", ".weight_shape"} <= parts.keys():
         columns, inputs = parts[".weight_g_idx"].numel(), int(parts[".weight_shape"].flatten()[1])
         if columns != inputs:
             raise ValueError(f"its weight_g_idx has {columns} numbers for {inputs} inputs")
-    if ".g_idx" not in parts or ".qweight" not in parts:
+    if not {".g_idx", ".qweight"} <= parts.keys():
         return
     columns, words = parts[".g_idx"].numel(), len(parts[".qweight"])
     if columns not in (4 * words, 8 * words):

@@ -104,7 +104,7 @@ def packed_ints(
 
 
 def _checked(group_of: Tensor, groups: int) -> Tensor:
-    if int(group_of.max()) >= groups or int(group_of.min()) < 0:
+    if not 0 <= int(group_of.min()) <= int(group_of.max()) < groups:
         raise ValueError(f"its g_idx names the group {int(group_of.max())} of {groups}")
     return group_of.long()
 
@@ -130,7 +130,7 @@ def _awq_columns(words: Tensor) -> Tensor:
 
 def _transposed(values: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor | None) -> Grouped:
     """Of tensors that are stored [in, out]."""
-    if values.shape[1] != scales.shape[1] or zeros.shape != scales.shape:
+    if (values.shape[1], zeros.shape) != (scales.shape[1], scales.shape):
         raise ValueError(f"its numbers {list(values.shape)} and scales {list(scales.shape)} do not agree")
     if group_of is None and len(values) % len(scales):
         raise ValueError(f"its {len(values)} inputs are not {len(scales)} groups of one size")

@@ -50,6 +50,6 @@ def _stored(files: TensorFiles) -> dict[int, dict[str, float]]:
 
 
 def _checked(name: str, values: list[float]) -> float:
-    if len(values) != 1 or not (math.isfinite(values[0]) and values[0] > 0):
+    if len(values) != 1 or not 0 < values[0] < math.inf:
         raise ConfigError(f"{name} must be one positive number, not {values[:4]}; leave out --kv-cache-dtype")
     return values[0]

@@ -101,8 +101,8 @@ class DequantizedTensors:
     def is_needless(self, name: str) -> bool:
         """GPTQ writes a bias of zeros for layers that have none."""
         weight = name.removesuffix("bias") + "weight"
-        is_beside = name.endswith(".bias") and ".qweight" in self._parts.get(weight, ())
-        return is_beside and not self._files.read(name).any()
+        is_beside = ".qweight" in self._parts.get(weight, ())
+        return is_beside and name.endswith(".bias") and not self._files.read(name).any()
 
     def fp8_weights(self) -> dict[str, bool]:
         """Weights that are stored in float8, and whether their scales are for blocks of 128 x 128."""

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from saccade.errors import ConfigError
+from saccade.models.settings import setting
 from saccade.models.vision.pillow_resize import FILTERS
 from saccade.types.media import Grid, Size, Tiling
 
@@ -51,12 +52,12 @@ def pixel_policy(settings: Mapping[str, Any]) -> PixelPolicy:
     if resampling not in FILTERS:
         names = ", ".join(f"{number} ({name})" for number, name in sorted(FILTERS.items()))
         raise ConfigError(f"preprocessor_config.json asks for resample={resampling}; known are {names}")
-    mean = tuple(settings.get("image_mean") or _CLIP_MEAN)
-    std = tuple(settings.get("image_std") or _CLIP_STD)
+    mean = tuple(setting(settings, "image_mean", _CLIP_MEAN))
+    std = tuple(setting(settings, "image_std", _CLIP_STD))
     if not settings.get("do_normalize", True):
         mean = (0.0,) * 3
         std = (1.0,) * 3
-    scale = settings.get("rescale_factor") or 1 / 255
+    scale = setting(settings, "rescale_factor", 1 / 255)
     return PixelPolicy(resampling, scale if settings.get("do_rescale", True) else 1.0, mean, std)
 
 

@@ -28,7 +28,12 @@ _PYTHON = {"True": True, "False": False, "None": None}  # models write them now 
 def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The schema of each tool's parameters, by its name."""
     functions = [tool["function"] for tool in tools]
-    return {function["name"]: function.get("parameters") or {} for function in functions}
+    return {function["name"]: part_of(function, "parameters", {}) for function in functions}
+
+
+def part_of(schema: Mapping[str, Any], name: str, default: Any) -> Any:
+    """What a schema has there; the default where that is nothing, empty or null."""
+    return schema.get(name) or default
 
 
 def parsed_object(text: str) -> dict[str, Any] | None:
@@ -69,7 +74,7 @@ def types_of(schema: Any, parameters: Mapping[str, Any]) -> frozenset[str]:
 def as_json(text: str, types: frozenset[str]) -> str:
     """An argument that the model wrote as plain text, as JSON of a type that its schema allows."""
     stripped = text.strip()
-    if "string" in types and not (stripped == "null" and "null" in types):
+    if "string" in types and stripped not in {"null"} & types:
         return json.dumps(text, ensure_ascii=False)
     try:
         value = _PYTHON[stripped] if stripped in _PYTHON else json.loads(stripped, parse_constant=no_constant)
@@ -142,7 +147,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _is_listed(value: Any, schema: Mapping[str, Any]) -> bool:
-    if "const" in schema and value != schema["const"]:
+    if value != schema.get("const", value):
         return False
     values = schema.get("enum")
     return not isinstance(values, (list, tuple)) or value in values

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from saccade.processor.dialects.arguments import resolved, types_of
+from saccade.processor.dialects.arguments import part_of, resolved, types_of
+from saccade.processor.dialects.reader import any_of
 from saccade.structured.schema_validation import MAX_SCHEMA_BYTES
 from saccade.structured.structural_tag import embedded_schema, quoted_text
 
@@ -51,16 +52,16 @@ def parameters_of_call(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Names that a schema does not list are left out, unless it says what they are.
     """
-    parameters: Mapping[str, Any] = tool["function"].get("parameters") or {"additionalProperties": False}
+    parameters: Mapping[str, Any] = part_of(tool["function"], "parameters", {"additionalProperties": False})
     if parameters.get("properties") and not set(parameters) - _OBJECT:
         parameters = {"additionalProperties": False, **parameters}
-    return parameters if "type" in parameters or "$ref" in parameters else {"type": "object", **parameters}
+    return parameters if parameters.keys() & {"type", "$ref"} else {"type": "object", **parameters}
 
 
 def members_of(schema: Mapping[str, Any]) -> list[Member]:
     """Members in the schema's order. Names that it allows but does not list are left out."""
-    properties = schema.get("properties") or {}
-    required = schema.get("required") or ()
+    properties = part_of(schema, "properties", {})
+    required = part_of(schema, "required", ())
     is_map = not properties and schema.get("additionalProperties") not in (None, False)
     if set(schema) - _OBJECT or schema.get("type") != "object" or is_map or set(required) - set(properties):
         raise Inexpressible
@@ -78,8 +79,7 @@ class GrammarWriter:
     def __init__(self, markers: Sequence[str], token_id: Callable[[str], int | None]) -> None:
         pairs = ((marker, token_id(marker)) for marker in markers)
         self._ids = {marker: i for marker, i in pairs if i is not None}
-        pattern = "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))
-        self._marker = re.compile(f"({pattern})") if pattern else None
+        self._marker = re.compile(f"({any_of(self._ids)})")
         self._lines: list[str] = []
         self._num_chars = 0
 
@@ -114,7 +114,7 @@ class GrammarWriter:
 
     def _split(self, text: str) -> list[str]:
         """Markers that are tokens, and the text between them."""
-        return [part for part in (self._marker.split(text) if self._marker else [text]) if part]
+        return [part for part in self._marker.split(text) if part]
 
     def json(self, schema: Any, root: Mapping[str, Any] | None = None) -> str:
         """A value as JSON. `root` has the definitions that the schema refers to."""
@@ -171,7 +171,7 @@ class GrammarWriter:
     ) -> str:
         """Plain text and what ends it, the first time it comes. `lines`: after a line break."""
         for name in _CHOICES:
-            if name in schema and not set(schema) - NOTES - {name}:
+            if {name} <= set(schema) <= NOTES | {name}:
                 first = _first_string(schema[name], root)
                 return self.string(first, root, end, or_null=or_null, lines=lines)
         choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -218,7 +218,7 @@ def _first_string(choices: Sequence[Any], root: Mapping[str, Any]) -> Mapping[st
 
 
 def _is_definition(reference: Any) -> bool:
-    return isinstance(reference, str) and reference.startswith(("#/$defs/", "#/definitions/"))
+    return str(reference).startswith(("#/$defs/", "#/definitions/"))
 
 
 def _references(schema: Any) -> list[Any]:

@@ -31,7 +31,7 @@ def _rebased(schema: Any, root: str, depth: int = _MAX_DEPTH) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     moved = {name: _rebased(value, root, depth - 1) for name, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
+    reference = str(schema.get("$ref"))
+    if reference.startswith("#"):
         moved["$ref"] = root + reference[1:]
     return moved

@@ -175,7 +175,7 @@ class EventSink:
         return words
 
     def _add_text(self, kind: type[Reasoning] | type[Content], text: str) -> None:
-        last = self._events[-1] if self._events else None
+        last = next(reversed(self._events), None)
         if isinstance(last, kind):
             self._events[-1] = kind(last.text + text)
         else:

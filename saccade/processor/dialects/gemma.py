@@ -21,6 +21,7 @@ from saccade.processor.dialects.call_grammar import (
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.hermes import close_call
 from saccade.processor.dialects.json_calls import checked_name, read_each
+from saccade.processor.dialects.json_text import CLOSES
 from saccade.processor.dialects.reader import Reading, TextReader, Unreadable
 
 _MAX_DEPTH = 64
@@ -95,9 +96,9 @@ class _Values:
         first = yield from self._reader.peek()
         if not depth:
             raise Unreadable
-        if first in ("{", "["):
+        if first in CLOSES:
             self._reader.skip(1)
-            yield from self.copy_members("}" if first == "{" else "]", depth - 1)
+            yield from self.copy_members(CLOSES[first], depth - 1)
         elif (yield from self._reader.skips(self._quote)):
             yield from self._copy_text()
         else:
@@ -118,7 +119,7 @@ class _Values:
         yield from self._reader.copy_while(_SCALAR, pieces.append)
         scalar = "".join(pieces)
         if not scalar:
-            raise Unreadable("syntax" if (yield from self._reader.peek()) else "incomplete")
+            raise Unreadable.before((yield from self._reader.peek()))
         try:
             json.loads(scalar, parse_constant=no_constant)
         except (ValueError, RecursionError):
@@ -154,7 +155,7 @@ class _ValueGrammar:
         types = types_of(schema, self._root)
         if not depth or not isinstance(schema, Mapping):
             raise Inexpressible
-        if "anyOf" in schema and not set(schema) - _CHOICE:
+        if {"anyOf"} <= set(schema) <= _CHOICE:
             return self._writer.any_of([self._value(option, depth - 1) for option in schema["anyOf"]])
         if types and types <= _SCALARS:
             return self._writer.json(schema, self._root)
@@ -163,7 +164,7 @@ class _ValueGrammar:
             return f"{self._writer.literal(self._quote)} {text}"
         if types == {"object"}:
             return self.object(schema, depth)
-        if types == {"array"} and not set(schema) - _LIST:
+        if types == {"array"} and set(schema) <= _LIST:
             item = self._writer.rule(self._value(schema.get("items"), depth - 1))
             return f'"[" ({item} ("," {item})*)? "]"'
         raise Inexpressible

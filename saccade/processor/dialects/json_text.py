@@ -13,15 +13,14 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 _VALID_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null")
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
+CLOSES = {"{": "}", "[": "]"}
 
 
 def copy_value(reader: TextReader, emit: Emit, depth: int = _MAX_DEPTH) -> Reading[None]:
     """Pass one JSON value on. `Unreadable` at the first letter that cannot belong to one."""
     first = yield from reader.peek()
-    if first == "{" and depth:
-        yield from _copy_members(reader, emit, "}", depth - 1)
-    elif first == "[" and depth:
-        yield from _copy_members(reader, emit, "]", depth - 1)
+    if depth and first in CLOSES:
+        yield from _copy_members(reader, emit, CLOSES[first], depth - 1)
     elif first == '"':
         yield from copy_string(reader, emit)
     else:
@@ -41,7 +40,7 @@ def _copy_members(reader: TextReader, emit: Emit, close: str, depth: int) -> Rea
         yield from reader.copy_while(_SPACE, emit)
         after = yield from reader.peek()
         if after not in (",", close):
-            raise Unreadable("syntax" if after else "incomplete")
+            raise Unreadable.before(after)
         emit(reader.skip(1))
         if after == close:
             return

@@ -64,7 +64,7 @@ def write_llama(writer: GrammarWriter, functions: Sequence[Function], many: bool
 def write_pythonic(writer: GrammarWriter, functions: Sequence[Function], many: bool) -> str:
     """Llama 4 writes control tokens around it, or none."""
     calls = written_pythonic(writer, functions, many)
-    if not (writer.has_token(_START) and writer.has_token(_END)):
+    if not all(map(writer.has_token, (_START, _END))):
         return calls
     calls = writer.rule(calls)
     return f"({calls} | {writer.literal(_START)} {calls} {writer.literal(_END)})"

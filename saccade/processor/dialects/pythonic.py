@@ -63,7 +63,7 @@ def _literal(reader: TextReader) -> Reading[str]:
         yield from reader.copy_while(_PLAIN, pieces.append)
         letter = yield from reader.peek()
         if letter == "" or depth > _MAX_DEPTH:
-            raise Unreadable("syntax" if letter else "incomplete")
+            raise Unreadable.before(letter)
         if not depth and letter in ",)":
             return "".join(pieces).strip()
         if letter in "\"'":

@@ -7,7 +7,7 @@ depend on where the text was cut. Nothing is looked at twice, and only what is u
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import lru_cache
 from typing import Literal, TypeVar
 
@@ -25,11 +25,21 @@ Problem = Literal["syntax", "incomplete", "unknown_tool", "schema"]
 such a tool, or its arguments do not follow the tool's schema."""
 
 
+def any_of(tokens: Iterable[str]) -> str:
+    """A pattern of these tokens, longest first as the tokenizer matches; for none, of nothing."""
+    return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
+
+
 class Unreadable(Exception):
     """The text is no call. The reason is None if it does not even look like one."""
 
     def __init__(self, reason: Problem | None = "syntax") -> None:
         self.reason: Problem | None = reason
+
+    @staticmethod
+    def before(letter: str) -> Unreadable:
+        """By the next letter of the text: none comes where it has ended."""
+        return Unreadable("syntax" if letter else "incomplete")
 
 
 class TextReader:

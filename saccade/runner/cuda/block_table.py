@@ -61,8 +61,8 @@ class BlockTables:
 
     def set_by_device(self, row: int, index: int) -> None:
         """The decode pass writes this block by itself."""
-        indices = self._changes.get(row)
-        if indices and indices[-1] == index:
+        indices = self._changes.get(row, range(0))
+        if index in indices[-1:]:
             self._changes[row] = indices[:-1]
 
     def close(self, request_id: str) -> int | None:

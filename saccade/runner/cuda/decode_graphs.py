@@ -91,7 +91,7 @@ class DecodeGraphs:
         nothing = torch.empty(0, dtype=torch.int32).numpy()
         for size in reversed(self.sizes):
             self.send(DecodeRows(*[nothing] * _FIELDS), size)
-            for has_images in (False, True) if self.kinds.is_optional else (False,):
+            for has_images in sorted({False, self.kinds.is_optional}):
                 self._graphs[size, has_images] = capture(partial(self._forward, size, has_images), pool)
 
     def send(self, rows: DecodeRows, size: int) -> None:

@@ -33,7 +33,7 @@ def mixed_sizes(max_tokens: int, max_rows: int) -> list[MixedSize]:
     """The largest first; none is larger than a step needs. With one request at a time there are none."""
     sizes = []
     for smaller, rows in pairwise((0, *_SIZES)):
-        if smaller < max_rows and max_rows > 1:
+        if max(smaller, 1) < max_rows:
             tokens = [size - min(rows, max_rows) for size in _SIZES[rows]]
             useful = [size for less, size in pairwise((0, *tokens)) if less < max_tokens - smaller]
             sizes += [MixedSize(size, min(rows, max_rows)) for size in useful]

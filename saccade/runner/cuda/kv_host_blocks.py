@@ -40,8 +40,7 @@ Stream = torch.cuda.Stream | None
 
 class HostBlocks:
     def __init__(self, kv: PagedKV, block_size: int, num_blocks: int) -> None:
-        caches = [kv.k] if kv.v is kv.k else [kv.k, kv.v]
-        self._caches = [_by_block(cache, block_size) for cache in caches]
+        self._caches = [_by_block(cache, block_size) for cache in kv.caches]
         self._device = kv.k.device
         width = sum(len(cache) * cache.shape[2] for cache in self._caches)
         self.num_blocks = num_blocks

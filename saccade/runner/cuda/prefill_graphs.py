@@ -137,7 +137,7 @@ class PrefillGraphs:
         graphs = []
         for tokens in reversed([tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]):
             for is_short in sorted({False, self.attention.is_short(tokens, [tokens])}):
-                for optional in (False, True) if self.kinds.is_optional else (False,):
+                for optional in sorted({False, self.kinds.is_optional}):
                     graphs.append(self.graph_sizes(tokens, is_short=is_short, optional=optional))
         return graphs
 

@@ -53,7 +53,7 @@ class ValkeyStore:
             raise BadEntry
         if isinstance(reply, Exception):
             raise StoreError(f"{self.where} failed: {type(reply).__name__}")
-        if reply and len(reply) != size:
+        if len(reply or b"") not in (0, size):
             raise BadEntry
         if reply:
             _spread(memoryview(reply), (memoryview(header), *buffers))
@@ -81,11 +81,11 @@ class ValkeyStore:
         """What the operator should know: a server without a limit of memory is bounded by age alone."""
         with self._failing():
             about = self._client.info("memory")
-        if about.get("maxmemory") and about.get("maxmemory_policy") != "noeviction":
-            return None
-        if about.get("maxmemory"):
+        if not about.get("maxmemory"):
+            return f"{self.where} has no maxmemory, so entries leave it by age alone"
+        if about.get("maxmemory_policy") == "noeviction":
             return f"{self.where} has maxmemory-policy noeviction: when full, it keeps no new embeddings"
-        return f"{self.where} has no maxmemory, so entries leave it by age alone"
+        return None
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -163,7 +163,7 @@ class NvJpeg:
         data = ctypes.c_char_p(jpeg.data), ctypes.c_size_t(jpeg.length)
         outputs = ctypes.byref(number), ctypes.byref(subsampling), widths, heights
         self._call("nvjpegGetImageInfo", self._handle, *data, *outputs)
-        if number.value != 3 or Size(widths[0], heights[0]) != jpeg.size:
+        if (number.value, Size(widths[0], heights[0])) != (3, jpeg.size):
             read = f"{widths[0]}x{heights[0]} with {number.value} components"
             raise NvJpegError(f"nvJPEG reads {read}, the header says {jpeg.size.width}x{jpeg.size.height}")
 

@@ -36,8 +36,8 @@ class ChatEvents(EventShape):
         self._generation = generation
         self.is_large = options.prompt_logprobs is not None
         self._texts: dict[int, TextEvent] = {}  # by output
-        extras = (chat.tools.calls, options.return_token_ids, options.continuous_usage)
-        self.is_plain = options.stream and options.params.logprobs is None and not any(extras)
+        extras = (chat.tools.calls, options.return_token_ids, options.continuous_usage, not options.stream)
+        self.is_plain = options.params.logprobs is None and not any(extras)
 
     def take(self, delta: Delta) -> Iterator[Event]:
         output = self._outputs[delta.index]
@@ -58,9 +58,8 @@ class ChatEvents(EventShape):
 
     def _has_rest(self, delta: Delta) -> bool:
         """Whether a delta that completes no part says something else."""
-        if self._options.return_token_ids and delta.token_ids:
-            return True
-        return bool(delta.logprobs or delta.finish_reason)
+        token_ids = self._options.return_token_ids and delta.token_ids
+        return any((token_ids, delta.logprobs, delta.finish_reason))
 
     def _text_event(self, index: int) -> TextEvent:
         """Makes most events of most streams. Nothing is kept of its text: only `whole` would need it."""

@@ -38,7 +38,7 @@ class Envelope:
     ) -> None:
         self._options = options
         self._generation = generation
-        reply_id = f"{prefix}-{options.request_id or request_id}"
+        reply_id = f"{prefix}-{options.reply_id(request_id)}"
         self._base = {"id": reply_id, "created": int(time.time()), "model": model}
 
     def choice(self, delta: Delta, key: str, content: Any, logprobs: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Envelope:
     def last_chunk(self, kind: str) -> Iterator[Event]:
         """Usage, bill and prompt ids in a chunk without choices, if the client asked for one of them."""
         options = self._options
-        if options.include_usage or options.include_bill or options.return_token_ids:
+        if any((options.include_usage, options.include_bill, options.return_token_ids)):
             yield {**self._chunk(kind, [], with_usage=options.include_usage), **self._extras()}
 
     def _chunk(self, kind: str, choices: Sequence[dict[str, Any]], *, with_usage: bool) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class CompletionEvents(EventShape):
             delta = Delta(delta.index, finish_reason="length")
         begins = delta.index in self._echoes
         delta.text = self._echoes.pop(delta.index, "") + delta.text
-        if self._options.stream and (delta.text or delta.finish_reason or delta.logprobs):
+        if self._options.stream and any((delta.text, delta.finish_reason, delta.logprobs)):
             choice = self._choice(delta, len(total.text), shows_prompt=begins)
             yield self._envelope.chunk("text_completion", choice)
         total.add(delta)

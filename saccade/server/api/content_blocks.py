@@ -65,7 +65,7 @@ class BlockOutput:
         """A new block, unless the last one is open and of this kind."""
         if self._is_open:
             block = self.blocks[-1]
-            if block.call is None and block.is_reasoning == is_reasoning:
+            if (block.call, block.is_reasoning) == (None, is_reasoning):
                 return
         yield from self._close()
         yield self._open(None, is_reasoning=is_reasoning)

@@ -74,10 +74,11 @@ async def _stream(
     async for delta in generation.deltas():
         if not writer.is_streaming:
             await _send(writer, shape.begin())
-        if delta is not None and shape.is_large:
-            await _send(writer, await in_thread(list, shape.take(delta)))
-        elif delta is not None:
-            await _send(writer, shape.take(delta))
+        if delta is not None:
+            if shape.is_large:
+                await _send(writer, await in_thread(list, shape.take(delta)))
+            else:
+                await _send(writer, shape.take(delta))
         elif (ping := shape.ping()) is not None:
             await writer.event(ping)
         else:

@@ -36,7 +36,7 @@ class MessageEvents(EventShape):
         self._output = BlockOutput(chat, generation)
         self._generation = generation
         self._request_id = request_id
-        message_id = f"msg_{chat.response_options.request_id or request_id}"
+        message_id = f"msg_{chat.response_options.reply_id(request_id)}"
         self._base = {"id": message_id, "type": "message", "role": "assistant", "model": model}
 
     def whole(self) -> dict[str, Any]:

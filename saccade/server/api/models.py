@@ -65,7 +65,7 @@ def _multimodal(service: Service) -> dict[str, Any]:
     policy = processor.policy
     videos = processor.videos
     limits = processor.images.limits
-    max_videos = videos.max_per_prompt if videos else 0
+    max_videos, card = (videos.max_per_prompt, video_card(videos)) if videos else (0, None)
     return {
         "limit_per_prompt": {"image": policy.limits.get("image", 0), "video": max_videos},
         "formats": FORMATS.replace(" and ", ", ").split(", ") if processor.takes_images else [],
@@ -78,7 +78,7 @@ def _multimodal(service: Service) -> dict[str, Any]:
         "detail_max_pixels": {"low": min(LOW_DETAIL_PIXELS, limits.max_pixels), "high": limits.max_pixels},
         "tokens_per_picture": _tokens_per_image(service),
         "fetches_urls": bool(service.server.allowed_media_domains),
-        "video": video_card(videos) if videos else None,
+        "video": card,
     }
 
 

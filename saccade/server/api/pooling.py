@@ -46,7 +46,7 @@ class PooledInputs:
     ) -> dict[str, Any]:
         """Id, model, usage and bill of a response."""
         envelope = {
-            "id": f"{prefix}-{request.options.request_id or exchange.caller.request_id}",
+            "id": f"{prefix}-{request.options.reply_id(exchange.caller.request_id)}",
             "created": int(time.time()),
             "model": service.names[0],
             "usage": prompt_usage(self.bills, self.cached_tokens),

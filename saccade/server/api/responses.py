@@ -43,7 +43,7 @@ class ResponseEvents(EventShape):
         self._output = BlockOutput(chat, generation)
         self._generation = generation
         self._sequence_numbers = itertools.count()
-        self._id = chat.response_options.request_id or request_id
+        self._id = chat.response_options.reply_id(request_id)
         self._base = {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -57,8 +57,9 @@ class ResponseEvents(EventShape):
 
     def whole(self) -> dict[str, Any]:
         is_cut = self._output.finish_reason == "length"
-        response = self._response("incomplete" if is_cut else "completed")
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        status, details = ("incomplete", {"reason": "max_output_tokens"}) if is_cut else ("completed", None)
+        response = self._response(status)
+        response["incomplete_details"] = details
         response["usage"] = _usage(self._generation)
         return response
 
@@ -113,8 +114,8 @@ class ResponseEvents(EventShape):
 
     def _text_events(self, event: BlockEvent) -> Iterator[Event]:
         block = event.block
-        name = "reasoning_text" if block.is_reasoning else "output_text"
-        logprobs: dict[str, Any] = {} if block.is_reasoning else {"logprobs": []}
+        texts: tuple[str, dict[str, Any]] = ("output_text", {"logprobs": []})
+        name, logprobs = ("reasoning_text", {}) if block.is_reasoning else texts
         if event.kind == "open":
             yield self._part_event("content_part.added", block, part=_part(block, ""))
         elif event.kind == "add":

@@ -187,7 +187,7 @@ class AdmissionGate:
     def check_idle(self) -> None:
         """The conservation law: without open requests, nothing is counted."""
         counts = (self.open_by_client, self.bytes_by_client, self.pixels_by_client, self.weights)
-        assert not any(counts) and not self.num_open and not self.bytes_held, counts
+        assert not any((*counts, self.num_open, self.bytes_held)), counts
 
     @contextmanager
     def lease(self, client: str, account: Account) -> Iterator[ByteLease]:

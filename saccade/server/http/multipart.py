@@ -81,8 +81,10 @@ class MultipartReader:
         end = self._buffer.find(self._delimiter)
         length = end if end >= 0 else max(0, len(self._buffer) - len(self._delimiter) + 1)
         piece = bytes(self._buffer[:length])
-        del self._buffer[: length + (len(self._delimiter) if end >= 0 else 0)]
+        del self._buffer[:length]
         self._in_headers = end >= 0
+        if self._in_headers:
+            del self._buffer[: len(self._delimiter)]
         if self._part == "file":
             pieces.append(piece)
         elif self._part is not None:

@@ -6,6 +6,7 @@ would delay the tokens of all other requests. The counts say, too, how a body mu
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 
@@ -81,9 +82,8 @@ class TextTally:
     @property
     def is_heavy(self) -> bool:
         """The body must be checked where it delays no other request."""
-        if self._values > _LIGHT_NUMBERS:
-            return True
-        return self._containers + self._quotes // 2 > _LIGHT_VALUES or self._bytes > _LIGHT_BYTES
+        values = self._containers + self._quotes // 2
+        return any((self._values > _LIGHT_NUMBERS, values > _LIGHT_VALUES, self._bytes > _LIGHT_BYTES))
 
     @property
     def is_large(self) -> bool:
@@ -133,15 +133,13 @@ class TextTally:
             size = f"the body has more than {self._max_bytes} bytes beside its pictures"
             message = f"{size}, more than the context can hold; send less text or raise --max-model-len"
             raise ApiError(400, message, code="context_length_exceeded")
-        if self._values > self._max_values and self._max_values < MAX_VALUES:
+        if self._max_values < min(self._values, MAX_VALUES):
             message = f"the body has more than {self._max_values} values, more than the context can hold"
             advice = "send less or raise --max-model-len"
             raise ApiError(400, f"{message}; {advice}", code="context_length_exceeded")
-        if (
-            self._values > MAX_VALUES
-            or self._quotes > 2 * _MAX_STRINGS
-            or self._containers > self._max_containers
-        ):
+        counts = (self._values, self._quotes, self._containers)
+        limits = (MAX_VALUES, 2 * _MAX_STRINGS, self._max_containers)
+        if any(map(operator.gt, counts, limits)):
             values = f"{MAX_VALUES} values, {_MAX_STRINGS} strings or {self._max_containers} lists"
             message = f"the body holds more than {values} and objects; send a smaller request"
             raise ApiError(400, message, code="request_too_large")

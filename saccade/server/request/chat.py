@@ -38,6 +38,9 @@ class ResponseOptions:
     structure_field: str = "response_format"  # the field that outputs are held to, for errors
     prompt_logprobs: int | None = None  # as asked for; to echo the prompt's, the engine may be asked for more
 
+    def reply_id(self, own: str) -> str:
+        return self.request_id or own
+
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:

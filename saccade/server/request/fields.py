@@ -398,7 +398,7 @@ class FieldReader:
         return {name: value for name, value in values.items() if name in table}
 
     def _check_unknown(self, name: str, value: Any) -> None:
-        if name in INERT and value in INERT[name]:
+        if value in INERT.get(name, ()):
             return
         if name in UNSUPPORTED:
             raise unsupported(name)

@@ -11,7 +11,8 @@ from saccade.options.engine import MediaPolicy
 from saccade.server.batch_jobs import BatchJobs
 
 BATCH = "batch"
-PURPOSES = (BATCH, "user_data", "vision", "assistants")
+MEDIA_PURPOSES = ("user_data", "vision", "assistants")
+PURPOSES = (BATCH, *MEDIA_PURPOSES)
 """Of files that clients store; those of all but the first may be named in requests."""
 
 
@@ -36,8 +37,8 @@ class StoredFiles:
     def _find(self, store: BatchStore, tenant: str, file_id: str, param: str) -> tuple[Path, int]:
         """The path is made from a known record's id, never from what a client sent."""
         record = store.file(tenant, file_id, param)
-        if record.purpose not in PURPOSES or record.purpose == BATCH:
-            purposes = ", ".join(PURPOSES[1:])
+        if record.purpose not in MEDIA_PURPOSES:
+            purposes = ", ".join(MEDIA_PURPOSES)
             message = f"{record.id} has the purpose {record.purpose}; media need one of {purposes}"
             raise RequestError(message, param=param)
         limit = max(self._policy.document.max_bytes, self._policy.max_image_bytes)

@@ -82,10 +82,10 @@ def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
         chat["thinking_token_budget"] = budget
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(values.get("tools", ()))]
     choice = values.get("tool_choice", {"type": "auto"})
-    if not tools and choice.get("type") in ("auto", "none"):
-        return chat
     if tools:
         chat["tools"] = tools
+    elif choice.get("type") in ("auto", "none"):
+        return chat
     chat["tool_choice"] = _choice(choice)
     chat["parallel_tool_calls"] = choice.get("disable_parallel_tool_use") is not True
     return chat
@@ -230,7 +230,7 @@ def _source(source: Any, path: str, what: str, name: str) -> dict[str, str]:
     """The data or URL under `name`, or a stored file. The media type of base64 data is dropped: the format is
     read from the bytes."""
     kind = member(source, "type")
-    text = member(source, _SOURCES[kind]) if isinstance(kind, str) and kind in _SOURCES else None
+    text = member(source, _SOURCES[kind]) if kind in list(_SOURCES) else None  # a list: it may be unhashable
     if isinstance(text, str):
         if kind == "base64":
             return {name: f"data:;base64,{text}"}

@@ -91,10 +91,11 @@ def _sizes(texts: list[str]) -> tuple[SizeShare, ...]:
 
 def _size(index: int, text: str) -> SizeShare:
     match = re.fullmatch(_SIZE, text, re.ASCII)
-    if match is None or not float(match[3] or 1):
+    width, height, share = match.groups("1") if match else ("0", "0", "0")
+    if not float(share):
         example = "give WIDTHxHEIGHT or WIDTHxHEIGHT:SHARE with a share above 0, such as 1280x720:3"
         raise RequestError(f"image[{index}] is {quoted(text)}; {example}", param=f"image[{index}]")
-    return SizeShare(Size(int(match[1]), int(match[2])), float(match[3] or 1))
+    return SizeShare(Size(int(width), int(height)), float(share))
 
 
 def plan_error(error: ConfigError) -> RequestError:

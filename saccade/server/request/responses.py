@@ -89,12 +89,12 @@ def _as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
     chat["reasoning_effort"] = values.get("reasoning", {}).get("effort")
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(values.get("tools", ()))]
     choice = values.get("tool_choice")
-    if not tools and choice in ("auto", "none"):  # some clients always send it
+    if tools:
+        chat["tools"] = tools
+    elif choice in ("auto", "none"):  # some clients always send it
         return chat
     if member(choice, "type") == "function":
         choice = {"type": "function", "function": {"name": member(choice, "name")}}
-    if tools:
-        chat["tools"] = tools
     return {**chat, "tool_choice": choice}
 
 
