@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
         assert isinstance(item, pytest.Function)
         names, fixtures = vars(item.module), set(item.fixturenames)
-        if "running_server" in names or "running_builtin" in names or fixtures & {"server", "page_server"}:
+        if "running_server" in names or "running_builtin" in names or fixtures & {"server", "page_server", "apart"}:
             item.add_marker("server")
         if fixtures & {"browser", "page"}:
             item.add_marker("browser")

@@ -22,27 +22,16 @@ from tests.helpers.engine.async_engine import (
     GREEDY,
     OPTIONS,
     QWEN2_VL,
-    TWO_LAYERS,
     answers,
     decoding,
     overlapped,
     prompts,
+    short,
 )
 from tests.helpers.families.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
 
-# How to make a decoder short that is not made of equal layers.
-ONE_OF_EACH = {"text": {**TWO_LAYERS, "layer_types": ["linear_attention", "full_attention"]}}
-CROSSING = {"text": {**TWO_LAYERS, "cross_attention_layers": [1]}}
-SHORT: dict[str, dict[str, Any]] = {
-    "deepseek_vl_v2": {**TWO_LAYERS, "first_k_dense_replace": 1},  # MLA; the second layer has experts
-    "internvl": {},
-    "ministral3": {},
-    "mllama": CROSSING,
-    "qwen3_5": ONE_OF_EACH,
-    "qwen3_5_moe": ONE_OF_EACH,
-}
 # All that kernels know: every other family has one of these. The last one's layers are Transformers'.
 DECODERS = (
     *("llava", "mistral3", "ministral3", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
@@ -54,8 +43,7 @@ DECODERS = (
 def test_kernels_and_launching_ahead_give_the_tokens_of_the_plain_engine(
     name: str, tmp_path: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    family = FAMILIES[name]
-    folder, given = family.build(tmp_path, **SHORT.get(name, {"text": TWO_LAYERS})), prompts(photo, family.image)[:3]
+    folder, given = short(name, tmp_path), prompts(photo, FAMILIES[name].image)[:3]
     ahead, expected = overlapped(folder), answers(LLM(str(folder), **OPTIONS), given, FEW)
     assert answers(ahead, given, FEW) == expected
     assert answers(ahead, given, FEW) == expected  # from the prefix cache

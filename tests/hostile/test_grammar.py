@@ -5,18 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.helpers.servers.hostile import watching
-from tests.helpers.servers.serving import RunningServer, chat_body, error_of, running_server, until
+from tests.helpers.servers.hostile import ALICE, MALLORY, MAX_SCHEMA_CHECKS, watching
+from tests.helpers.servers.serving import RunningServer, chat_body, error_of, until
 
 NUM_ANSWERS = 64
-MAX_WAITING = 6
-GREEDY, MODEST = "key-of-a-greedy-client", "key-of-a-modest-client"
 
 
 def form(schema: dict[str, Any]) -> dict[str, Any]:
@@ -118,12 +115,12 @@ def checkers(server: RunningServer) -> list[psutil.Process]:
 def stopped(server: RunningServer) -> Iterator[Bills]:
     """The process that checks schemas stands still with one of the greedy client's."""
     bills = Bills(server)
-    bills.send(GREEDY)
+    bills.send(MALLORY)
     assert until(lambda: checkers(server))
     (checker,) = checkers(server)
     checker.suspend()
     while bills.num_open < 1:
-        bills.send(GREEDY)
+        bills.send(MALLORY)
         assert until(lambda: len(bills.order) + bills.num_open == len(bills.threads))
     try:
         yield bills
@@ -132,23 +129,16 @@ def stopped(server: RunningServer) -> Iterator[Bills]:
         bills.all()
 
 
-@pytest.fixture(scope="module")
-def keyed(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
-    flags = ("--api-key", GREEDY, "--api-key", MODEST, "--max-schema-checks", str(MAX_WAITING))
-    with running_server(qwen2_vl_folder, *flags, key=MODEST) as running:
-        yield running
-
-
-def test_callers_take_turns_with_their_schemas_and_wait_in_queues_of_their_own(keyed: RunningServer) -> None:
-    with stopped(keyed) as bills:
+def test_callers_take_turns_with_their_schemas_and_wait_in_queues_of_their_own(apart: RunningServer) -> None:
+    with stopped(apart) as bills:
         before = len(bills.order)
-        bills.send(GREEDY, MAX_WAITING)
-        assert until(lambda: bills.num_waiting == MAX_WAITING)
-        bills.send(GREEDY)
+        bills.send(MALLORY, MAX_SCHEMA_CHECKS)
+        assert until(lambda: bills.num_waiting == MAX_SCHEMA_CHECKS)
+        bills.send(MALLORY)
         assert until(lambda: len(bills.order) > before)  # while all others wait
-        assert bills.order[-1] == (GREEDY, 429)
-        bills.send(MODEST)
+        assert bills.order[-1] == (MALLORY, 429)
+        bills.send(ALICE)
         assert until(lambda: len(bills.order) == before + 2)
-        assert bills.order[-1] == (MODEST, 200), "it came last and found a free thread"
+        assert bills.order[-1] == (ALICE, 200), "it came last and found a free thread"
     answered = bills.all()[before + 2 :]
-    assert [status for _, status in answered] == [200] * (1 + MAX_WAITING)
+    assert [status for _, status in answered] == [200] * (1 + MAX_SCHEMA_CHECKS)

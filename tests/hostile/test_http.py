@@ -8,7 +8,8 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -293,23 +294,33 @@ def test_only_a_few_requests_may_wait_on_a_connection(strict: RunningServer) -> 
 # --- slow headers -------------------------------------------------------------------------------------------------
 
 
-def test_a_connection_on_which_nothing_comes_is_closed(strict: RunningServer) -> None:
-    with raw_connection(strict, timeout=120) as sock:
-        assert read_all(sock) == b""
+HEADERS = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx: "
+SLOW_HEADERS = {  # what comes at first, and then now and then
+    "nothing": (b"", b""), "empty lines": (b"", b"\r\n"), "stalled": (HEADERS, b""), "dripping": (HEADERS, b"x")
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("drop", [b"x", b""])
-def test_headers_that_do_not_come_in_time_are_a_408(strict: RunningServer, drop: bytes) -> None:
-    """Not even when a byte comes now and then."""
-    with raw_connection(strict, timeout=120) as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx: ")
-        answer = drip(sock, drop)
-    assert statuses(answer) == [408] and b"--header-timeout" in answer
+def test_a_connection_ends_without_headers_in_time_with_a_408_if_they_had_begun(strict: RunningServer) -> None:
+    answers = answers_to(strict, SLOW_HEADERS)
+    assert answers["nothing"] == answers["empty lines"] == b""
+    for name in ("stalled", "dripping"):
+        assert statuses(answers[name]) == [408] and b"--header-timeout" in answers[name], name
 
 
-def test_empty_lines_do_not_keep_a_connection(strict: RunningServer) -> None:
-    with raw_connection(strict, timeout=120) as sock:
-        assert drip(sock, b"\r\n") == b""
+def answers_to(server: RunningServer, cases: Mapping[str, tuple[bytes, bytes]]) -> dict[str, bytes]:
+    """What the server says to each, all at the same time, since each waits for a deadline of the server."""
+
+    def answer(begun: bytes, drop: bytes) -> bytes:
+        with raw_connection(server, timeout=120) as sock:
+            sock.sendall(begun)
+            if b"100-continue" in begun:
+                assert sock.recv(65536).startswith(b"HTTP/1.1 100")
+            said = drip(sock, drop)
+            sock.settimeout(20)
+            return said and said + read_all(sock)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        return dict(zip(cases, pool.map(answer, *zip(*cases.values(), strict=True)), strict=True))
 
 
 def drip(sock: socket.socket, drop: bytes, pause: float = 0.2) -> bytes:
@@ -329,27 +340,19 @@ def drip(sock: socket.socket, drop: bytes, pause: float = 0.2) -> bytes:
 # --- slow bodies --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("begun", "drop"),
-    [
-        (message(CHAT, b"{", "content-length: 5000"), b""),
-        (message(CHAT, b"{", "content-length: 5000"), b" "),
-        (message(CHAT, b"{" + b" " * 2_000_000, "content-length: 5000000"), b" "),
-        (message(CHAT, b"1\r\n{\r\n", "transfer-encoding: chunked"), b""),
-        (message(CHAT, b"1\r\n{\r\n0\r\n", "transfer-encoding: chunked"), b"a:b\r\n"),
-        (message(CHAT, b"", "content-length: 5000", "expect: 100-continue"), b""),
-    ],
-    ids=["stalled", "dripping", "fast, then dripping", "stalled chunks", "dripping trailers", "expectation"],
-)
-def test_a_body_that_stalls_is_a_408(strict: RunningServer, begun: bytes, drop: bytes) -> None:
-    with raw_connection(strict, timeout=120) as sock:
-        sock.sendall(begun)
-        if b"100-continue" in begun:
-            assert sock.recv(65536).startswith(b"HTTP/1.1 100")
-        answer = drip(sock, drop)
-        sock.settimeout(20)
-        answer += read_all(sock)
-    assert statuses(answer) == [408] and b"--min-body-rate" in answer
+SLOW_BODIES = {
+    "stalled": (message(CHAT, b"{", "content-length: 5000"), b""),
+    "dripping": (message(CHAT, b"{", "content-length: 5000"), b" "),
+    "fast, then dripping": (message(CHAT, b"{" + b" " * 2_000_000, "content-length: 5000000"), b" "),
+    "stalled chunks": (message(CHAT, b"1\r\n{\r\n", "transfer-encoding: chunked"), b""),
+    "dripping trailers": (message(CHAT, b"1\r\n{\r\n0\r\n", "transfer-encoding: chunked"), b"a:b\r\n"),
+    "expectation": (message(CHAT, b"", "content-length: 5000", "expect: 100-continue"), b""),
+}
+
+
+def test_a_body_that_stalls_is_a_408(strict: RunningServer) -> None:
+    for name, answer in answers_to(strict, SLOW_BODIES).items():
+        assert statuses(answer) == [408] and b"--min-body-rate" in answer, name
 
 
 def test_a_body_that_is_slow_and_steady_is_taken(strict: RunningServer) -> None:

@@ -116,13 +116,18 @@ def test_a_template_that_misbehaves_ends_its_chat_and_no_other(template_pool: Te
     assert "hello" in template_pool.render(messages=said("hello"))
 
 
-@pytest.mark.parametrize("deed", DEEDS)
-def test_what_went_wrong_is_one_short_sentence_of_ours(qwen2_vl_folder: Path, deed: str) -> None:
+@pytest.fixture(scope="module")
+def hostile_processor(qwen2_vl_folder: Path) -> Iterator[Processor]:
     checkpoint = replace(open_checkpoint(str(qwen2_vl_folder)), chat_template=TEMPLATE)
     processor = Processor(checkpoint, replace(POLICY, template_seconds=0.2))
-    message = chat_refusal(processor, said(deed)).message
-    assert len(message) <= 500 and not any(word in message for word in LIBRARY_WORDS)
+    yield processor
     processor.close()
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_what_went_wrong_is_one_short_sentence_of_ours(hostile_processor: Processor, deed: str) -> None:
+    message = chat_refusal(hostile_processor, said(deed)).message
+    assert len(message) <= 500 and not any(word in message for word in LIBRARY_WORDS)
 
 
 def test_a_template_that_cannot_be_compiled_is_the_operators_and_costs_one_process(
@@ -198,7 +203,7 @@ def test_the_time_of_a_template_has_bounds(seconds: float) -> None:
 
 def test_slow_chats_wait_for_each_other_and_others_do_not_wait_for_them() -> None:
     """More slow chats than there are threads for them, sent first; then a quick one."""
-    template_pool = TemplatePool(TEMPLATE, 0.6, 1 << 20)
+    template_pool = TemplatePool(TEMPLATE, 0.3, 1 << 20)
     with ThreadPoolExecutor(THREADS) as pool:
         slow = [pool.submit(template_pool.render, messages=said("loops")) for _ in range(2 * MAX_SLOW)]
         quick = pool.submit(template_pool.render, messages=said("hello"))
@@ -309,7 +314,7 @@ def hostile(qwen2_vl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("hostile") / "checkpoint"
     shutil.copytree(qwen2_vl_folder, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with running_server(folder, "--chat-template-timeout", "1") as server:
+    with running_server(folder, "--chat-template-timeout", "0.5") as server:
         yield server
 
 
@@ -326,13 +331,13 @@ def test_other_clients_are_answered_while_templates_run_without_end(hostile: Run
     assert answered.status_code == 200 and num_open > 1
     assert watch.failures == [] and watch.api_growth_mb < 100
     assert {response.status_code for response in ended} <= {400, 429}
-    assert any("took more than 1 s" in error_of(response)["message"] for response in ended)
+    assert any("took more than 0.5 s" in error_of(response)["message"] for response in ended)
 
 
 def test_what_a_template_took_is_charged_to_its_client(hostile: RunningServer) -> None:
     before = hostile.stats("saccade:tenant_processor_seconds_total")
     assert hostile.chat("loops").status_code == 400
-    assert hostile.stats("saccade:tenant_processor_seconds_total") - before > 0.5
+    assert hostile.stats("saccade:tenant_processor_seconds_total") - before > 0.25
 
 
 @pytest.mark.parametrize("deed", [name for name in DEEDS if name != "loops"])
@@ -350,24 +355,14 @@ def test_names_of_the_template_engine_are_refused_by_name(hostile: RunningServer
     assert error_of(response)["param"] == f"chat_template_kwargs.{name}"
 
 
-def test_a_server_that_stops_in_a_chat_without_end_leaves_no_process(qwen2_vl_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(qwen2_vl_folder, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with running_server(folder, "--chat-template-timeout", "600", "--drain-timeout", "0") as server:
-        assert server.answers()
-        threading.Thread(target=lambda: server.post("/v1/bill", chat_body("loops")), daemon=True).start()
-        assert until(lambda: len(workers(server.process.pid)) == 2)
-        pids = workers(server.process.pid)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(120) == 0
-        assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def test_clients_are_not_told_where_a_checkpoint_lies(qwen2_vl_folder: Path, tmp_path: Path) -> None:
+def test_clients_are_not_told_where_a_checkpoint_lies_and_a_stop_in_a_chat_without_end_leaves_no_process(
+    qwen2_vl_folder: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "my-model"
     shutil.copytree(qwen2_vl_folder, folder)
-    with running_builtin(str(folder)) as server:  # without a name
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    times = ("--chat-template-timeout", "600", "--drain-timeout", "0")
+    with running_builtin(str(folder), *times) as server:  # without a name
         card = server.get("/v1/models").json()["data"][0]
         assert card["id"] == card["root"] == "my-model"
         wrong = server.chat(model="another")
@@ -376,3 +371,11 @@ def test_clients_are_not_told_where_a_checkpoint_lies(qwen2_vl_folder: Path, tmp
         assert server.chat(model=str(folder)).json()["model"] == "my-model"
         assert server.get(f"/v1/models/{folder}").json()["id"] == "my-model"
         assert str(tmp_path) not in server.get("/metrics").text
+
+        endless = chat_body("loops", model="my-model")
+        threading.Thread(target=lambda: server.post("/v1/bill", endless), daemon=True).start()
+        assert until(lambda: len(workers(server.process.pid)) == 2)
+        pids = workers(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(120) == 0
+        assert not any(psutil.pid_exists(pid) for pid in pids)

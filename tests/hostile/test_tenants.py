@@ -16,7 +16,7 @@ from saccade.errors import RequestError
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.responses import read_response
 from tests.helpers.media.images import png
-from tests.helpers.servers.hostile import resident_mb, watching
+from tests.helpers.servers.hostile import ALICE, KEYS, MALLORY, resident_mb, watching
 from tests.helpers.servers.serving import (
     RunningServer,
     as_url,
@@ -29,18 +29,9 @@ from tests.helpers.servers.serving import (
     text_part,
 )
 
-ALICE, MALLORY = "the-key-of-alice", "the-key-of-mallory"
-KEYS = ("--api-key", ALICE, "--api-key", MALLORY)
 SECRET = "The password of the vault is written on the back of the third photograph from the left. " * 4
 SALT_BYTES = 24 << 20
 LARGE = (1536, 1536)  # of noise: 7 MB as PNG
-
-
-@pytest.fixture(scope="module")
-def apart(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
-    limits = ("--max-body-mb", "32", "--max-inflight-mb", "32", "--max-client-share", "1")
-    with running_server(qwen2_vl_folder, *KEYS, *limits, key=ALICE) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

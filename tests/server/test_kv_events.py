@@ -21,10 +21,34 @@ MUCH_MB = 50.0  # that the API process may grow by
 
 @pytest.fixture(scope="module")
 def server(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
-    with running_server(qwen2_vl_folder, "--kv-events", EVENTS, "--kv-events-replay", REPLAY) as server:
+    flags = ("--kv-events", EVENTS, "--kv-events-replay", REPLAY, "--kv-events-topic", "kv@here@tiny")
+    with running_server(qwen2_vl_folder, *flags) as server:
         for _ in range(3):
             assert server.answers()
         yield server
+
+
+def test_a_router_reads_the_blocks_of_a_chat(server: RunningServer) -> None:
+    answer = server.chat([photo_part(), text_part("What is this? " * 5)], return_token_ids=True).json()
+    tokens = answer["prompt_token_ids"]
+    reader = Reader(EVENTS, REPLAY, topic=b"kv@")
+    while reader.next < server.stats("saccade:kv_event_batches_total"):
+        reader.replay()  # the warm-up and the chats
+    blocks = list(reader.index.device.values())
+    begin = next(index for index, block in enumerate(blocks) if block.token_ids == tokens[:16])
+    told = [token for block in blocks[begin:] for token in block.token_ids]
+    whole = len(tokens) // 16 * 16
+    assert whole > 16 and told[:whole] == tokens[:whole]
+    (image,) = {keys[0] for block in blocks[begin:] for keys in block.extra_keys or ()}
+    assert len(bytes.fromhex(image)) == 32
+    for number in count():
+        server.chat(f"{number} " * 20)
+        if reader.read():
+            break
+    assert server.stats("saccade:kv_event_batches_total") >= reader.next
+    assert server.stats("saccade:kv_event_overflows_total") == 0
+    assert not any("let nothing but your router" in line for line in server.log)
+    reader.close()
 
 
 @pytest.mark.parametrize(
@@ -54,29 +78,3 @@ def test_what_a_reader_sends_is_held_by_no_process_that_answers_clients(
     reader = Reader(EVENTS, REPLAY)
     assert until(lambda: server.chat(f"{time.monotonic()} " * 20).status_code == 200 and reader.read())
     reader.close()
-
-
-def test_a_router_reads_the_blocks_of_a_chat(qwen2_vl_folder: Path) -> None:
-    events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    flags = ("--kv-events", events, "--kv-events-replay", replay, "--kv-events-topic", "kv@here@tiny")
-    with running_server(qwen2_vl_folder, *flags) as server:
-        answer = server.chat([photo_part(), text_part("What is this? " * 5)], return_token_ids=True).json()
-        tokens = answer["prompt_token_ids"]
-        reader = Reader(events, replay, topic=b"kv@")
-        while reader.next < server.stats("saccade:kv_event_batches_total"):
-            reader.replay()  # the warm-up and the chat
-        blocks = list(reader.index.device.values())
-        begin = next(index for index, block in enumerate(blocks) if block.token_ids == tokens[:16])
-        told = [token for block in blocks[begin:] for token in block.token_ids]
-        whole = len(tokens) // 16 * 16
-        assert whole > 16 and told[:whole] == tokens[:whole]
-        (image,) = {keys[0] for block in blocks[begin:] for keys in block.extra_keys or ()}
-        assert len(bytes.fromhex(image)) == 32
-        for number in count():
-            server.chat(f"{number} " * 20)
-            if reader.read():
-                break
-        assert server.stats("saccade:kv_event_batches_total") >= reader.next
-        assert server.stats("saccade:kv_event_overflows_total") == 0
-        assert not any("let nothing but your router" in line for line in server.log)
-        reader.close()

@@ -380,29 +380,12 @@ def test_a_slow_reader_does_not_hold_up_others(small: RunningServer) -> None:
     assert sum(len(event["choices"][0]["logprobs"]["content"]) for event in events[:-1]) == 600
 
 
-# --- the engine leaves --------------------------------------------------------------------------------------------
+# --- the engine leaves, and the server ----------------------------------------------------------------------------
 
 
-def test_a_killed_engine_ends_its_streams_and_comes_back(qwen2_vl_folder: Path) -> None:
+def test_a_killed_engine_comes_back_and_then_sigterm_lets_open_requests_finish(qwen2_vl_folder: Path) -> None:
     with running_server(qwen2_vl_folder) as server:
-        client, lines = open_stream(server)
-        (worker,) = server.children()
-        os.kill(worker, signal.SIGKILL)
-        events = events_of(list(lines))
-        client.close()
-        assert events[-1]["error"]["code"] == "engine_unavailable" and "[DONE]" not in events
-        response = server.chat()
-        assert response.status_code == 503 and "retry-after" in response.headers
-        assert server.get("/health").status_code == 503
-        assert until(lambda: is_ready(server))
-        assert server.answers() and server.children() != [worker]
-
-
-# --- the server leaves --------------------------------------------------------------------------------------------
-
-
-def test_sigterm_lets_open_requests_finish_and_refuses_new_ones(qwen2_vl_folder: Path) -> None:
-    with running_server(qwen2_vl_folder) as server:
+        _kill_engine(server)
         client, lines = open_stream(server, max_tokens=600)
         children = server.children()
         server.process.send_signal(signal.SIGTERM)
@@ -415,6 +398,21 @@ def test_sigterm_lets_open_requests_finish_and_refuses_new_ones(qwen2_vl_folder:
         assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
+def _kill_engine(server: RunningServer) -> None:
+    """Its streams end with an error, and the server starts another one."""
+    client, lines = open_stream(server)
+    (worker,) = server.children()
+    os.kill(worker, signal.SIGKILL)
+    events = events_of(list(lines))
+    client.close()
+    assert events[-1]["error"]["code"] == "engine_unavailable" and "[DONE]" not in events
+    response = server.chat()
+    assert response.status_code == 503 and "retry-after" in response.headers
+    assert server.get("/health").status_code == 503
+    assert until(lambda: is_ready(server))
+    assert server.answers() and server.children() != [worker]
+
+
 def test_after_the_drain_timeout_streams_end_with_an_error(qwen2_vl_folder: Path) -> None:
     with running_server(qwen2_vl_folder, "--drain-timeout", "0.2") as server:
         client, lines = open_stream(server)
@@ -425,22 +423,11 @@ def test_after_the_drain_timeout_streams_end_with_an_error(qwen2_vl_folder: Path
         assert server.process.wait(120) == 0
 
 
-def test_a_second_signal_does_not_wait(qwen2_vl_folder: Path) -> None:
-    with running_server(qwen2_vl_folder, "--drain-timeout", "600") as server:
-        client, lines = open_stream(server)
-        server.process.send_signal(signal.SIGTERM)
-        assert until(lambda: not is_ready(server))
-        server.process.send_signal(signal.SIGINT)
-        assert "error" in events_of(list(lines))[-1]
-        client.close()
-        assert server.process.wait(120) == 0
-
-
 # --- starting -----------------------------------------------------------------------------------------------------
 
 
-def test_health_and_ready_tell_the_truth_while_the_model_loads(qwen2_vl_folder: Path) -> None:
-    server = start_server(qwen2_vl_folder)
+def test_ready_tells_the_truth_while_the_model_loads_and_a_second_signal_does_not_wait(qwen2_vl_folder: Path) -> None:
+    server = start_server(qwen2_vl_folder, "--drain-timeout", "600")
     try:
         seen = set()
 
@@ -456,9 +443,16 @@ def test_health_and_ready_tell_the_truth_while_the_model_loads(qwen2_vl_folder: 
 
         assert until(look)
         assert seen == {503, 200}
-    finally:
-        server.process.terminate()
+
+        client, lines = open_stream(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert until(lambda: not is_ready(server))
+        server.process.send_signal(signal.SIGINT)
+        assert "error" in events_of(list(lines))[-1]
+        client.close()
         assert server.process.wait(120) == 0
+    finally:
+        server.process.kill()
 
 
 def test_a_setting_that_cannot_work_ends_with_one_line(qwen2_vl_folder: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -12,9 +10,9 @@ import httpx
 import pytest
 
 from tests.helpers.media.images import make_photo, png
-from tests.helpers.servers.serving import MODEL, RunningServer, events_of, photo_part, running_server, text_part
+from tests.helpers.servers.serving import MODEL, RunningServer, events_of, photo_part, text_part
 
-KEY = "a-long-secret-key"
+BUILTIN = "saccade-builtin"  # of the server that has a key
 WEATHER: Any = {
     "name": "weather",
     "description": "The weather of a city",
@@ -296,29 +294,23 @@ def test_a_body_that_is_too_large_has_its_own_type(server: RunningServer) -> Non
 # --- keys ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def locked(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
-    with running_server(qwen2_vl_folder, "--api-key", KEY, key=KEY) as server:
-        yield server
-
-
-def test_the_client_sends_its_key_in_a_header_of_its_own(locked: RunningServer) -> None:
-    client = anthropic.Anthropic(base_url=locked.url, api_key=KEY, max_retries=0)
-    assert client.messages.create(model=MODEL, messages=hello(), max_tokens=2).content
+def test_the_client_sends_its_key_in_a_header_of_its_own(page_server: RunningServer) -> None:
+    client = anthropic.Anthropic(base_url=page_server.url, api_key=page_server.key, max_retries=0)
+    assert client.messages.create(model=BUILTIN, messages=hello(), max_tokens=2).content
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize("headers", [{}, {"x-api-key": "wrong"}, {"x-api-key": ""}, {"authorization": "Bearer wrong"}])
-def test_a_wrong_key_is_refused_in_that_form(locked: RunningServer, path: str, headers: dict[str, str]) -> None:
-    with locked.stranger(**headers) as client:
+def test_a_wrong_key_is_refused_in_that_form(page_server: RunningServer, path: str, headers: dict[str, str]) -> None:
+    with page_server.stranger(**headers) as client:
         response = client.post(path, json={})
     assert response.status_code == 401 and error_of(response)["type"] == "authentication_error"
 
 
-def test_the_client_raises_a_wrong_key_as_such(locked: RunningServer) -> None:
-    client = anthropic.Anthropic(base_url=locked.url, api_key="wrong", max_retries=0)
+def test_the_client_raises_a_wrong_key_as_such(page_server: RunningServer) -> None:
+    client = anthropic.Anthropic(base_url=page_server.url, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError):
-        client.messages.create(model=MODEL, messages=hello(), max_tokens=2)
+        client.messages.create(model=BUILTIN, messages=hello(), max_tokens=2)
 
 
 def test_a_normal_chat_works_after_all_of_them(server: RunningServer) -> None:

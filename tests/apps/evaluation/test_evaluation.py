@@ -11,6 +11,8 @@ import sys
 import threading
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from saccade.apps.evaluation import commands
 from saccade.apps.evaluation.client import ModelReply, _reply
 from saccade.apps.evaluation.image_noise import Grain, add_grain, field_from_image, field_to_image
 from saccade.apps.evaluation.questions import load_questions
@@ -27,7 +30,6 @@ from saccade.apps.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE, AnswerRul
 from saccade.apps.evaluation.serving import serving
 from saccade.cli import main as cli
 from saccade.errors import ConfigError
-from saccade.options.engine import Options
 from tests.helpers.fakes.fake_api import error, fake_api, question_of
 from tests.helpers.media.images import make_photo
 from tests.helpers.servers.serving import until
@@ -426,21 +428,25 @@ def test_a_file_without_markers_is_refused_before_anything_is_asked(folder: Path
 SMALL = ("--kv-cache-gb", "0.05", "--max-num-seqs", "8", "--encoder-cache-gb", "0.01")
 
 
-def test_without_a_url_a_server_is_started_and_asked(
+def test_without_a_url_a_server_is_started_and_asked_and_is_gone_afterwards(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    urls = []
+
+    @contextmanager
+    def noted(*given: Any, **named: Any) -> Iterator[str]:
+        with serving(*given, **named) as url:
+            urls.append(url)
+            yield url
+
+    monkeypatch.setattr(commands, "serving", noted)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("SACCADE_API_KEY", "of another server")
     assert cli.main(["eval", "--limit", "14", *SMALL]) == 0
     *_, total, summary = capsys.readouterr().out.splitlines()
     assert int(total.split()[1]) >= 12
     assert summary.startswith("14 questions, 32 at a time")
-
-
-def test_the_server_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch, qwen2_vl_folder: Path) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with serving(Options(model=str(qwen2_vl_folder), kv_cache_gb=0.05)) as url:
-        pass
+    (url,) = urls
     assert cli.main(["eval", "--url", url, "--limit", "1"]) == 1
 
 

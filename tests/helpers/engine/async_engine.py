@@ -16,6 +16,17 @@ from saccade.runner.cuda.forward import CudaForward
 from tests.helpers.families.families import FAMILIES
 
 TWO_LAYERS = {"num_hidden_layers": 2}  # of a decoder: enough to mix up, and the interpreter takes a while for each
+# How to make a decoder short that is not made of equal layers.
+ONE_OF_EACH = {"text": {**TWO_LAYERS, "layer_types": ["linear_attention", "full_attention"]}}
+CROSSING = {"text": {**TWO_LAYERS, "cross_attention_layers": [1]}}
+SHORT: dict[str, dict[str, Any]] = {
+    "deepseek_vl_v2": {**TWO_LAYERS, "first_k_dense_replace": 1},  # MLA; the second layer has experts
+    "internvl": {},
+    "ministral3": {},
+    "mllama": CROSSING,
+    "qwen3_5": ONE_OF_EACH,
+    "qwen3_5_moe": ONE_OF_EACH,
+}
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
@@ -24,6 +35,11 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_gb": 0.02,
     "use_tqdm": False,
 }
+
+
+def short(name: str, folder: Path) -> Path:
+    """A checkpoint of this family whose decoder has few layers."""
+    return FAMILIES[name].build(folder, **SHORT.get(name, {"text": TWO_LAYERS}))
 
 
 def overlapped(folder: Path, **options: Any) -> LLM:

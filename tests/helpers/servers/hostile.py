@@ -17,6 +17,9 @@ import psutil
 from tests.helpers.servers.serving import RunningServer, chat_body
 
 KEY = "a-long-secret-key"
+ALICE, MALLORY = "the-key-of-alice", "the-key-of-mallory"
+KEYS = ("--api-key", ALICE, "--api-key", MALLORY)
+MAX_SCHEMA_CHECKS = 6
 CHAT = "/v1/chat/completions"
 _PAUSE_SECONDS = 0.05
 _ENOUGH_FOR_A_FLOOD = 20 << 20

@@ -74,6 +74,7 @@ def test_compiling_ahead_leaves_nothing_in_the_tower() -> None:
 
 @pytest.mark.parametrize("together", [1, 2, 3])
 def test_blocks_recorded_together_are_those_of_the_tower(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision_graph_sizes, "SIZES", (32,))
     monkeypatch.setattr(vision_graphs, "BLOCKS_PER_GRAPH", together)
     raw, grids = {**QWEN, "vision_config": {**QWEN["vision_config"], "depth": 4}}, [Grid(1, 4, 6)]
     made = model(raw, FusedVision(), Qwen2VL)
