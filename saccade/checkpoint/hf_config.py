@@ -6,6 +6,7 @@ config.json ──AutoConfig──► attributes ──► the fields that `conf
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,9 @@ def _translated(kind: str, raw: Mapping[str, Any], config: Any) -> dict[str, Any
     fields["text_config"] = _text(kind, config, config.get_text_config(decoder=True))
     fields["vision_config"] = _tower(kind, config)
     token = _first(config, _IMAGE_TOKENS)
-    return fields if token is None else {**fields, "image_token_id": token}
+    if token is not None:
+        fields["image_token_id"] = token
+    return fields
 
 
 def _text(kind: str, config: Any, text: Any) -> dict[str, Any]:
@@ -106,7 +109,7 @@ def _text(kind: str, config: Any, text: Any) -> dict[str, Any]:
     experts = {
         name: value for name in _EXPERTS + _EXPERT_WIDTHS if (value := _number(text, name)) is not None
     }
-    rope = getattr(text, "rope_parameters", None) or {}
+    rope = dict(getattr(text, "rope_parameters", None) or {})
     flat = {name: value for name, value in rope.items() if not isinstance(value, dict)}
     more = {
         "rope_parameters": flat,
@@ -117,17 +120,14 @@ def _text(kind: str, config: Any, text: Any) -> dict[str, Any]:
 
 def _states(text: Any) -> dict[str, Any] | None:
     """Layers that keep states, and the values that such a layer keeps at most."""
-    kinds = getattr(text, "layer_types", None) or ()
-    layers = [i for i, kind in enumerate(kinds) if kind in _STATE_KINDS]
+    layers = [i for i, kind in enumerate(_list(text, "layer_types")) if kind in _STATE_KINDS]
     if not layers:
         return None
 
-    def of(name: str) -> int:
-        return _number(text, name) or 0
-
+    of = partial(_size, text)
     kernel = 1 + max(of(name) for name in _KERNELS)
-    key_dim = of("linear_key_head_dim") or of("linear_head_dim")
-    keys = (of("linear_num_key_heads") or of("linear_num_heads")) * key_dim
+    key_dim = max(of("linear_key_head_dim"), of("linear_head_dim"))
+    keys = max(of("linear_num_key_heads"), of("linear_num_heads")) * key_dim
     values = of("linear_num_value_heads") * of("linear_value_head_dim") or keys
     delta_net = values * key_dim + kernel * (2 * keys + values)
     width = of("mamba_num_heads") * of("mamba_head_dim")
@@ -138,7 +138,7 @@ def _states(text: Any) -> dict[str, Any] | None:
 
 def _ngram_states(text: Any) -> int:
     """Of layers that embed groups of tokens: ids, and inputs of a convolution over all residual streams."""
-    if not getattr(text, "ple_layer_ids", None):
+    if not _list(text, "ple_layer_ids"):
         return 0
     taps = (text.ple_conv_kernel_size - 1) * text.ngram_size
     return int(text.ngram_size + taps * text.hc_count * text.hidden_size)
@@ -153,13 +153,13 @@ def _kv_shapes(text: Any, fields: Mapping[str, Any]) -> list[tuple[int, int]]:
     if whole := _number(text, "global_head_dim"):
         shapes.append((_number(text, "num_global_key_value_heads") or shared, whole))
     if latent := _number(text, "qk_nope_head_dim"):
-        shapes = [(heads, latent + (_number(text, "qk_rope_head_dim") or 0))]
-        shapes.append((heads, _number(text, "v_head_dim") or 0))
+        shapes = [(heads, latent + _size(text, "qk_rope_head_dim"))]
+        shapes.append((heads, _size(text, "v_head_dim")))
     return shapes
 
 
 def _tower(kind: str, config: Any) -> dict[str, Any]:
-    """What pricing needs. `Bridge` measures the rest at start."""
+    """What pricing needs. The bridge measures the rest at start."""
     tower = next((part for name in _TOWERS if (part := getattr(config, name, None)) is not None), config)
     fields = {name: _first(tower, names) or _TOWER_DEFAULTS[name] for name, names in _TOWER.items()}
     if fields["hidden_size"] % fields["num_heads"]:
@@ -173,14 +173,15 @@ def _extra_width(kind: str, config: Any) -> int:
     each layer."""
     text = config.get_text_config(decoder=True)
     tower = getattr(config, "vision_config", None)
-    count = len(getattr(tower, "deepstack_visual_indexes", None) or ())
-    per_layer = (_number(text, "hidden_size_per_layer_input") or 0) * (
-        _number(text, "num_hidden_layers") or 0
-    )
-    layer_map = getattr(config, "deepstack_layer_map", None) or ()
-    spatial = len(getattr(config, "spatial_target_layers", None) or ())
+    lists = [
+        (tower, "deepstack_visual_indexes"),
+        (config, "deepstack_layer_map"),
+        (config, "spatial_target_layers"),
+    ]
+    features = sum(len(_list(*place)) for place in lists)
+    per_layer = _size(text, "hidden_size_per_layer_input") * _size(text, "num_hidden_layers")
     embeddings = -(-per_layer // int(text.hidden_size))
-    return count + len(layer_map) + spatial + embeddings + int(kind in _TOKEN_KINDS)
+    return features + embeddings + int(kind in _TOKEN_KINDS)
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:
@@ -189,10 +190,19 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 
 def _number(config: Any, name: str) -> int | None:
     """An attribute that is a whole number, or a list that starts with one."""
-    if name in (getattr(config, "per_layer_attributes", None) or ()):
-        value = max(getattr(layer, name, None) or 0 for layer in config.per_layer_config)
-    else:
-        value = getattr(config, name, None)
-    if isinstance(value, (list, tuple)) and value:
-        value = value[0]
-    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
+    value: Any = getattr(config, name, None)
+    if name in _list(config, "per_layer_attributes"):
+        value = max(_size(layer, name) for layer in config.per_layer_config)
+    if isinstance(value, (list, tuple)):
+        value = next(iter(value), None)
+    return value if type(value) is int else None
+
+
+def _size(config: Any, name: str) -> int:
+    """A whole number, or 0."""
+    return _number(config, name) or 0
+
+
+def _list(config: Any, name: str) -> Any:
+    """A list, or an object of which its length counts, or nothing."""
+    return getattr(config, name, None) or ()

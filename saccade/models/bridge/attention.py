@@ -77,15 +77,16 @@ class LayerAttention:
 
     def _rule(self, module: Any, how: Mapping[str, Any], blocks: Tensor | None) -> AttentionRule:
         config = module.config
-        kinds = getattr(config, "layer_types", None)
-        kind = kinds[module.layer_idx] if kinds else None
+        kinds = getattr(config, "layer_types", None) or (None,) * len(self.text.layers)
+        kind = kinds[module.layer_idx]
         window = how.get("sliding_window")
         if window is None and kind in _WINDOW_KINDS:
             window = config.sliding_window
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
         prompts = None
-        if _BESIDE_PROMPT in (kinds or ()):
-            prompts, blocks = blocks, None
+        if _BESIDE_PROMPT in kinds:
+            prompts = blocks
+            blocks = None
             window = config.sliding_window if kind == _BESIDE_PROMPT else None
         sees_blocks = window is not None or config.model_type not in _ONLY_SLIDING_SEES_BLOCKS
         return AttentionRule(

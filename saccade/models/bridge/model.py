@@ -155,9 +155,13 @@ class ModelBridge:
         rows = list(torch.split(positions, 1))
         if len(rows) < self.axes:  # a pass that only takes time
             rows = rows[:1] * self.axes
-        has_rows = len(rows) > self.axes
-        lengths = rows.pop()[0] if has_rows and text.rope_switch is not None else None
-        blocks = rows.pop()[0] if has_rows and text.blocks is not None else None
+        lengths = blocks = None
+        if len(rows) == self.axes:
+            return torch.cat(rows), blocks, lengths
+        if text.rope_switch is not None:
+            lengths = rows.pop()[0]
+        if text.blocks is not None:
+            blocks = rows.pop()[0]
         return torch.cat(rows), blocks, lengths
 
     @contextmanager

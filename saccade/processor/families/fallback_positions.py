@@ -90,7 +90,8 @@ class PositionRules:
     def _root(self, prompt: Prompt) -> bytes:
         """Prompts below and above the LongRoPE switch share no prefix. Nor do those of which a token sees
         what comes after it, beyond its own image, nor a prompt with an answer that saw a part of itself."""
-        if self.blocks == "prompt" or (self.blocks == "images" and len(prompt.spans) > 1):
+        sees_later_images = self.blocks == "images" and len(prompt.spans) > 1
+        if sees_later_images or self.blocks == "prompt":
             return hashlib.sha256(b"whole" + prompt.salt + prompt.identity).digest()
         if self.blocks == "before answer":
             return hashlib.sha256(b"ends" + len(prompt).to_bytes(8, "little") + prompt.salt).digest()
