@@ -14,7 +14,7 @@ FAST := tests/project/test_borders.py tests/project/test_vocabulary.py tests/sch
 	tests/server/api tests/server/request tests/server/test_config.py tests/server/test_generation.py tests/server/test_metrics.py \
 	tests/test_costs.py tests/util/test_fair_pool.py tests/test_sampling_params.py
 
-.PHONY: setup setup-serving lock test test-fast lint types tests conformance ray-tests browser valkey serve bench evaluate clean
+.PHONY: setup setup-serving lock test test-fast lint types tests compile-tests conformance ray-tests browser valkey serve bench evaluate clean
 
 setup:
 	@PYTHON=$(PYTHON) tools/setup.sh everything
@@ -51,7 +51,11 @@ valkey: browser  # after it, since both may call apt-get
 tests: setup browser valkey
 	@[ -d tests/__pycache__ ] || { echo "modules are compiled, once"; \
 		$(BIN)/python -m pytest -p no:xdist --collect-only -q >/dev/null; } || true
-	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || echo 4) + 1)) --maxprocesses 8 --dist worksteal -m "not ray and not conformance"
+	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || echo 4) + 1)) --maxprocesses 8 --dist worksteal -m "not ray and not conformance and not compiles"
+
+# Kernels for GPUs other than Hopper, about three minutes: after changes of kernels.
+compile-tests: setup
+	$(BIN)/python -m pytest -m compiles tests/kernels/test_compiles.py
 
 # Every family of the zoo against Transformers, about ten minutes; `python -m tests.helpers.conformance` writes the table.
 conformance: setup
