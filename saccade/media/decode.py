@@ -169,7 +169,7 @@ def _check_rows(image: ImageFile, data: bytes) -> None:
     """OSError if a PNG has fewer rows than its header says, which Pillow leaves black."""
     last = image.im.crop((0, image.height - 1, *image.size))  # not by Image.crop, which has a limit of pixels
     is_last_black = last.getbbox() is None
-    if any((is_last_black, image.info.get("interlace"))) and not has_all_rows(data):
+    if (is_last_black or image.info.get("interlace")) and not has_all_rows(data):
         raise OSError("rows are missing")
 
 

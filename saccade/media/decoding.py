@@ -46,7 +46,7 @@ class MediaDecoder:
 
         `new` is used only in the calling thread.
         """
-        if item.header.format == "rgb" or not any((self.isolated, item.page is not None)):
+        if item.header.format == "rgb" or not (self.isolated or item.page is not None):
             yield decode_item(item, self._readers, new)
             return
         with self._of(item).pixels(self._task(item), _num_bytes(item), ticket) as pixels:

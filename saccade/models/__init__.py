@@ -138,7 +138,7 @@ def _quantized_weights(
         check_online(quantize, quantization, device)
         if quantization is None:
             return Fp8Weights(in_blocks=False)
-    if quantization is None or not any((keeps_int4(device), multiplies_fp8(device))):
+    if quantization is None or not (keeps_int4(device) or multiplies_fp8(device)):
         return None
     if not isinstance(tensors, DequantizedTensors):
         return _quantized_at_random(quantization, config, device, dtype)

@@ -122,7 +122,7 @@ class FairQueue:
         else:
             queue.waiting.remove(seq)
             self.num_waiting -= 1
-        if any((queue.running, queue.waiting)):
+        if queue.running or queue.waiting:
             return
         del self._queues[share.name]
         self._idle[share.name] = share

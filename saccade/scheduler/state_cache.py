@@ -72,7 +72,7 @@ class StateCache:
         if digest in self._states:
             self._states.move_to_end(digest)
             return None
-        if digest in self._planned.values() or not any((self._free, self._states)):
+        if digest in self._planned.values() or not (self._free or self._states):
             return None
         row = self._free.pop() if self._free else self._states.popitem(last=False)[1]
         self._planned[row] = digest

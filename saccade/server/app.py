@@ -229,7 +229,7 @@ def _ready(service: Service) -> Response:
     if reason == "ready":
         if service.engine.status().heartbeat_age > _NOT_READY_SECONDS:
             reason = "silent"
-        elif any((service.gate.is_full, service.connections.is_full)):
+        elif service.gate.is_full or service.connections.is_full:
             reason = "overloaded"
     if reason == "ready":
         return json_response({"status": reason})

@@ -68,7 +68,7 @@ def _refusal_score(answers: Sequence[ScoredReply], questions: QuestionSet) -> li
     mine = [
         one
         for one in answers
-        if any((one.question.images, one.question.video)) and not refuses(one.question.rule.reply)
+        if (one.question.images or one.question.video) and not refuses(one.question.rule.reply)
     ]
     if not mine:
         return []

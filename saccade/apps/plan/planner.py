@@ -175,7 +175,7 @@ def make_plan(deployment: Deployment) -> DeploymentPlan:
 def _check_fp8(deployment: Deployment) -> None:
     """What an engine refuses."""
     hardware = deployment.hardware
-    if deployment.kv_dtype == costs.FP8 and not any((hardware.has_fp8, hardware.is_cpu)):
+    if deployment.kv_dtype == costs.FP8 and not (hardware.has_fp8 or hardware.is_cpu):
         option = f"kv_cache_dtype={deployment.options.kv_cache_dtype}"
         raise ConfigError(f"{option} needs a GPU that converts FP8, which {hardware.name} does not")
     if deployment.options.quantization is None:

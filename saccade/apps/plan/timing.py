@@ -139,7 +139,7 @@ class TimeModel:
 
 def tower_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
     """Tiles of a tower for one size attend to themselves alone, but where the decoder cross-attends."""
-    has_tiles = vision.image_size and any((vision.takes_squares, vision.spatial_merge_size == 1))
+    has_tiles = vision.image_size and (vision.takes_squares or vision.spatial_merge_size == 1)
     if not has_tiles or text.num_cross_layers:
         return costs.encode_flops(vision, text, patches)
     tile = square(vision).patches

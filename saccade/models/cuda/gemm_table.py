@@ -129,7 +129,7 @@ class Launches:
         for way in self._table[operation]:
             if way.in_fp8 != in_fp8 or type(weight) not in way.kinds:
                 continue
-            if any((way.bias, weight.bias is None)) and way.suits(weight, outputs, self._x):
+            if (way.bias or weight.bias is None) and way.suits(weight, outputs, self._x):
                 logger.debug("%d rows, %s, %s: %s", self._x.rows, operation, weight.key, way.reason)
                 return way
         return None

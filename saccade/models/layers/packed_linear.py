@@ -32,7 +32,7 @@ def plain_reason(dtype: torch.dtype, device_type: str) -> str | None:
     """Why weights of this dtype stay as they are; None: they can be packed, and packed GEMMs are faster."""
     if device_type != "cpu":
         return "packed weights are for a CPU"
-    if not any((_is_x86(), is_aarch64())):
+    if not (_is_x86() or is_aarch64()):
         return f"packed GEMMs were measured on x86_64 and aarch64, and this is {platform.machine()}"
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this PyTorch was built without oneDNN"

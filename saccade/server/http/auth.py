@@ -95,7 +95,7 @@ class Tenants:
             return account
         names = [value.strip(b" \t").decode("latin-1") for name, value in headers if name == self._header]
         header = self._server.tenant_header
-        if not self._trusts(peer) and any((names, not self._by_key)):
+        if not self._trusts(peer) and (names or not self._by_key):
             what = f"the header {header}" if names else "without API keys, requests"
             message = f"{what} may come only from the proxies that --trusted-proxies names"
             raise ApiError(403, message, code="proxy_not_trusted")

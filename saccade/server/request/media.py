@@ -187,7 +187,7 @@ class MediaResolver:
     def remember(self, links: Sequence[Link], messages: Messages, owner: bytes) -> None:
         """Stores media with a uuid, after the prompt was built: only valid ones are stored."""
         for link in links:
-            if link.uuid is None or not any((link.url, link.file_id)):
+            if link.uuid is None or not (link.url or link.file_id):
                 continue
             part = messages[link.message]["content"][link.part]
             data = part[part["type"]].get("file_data" if part["type"] == "file" else "url")

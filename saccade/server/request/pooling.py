@@ -89,7 +89,7 @@ def _sources(
 ) -> list[Source]:
     if ("input" in values) == ("messages" in values):
         raise RequestError("give either input or messages", param="input")
-    if any(("messages" in values, kwargs)) and not values.get("add_special_tokens", True):
+    if ("messages" in values or kwargs) and not values.get("add_special_tokens", True):
         raise fields.unsupported("add_special_tokens")
     if "messages" in values:
         chat_kwargs = {**kwargs, **values.get("chat_template_kwargs", {})}
