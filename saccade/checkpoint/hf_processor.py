@@ -247,10 +247,10 @@ def gaps(processor: Any, place: Placeholder, frame: Frame, images: int) -> list[
     for number in range(images):
         if number:
             start += frame.wrapped
-            if starts_of(ids[start:], between)[0] > 0:
+            if list(ids[start : start + len(between)]) != between:
                 raise ValueError("tokens after an image that is not the last")
             start += len(between)
-        end = start + starts_of(ids[start:], image)[0]
+        end = next(place for place in range(start, len(ids)) if ids[place : place + len(image)] == image)
         found.append(ids[start : end - frame.wrapped])
         start = end + len(image)
     return [*found, ids[start + frame.wrapped :]]

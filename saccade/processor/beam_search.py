@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from saccade.errors import RequestError
 from saccade.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, TokenLogprobs
+from saccade.processor.families.base import FramesPrompt
 from saccade.processor.input_processor import Processor
 from saccade.processor.prompt_parts import by_key
 from saccade.sampling_params import BeamSearchParams, SamplingParams
@@ -54,6 +56,10 @@ def best_sequences(
     prompt: str | Mapping[str, Any], params: BeamSearchParams, processor: Processor, generate: Generate
 ) -> BeamSearchOutput:
     """The best beams of one prompt, of which `generate` computes one more token for all beams at a time."""
+    family = processor.family
+    if isinstance(family, FramesPrompt) and not family.grows:
+        reason = "tokens of its prompts are read by what comes after them"
+        raise RequestError(f"beam search cannot be used with this model: {reason}; use generate")
     fields = dict(by_key(prompt))
     text = fields.pop("prompt", None)
     ids = list(fields.pop("prompt_token_ids", ()) if text is None else processor.tokenizer.encode(text))

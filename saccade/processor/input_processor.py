@@ -294,7 +294,7 @@ class Processor:
         items = self.images.resolve(images, limits, salt, self.prefetch_media) if images else []
         ids = np.asarray(make_ids(), np.int64)
         if isinstance(self.family, FramesPrompt):
-            ids = self.family.framed(ids)
+            ids = self.family.framed(ids, len(images))
         starts = self._starts(ids, len(images))
         self._check_videos(ids, len(videos))
         if frames and not videos:

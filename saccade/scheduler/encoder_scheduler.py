@@ -290,7 +290,7 @@ class EncoderScheduler:
         """Whether the image of a request's next token is missing and does not fit beside what is pinned."""
         ahead = range(seq.next_span, len(seq.spans))
         span = next((seq.spans[index] for index in ahead if index not in seq.pins), None)
-        if span is None or span.start > seq.num_computed or span.key in self._cache:
+        if span is None or span.start >= seq.next_end or span.key in self._cache:
             return False
         return span.num_embeds > self._cache.space
 

@@ -105,6 +105,14 @@ class ScheduledRequest:
         """It pins embeddings until later tokens are computed: requests that need their space wait for it."""
         return any(self.spans[index].is_cross_attended for index in self.pins)
 
+    @property
+    def next_end(self) -> int:
+        """The end of the shortest window that it can compute next."""
+        for first, last in self.request.prompt.wholes:
+            if first <= self.num_computed < last:
+                return last
+        return self.num_computed + 1
+
     def uncut(self, start: int, end: int) -> int:
         """The end of a window [start, end) that cuts no range of `wholes`: before it, or where it ends.
 

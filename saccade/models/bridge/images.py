@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from saccade.checkpoint.hf_processor import Leaves, Placeholder, frame_of, processed
 from saccade.types.media import Size
 
-_KEPT = 256  # sizes
+_KEPT = 256  # sizes, of at most so many bytes
+_KEPT_BYTES = 1 << 28
 _BLANKS = (Size(512, 384), Size(1280, 1280), Size(1280, 720), Size(720, 1280), Size(2048, 2048), Size(64, 64))
 
 
@@ -64,8 +65,10 @@ class ImageInputs:
         pairs = zip(leaves.values, leaves.is_content, strict=True)
         shapes = [value.to("meta") if yes else value for value, yes in pairs]
         self._by_size[Size(*image.size)] = leaves._replace(values=shapes)
-        if len(self._by_size) > _KEPT:
-            self._by_size.popitem(last=False)
+        kept = sum(_bytes(other) for other in self._by_size.values())
+        while len(self._by_size) > 1 and (kept > _KEPT_BYTES or len(self._by_size) > _KEPT):
+            _, oldest = self._by_size.popitem(last=False)
+            kept -= _bytes(oldest)
         return leaves
 
 
@@ -73,6 +76,12 @@ def on_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
     placed: dict[str, Any] = moved
     return placed
+
+
+def _bytes(leaves: Leaves) -> int:
+    """Of masks and sizes: content has no memory here."""
+    tensors = [value for value in leaves.values if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
 
 
 def _values(leaves: Leaves) -> int:

@@ -70,6 +70,8 @@ class ModelBridge:
     def _eager_reason(self) -> str | None:
         if self.states is not None:
             return "its layers keep states"
+        if self.axes > 1:
+            return "its RoPE has several axes"
         if self._rope is not None:
             return "its RoPE changes with a prompt's length"
         if not all(rule.is_plain for rule in self.attention.rules.values()):

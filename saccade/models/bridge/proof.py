@@ -159,6 +159,8 @@ def _positions(model: ModelBridge, inputs: Mapping[str, Any], ids: Tensor) -> Te
     """Of RoPE as its own forward makes them, then the rows of blocks and lengths."""
     own = model.entrance.arrive(inputs).get("position_ids")
     rope = torch.arange(len(ids), device=ids.device)[None] if own is None else own.reshape(-1, len(ids))
+    if not _has_rope_index(model):
+        _check_counted(rope)
     model.axes = max(model.axes, len(rope))  # of text all axes may be one
     rope = rope.expand(model.axes, -1)
     rows = [rope]
@@ -170,6 +172,17 @@ def _positions(model: ModelBridge, inputs: Mapping[str, Any], ids: Tensor) -> Te
     if model.config.text.rope_switch is not None:
         rows.append(rope[-1:, -1:].expand(1, len(ids)))
     return torch.cat(rows)
+
+
+def _has_rope_index(model: ModelBridge) -> bool:
+    return any(hasattr(part, "get_rope_index") for part in (model.model, getattr(model.model, "model", None)))
+
+
+def _check_counted(rope: Tensor) -> None:
+    """Requests get positions that count on, from any number."""
+    steps = rope.diff(dim=-1)
+    if not bool((steps == 1).all()):
+        raise Unfit("its positions do not count tokens, and it has no get_rope_index that says how they go")
 
 
 def _own_logits(model: ModelBridge, inputs: Mapping[str, Any]) -> Tensor:

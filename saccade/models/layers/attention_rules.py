@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from saccade.models.layers.torch_attention import AttentionBatch
 
 
+_MAX_SCORES = 1 << 26  # held at a time: 256 MB in float32
+
+
 class AttentionRule(NamedTuple):
     window: int | None = None  # tokens that one sees, itself included
     chunk: int | None = None  # tokens of a chunk: one sees its own alone
@@ -56,7 +59,10 @@ def rule_attention(
         slots = batch.block_tables[i][keys // batch.block_size] * batch.block_size + keys % batch.block_size
         mask = _visible(rule, keys, context - length, rows)
         k, v = (cache[slots].transpose(0, 1).to(q.dtype) for cache in (k_cache, v_cache))
-        outputs.append(_attend(q[rows].transpose(0, 1), k, v, mask, scale, rule).transpose(0, 1))
+        rows_at_once = max(1, _MAX_SCORES // (q.shape[1] * len(keys)))
+        pieces = (torch.split(part, rows_at_once) for part in (q[rows], mask))
+        for queries, seen in zip(*pieces, strict=True):
+            outputs.append(_attend(queries.transpose(0, 1), k, v, seen, scale, rule).transpose(0, 1))
         start += length
     return torch.cat(outputs)
 

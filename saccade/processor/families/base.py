@@ -107,8 +107,12 @@ class FramesPrompt(Protocol):
     def spelled(self, text: str) -> str:
         """A prompt with the characters that its processor adds."""
 
-    def framed(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """With the tokens that it adds."""
+    @property
+    def grows(self) -> bool:
+        """Whether a prompt with more tokens after it is read as the prompt, then those."""
+
+    def framed(self, token_ids: npt.NDArray[np.int64], images: int) -> npt.NDArray[np.int64]:
+        """With the tokens that it adds to a prompt of so many images."""
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ MAX_PIXELS = 25_000_000
 _ORDINARY = Size(512, 384)
 _KINDS = ("mm_token_type_ids", "token_type_ids")
 _OF_TOKENS = ("input_ids", "attention_mask")
+_MAX_VALUES = 4096
 _RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 5 / 2, 3, 4, 5, 6, 8)
 _WIDE = [Size(1280, round(1280 / ratio)) for ratio in _RATIOS]
 _TALL = [Size(height, width) for width, height in _WIDE]
@@ -126,11 +127,15 @@ class Fallback:
         """Every token takes an embedding: what a model puts between rows is not known."""
         return Expansion(np.array(self.count(geometry.resized).token_ids, np.int64), None)
 
-    def framed(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    @property
+    def grows(self) -> bool:
+        return not self.frame.after and not self.frame.trail and self.rules.grows
+
+    def framed(self, token_ids: npt.NDArray[np.int64], images: int) -> npt.NDArray[np.int64]:
         """With what the processor writes around images."""
         token_ids = self._with_one_each(token_ids)
         places = np.flatnonzero(token_ids == self.image_token_id)
-        if not len(places):
+        if not images or len(places) != images:  # which has an error of its own
             return token_ids
         if len(places) > 1 and not self.frame.takes_many:
             reason = "its processor writes several in other tokens than each alone"
@@ -173,8 +178,13 @@ def _count(processor: Any, written: str, frame: hf_processor.Frame, size: Size) 
     kinds = next((frame.inside(inputs[name][0].tolist()) for name in _KINDS if name in inputs), ())
     arguments = {name: value for name, value in inputs.items() if name not in (*_KINDS, *_OF_TOKENS)}
     content = hf_processor.Leaves.of(inputs).content
-    sizes = {name: value for name, value in arguments.items() if not _is_content(value)}
+    sizes = {name: value for name, value in arguments.items() if _is_small(value) and not _is_content(value)}
     return Counted(ids, tuple(kinds), sum(tensor.numel() for tensor in content), sizes)
+
+
+def _is_small(value: Any) -> bool:
+    """Unlike a mask of pixels, of which one for each size would fill the memory."""
+    return not hasattr(value, "numel") or value.numel() <= _MAX_VALUES
 
 
 def _is_content(value: Any) -> bool:

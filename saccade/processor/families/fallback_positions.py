@@ -23,6 +23,7 @@ import numpy.typing as npt
 from saccade.checkpoint import hf_processor
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.token_blocks import Blocks, block_row
+from saccade.errors import RequestError
 from saccade.processor.families.base import Positions
 from saccade.types.prompt import Prompt, Span
 
@@ -49,6 +50,9 @@ class PositionRules:
     def of(cls, path: Path, config: ModelConfig, image: CountedImage) -> PositionRules:
         blocks = config.text.blocks
         rope_index = _rope_index(path, config.model_type)
+        if rope_index is not None and blocks is not None:  # an answer's rows would name tokens before it
+            reason = "its pictures are read in both directions at positions of several axes"
+            raise hf_processor.refusal(config.model_type, reason)
         if rope_index is None:
             return cls(blocks=blocks, rope_switch=config.text.rope_switch)
         ids = np.array(image.token_ids, np.int64)
@@ -69,12 +73,23 @@ class PositionRules:
             more.append(np.full(len(ids), following - 1, np.int32))
         return np.concatenate([rows, *(row[None] for row in more)]), following
 
+    @property
+    def grows(self) -> bool:
+        """Whether keys and values of a prompt are those of a longer one's begin."""
+        return self.rope_switch is None and self.blocks in (None, "image", "images")
+
     def bound(self, prompt: Prompt) -> Prompt:
         """Where a prompt ends, is so for every token of an answer that sees a window of itself."""
+        wholes = self._wholes(prompt.positions)
+        spans = prompt.spans
+        if self.blocks in ("images", "prompt"):  # images of a range are there together until it is computed
+            ends = {span: end for span in spans for start, end in wholes if start <= span.start < end}
+            spans = tuple(replace(span, last_reader=ends[span]) for span in spans)
         return replace(
             prompt,
+            spans=spans,
             salt=self._root(prompt),
-            wholes=self._wholes(prompt.positions),
+            wholes=wholes,
             constant_rows=int(self.blocks == "before answer"),
         )
 
@@ -118,7 +133,11 @@ def _own_positions(rope_index: Any, ids: Ints, kinds: Ints, images: Sequence[Cou
     }
     parameters = inspect.signature(rope_index).parameters
     arguments = {name: value for name, value in of_tokens.items() if name in parameters}
-    positions, delta = rope_index(**arguments, **_joined(torch, images, parameters))
+    try:
+        positions, delta = rope_index(**arguments, **_joined(torch, images, parameters))
+    except Exception:  # tokens of a prompt can confuse it
+        message = "the model's own code finds no positions for the pictures in this prompt"
+        raise RequestError(f"{message}; write it as the model's chat template does") from None
     rows = positions.reshape(-1, len(ids)).numpy().astype(np.int32)
     return rows, len(ids) + int(delta.reshape(-1)[0])
 

@@ -69,9 +69,7 @@ def piece(rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor, start: int, end:
     return rule_attention(q[start:end], k, v, batch, SCALE, rows)
 
 
-def one(
-    rule: AttentionRule, sees: Callable[[int, int], bool], q: Tensor, k: Tensor, v: Tensor, query: int
-) -> Tensor:
+def one(rule: AttentionRule, sees: Callable[[int, int], bool], q: Tensor, k: Tensor, v: Tensor, query: int) -> Tensor:
     """[heads, d], by the definition of attention."""
     keys = torch.tensor([key for key in range(TOKENS) if sees(query, key)]) + BLOCK
     outputs = []
