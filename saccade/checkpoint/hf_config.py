@@ -190,9 +190,9 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 
 def _number(config: Any, name: str) -> int | None:
     """An attribute that is a whole number, or a list that starts with one."""
+    if name in _list(config, "per_layer_attributes"):  # to ask the config for one is an error
+        return max(_size(layer, name) for layer in config.per_layer_config)
     value: Any = getattr(config, name, None)
-    if name in _list(config, "per_layer_attributes"):
-        value = max(_size(layer, name) for layer in config.per_layer_config)
     if isinstance(value, (list, tuple)):
         value = next(iter(value), None)
     return value if type(value) is int else None
