@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from saccade import LLM, SamplingParams, costs
+from saccade.checkpoint.hf_processor import Frame
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import fallback
 from saccade.types.media import Size
@@ -26,9 +27,9 @@ def subject(family: ModelFamily, family_folder: Path) -> Iterator[Subject]:
     """Where Transformers' processor counts tokens, an image of each size is counted once for all engines."""
     count, known = fallback._count, dict[tuple[str, Size], fallback.Counted]()
 
-    def count_once(processor: Any, token: str, size: Size) -> fallback.Counted:
+    def count_once(processor: Any, token: str, frame: Frame, size: Size) -> fallback.Counted:
         if (token, size) not in known:
-            known[token, size] = count(processor, token, size)
+            known[token, size] = count(processor, token, frame, size)
         return known[token, size]
 
     with patch.object(fallback, "_count", count_once):

@@ -86,7 +86,8 @@ def test_code_in_a_folder_is_not_run_and_nobody_is_asked(
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
     edit(folder / "config.json", model_type="nobody_knows_it", auto_map={"AutoConfig": "code.Mine"})
     with pytest.raises(ConfigError, match="nobody_knows_it"):
-        load_processor(folder, "nobody_knows_it")
+        open_checkpoint(str(folder))
+    load_processor(folder, "nobody_knows_it")
     assert not asked and not (tmp_path / "ran").exists()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from saccade.checkpoint.config import TextConfig
 from saccade.models import load_model
-from saccade.models.bridge.model import Bridge
+from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.text_model import TextModel
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.forward_selector import try_graphs
@@ -23,11 +23,11 @@ GRAPHS: Any = object()
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Bridge:
+def model(tmp_path: Path) -> ModelBridge:
     folder = FAMILIES["internvl"].build(tmp_path)
     config = open_checkpoint(str(folder)).config
     made = load_model(folder, config, dtype=torch.float32, device=torch.device("cpu"))
-    assert isinstance(made, Bridge)
+    assert isinstance(made, ModelBridge)
     return made
 
 
@@ -46,7 +46,7 @@ def test_what_cannot_be_captured_or_differs_is_not_used_and_the_reason_is_told()
     assert try_graphs(lambda: GRAPHS, fail) == (None, reason)
 
 
-def test_layers_of_which_nothing_is_known_are_tried(model: Bridge) -> None:
+def test_layers_of_which_nothing_is_known_are_tried(model: ModelBridge) -> None:
     assert model.decoder.eager_reason() is None
 
 

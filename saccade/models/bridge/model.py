@@ -102,10 +102,11 @@ class ModelBridge:
         return embeddings
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
-        """All but the decoder's and the head's: which of them a tower reads is not known."""
+        """All but the decoder's and the head's: which of them a tower reads is not known. And the embeddings
+        of text, since a picture has tokens of it."""
         decoder = {
             id(tensor) for end in (self.text, self.head) for tensor in (*end.parameters(), *end.buffers())
-        }
+        } - {id(tensor) for tensor in self.model.get_input_embeddings().parameters()}
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: tensor for name, tensor in tensors if id(tensor) not in decoder}
 

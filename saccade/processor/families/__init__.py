@@ -63,12 +63,13 @@ DECODERS: dict[str, tuple[str, ...]] = {
 def is_ours(raw: Mapping[str, Any]) -> bool:
     """Whether our code serves a checkpoint with this config.json. Others run through Transformers' code."""
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         return False
     if kind == "llava_next" and raw.get("vision_feature_select_strategy") == "full":
         return False
-    decoder = (raw.get("text_config") or {}).get("model_type")
-    return decoder is None or kind not in DECODERS or decoder in DECODERS[kind]
+    text = raw.get("text_config")
+    decoder = text.get("model_type") if isinstance(text, Mapping) else None
+    return not isinstance(decoder, str) or kind not in DECODERS or decoder in DECODERS[kind]
 
 
 def video_rules_for(files: Files) -> VideoRules | None:

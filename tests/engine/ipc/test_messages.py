@@ -205,7 +205,7 @@ def test_events_arrive_as_they_were_sent(sent_events: list[TokenEvent], stats: d
 def test_options_geometry_and_warm_up_arrive_as_they_were_sent(
     opts: Options, largest: Geometry | None, warmup: list[Request]
 ) -> None:
-    made = messages.Start("/x", {}, [], {}, opts, largest, messages.pack_requests(warmup), True)
+    made = messages.Start("/x", {}, [], False, {}, opts, largest, messages.pack_requests(warmup), True)
     start = there(made)
     assert (start.options, start.largest) == (opts, largest)
     assert [plain(request) for request in messages.unpack_requests(start.warmup)] == [
