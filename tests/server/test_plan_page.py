@@ -155,14 +155,15 @@ def test_the_last_hour_stands_beside_the_plan_and_can_be_planned_for(
     measured = page_server.get("/v1/plan/measured").json()
     with open_one(script=HAS_KEY) as page:
         has_plan(page)
-        expect(page.locator("#hour-words")).to_contain_text("request ended in the")
+        expect(page.locator("#hour-words")).to_contain_text(re.compile("requests? ended in the"))
         row = page.get_by_role("table", name="The plan and the last hour").get_by_role(
             "row", name=re.compile("^tokens out")
         )
         expect(row).to_contain_text("128")
         asked = asks(page, page.get_by_role("button", name="Plan for this load").click)
-    assert asked["images"] == 2 and asked["output_tokens"] == 7
-    assert asked["input_tokens"] == round(measured["per_request"]["text_tokens"])
+    typical = {name: int(mean + 0.5) for name, mean in measured["per_request"].items()}  # others use this server, too
+    assert asked["images"] == typical["images"] > 0 and asked["output_tokens"] == typical["output_tokens"] > 0
+    assert asked["input_tokens"] == typical["text_tokens"]
     assert asked["rate"] == pytest.approx(measured["max_requests_per_s"], rel=0.01)
 
 

@@ -50,6 +50,7 @@ from tests.helpers.media.images import make_photo
 pytestmark = pytest.mark.transformers
 
 # One, two, three and four tiles: wide, tall, square.
+UNSPLICED = (False,)  # the one token of a picture takes no embedding
 PHOTOS = [make_photo(50, 40, 1), make_photo(110, 50, 2), make_photo(40, 160, 3), make_photo(112, 84, 4)]
 SIDES = st.one_of(st.integers(1, 64), st.integers(1, 2500), st.integers(1, 20_000))
 
@@ -173,7 +174,7 @@ def test_the_placeholder_behind_the_vocabulary_may_come_as_an_id(subject: CrossA
 @given(st.lists(st.booleans(), min_size=1, max_size=14), st.data())
 def test_each_row_sees_the_images_that_the_models_own_mask_allows(is_image: list[bool], data: Any) -> None:
     places = [at for at, is_one in enumerate(is_image) if is_one]
-    spans = cross_attended([Span(at, 1, bytes([at]) * 32, 8) for at in places])
+    spans = cross_attended([Span(at, 1, bytes([at]) * 32, 8, UNSPLICED) for at in places])
     length = len(is_image)
     ranges = get_cross_attention_token_mask([9 if is_one else 1 for is_one in is_image], 9)
     allowed = [
@@ -190,7 +191,10 @@ def test_each_row_sees_the_images_that_the_models_own_mask_allows(is_image: list
 
 def test_rows_of_several_requests_that_see_the_same_images_go_together() -> None:
     a, b = bytes([1]) * 32, bytes([2]) * 32
-    first, second = cross_attended([Span(2, 1, a, 8)]), cross_attended([Span(0, 1, a, 8), Span(3, 1, b, 8)])
+    first, second = (
+        cross_attended([Span(2, 1, a, 8, UNSPLICED)]),
+        cross_attended([Span(0, 1, a, 8, UNSPLICED), Span(3, 1, b, 8, UNSPLICED)]),
+    )
     windows = [
         (ScheduledWindow("x", 0, 4, (), True), first),
         (ScheduledWindow("y", 7, 8, (), True), second),
@@ -260,7 +264,7 @@ def test_text_before_a_image_does_not_depend_on_it(subject: CrossAttentionSubjec
 
 def test_a_image_out_of_sight_changes_later_text_only_through_the_text_between(subject: CrossAttentionSubject) -> None:
     keys = [bytes([n]) * 32 for n in range(2)]
-    spans = cross_attended([Span(0, 1, keys[0], 8), Span(4, 1, keys[1], 8)])
+    spans = cross_attended([Span(0, 1, keys[0], 8, UNSPLICED), Span(4, 1, keys[1], 8, UNSPLICED)])
     assert [found for _, _, found in stretches(spans, 0, 9)] == [(keys[0],), (keys[1],)]
 
 
