@@ -72,13 +72,13 @@ def _load(transformers: Any, path: Path) -> Any:
         "image_processor": transformers.AutoImageProcessor.from_pretrained(path, **LOCAL),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(path, **LOCAL),
     }
-    others = [name for name in kind.get_attributes() if name not in parts]
+    absent = [name for name in kind.get_attributes() if name not in parts]
     unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows any
     whole = type(kind.__name__, (kind,), unchecked)
     try:
-        return whole(**parts, **dict.fromkeys(others), **_settings(kind, path))
+        return whole(**parts, **dict.fromkeys(absent), **_settings(kind, path))
     except AttributeError:  # it asks a part that is left out for its settings, which those of images have
-        return whole(**parts, **dict.fromkeys(others, parts["image_processor"]), **_settings(kind, path))
+        return whole(**parts, **dict.fromkeys(absent, parts["image_processor"]), **_settings(kind, path))
 
 
 def _processor_class(transformers: Any, path: Path) -> Any:
@@ -217,9 +217,9 @@ def frame_of(processor: Any, place: Placeholder) -> Frame:
 
 def _beside_another(processor: Any, place: Placeholder, frame: Frame, alone: tuple[int, ...]) -> Frame:
     """The same, with the tokens of an image that two in a prompt do not share."""
-    written = place.written
+    texts = (place.written + _BETWEEN + place.written, place.written * 2)
     try:
-        prompts = [ids_of(processor, text, 2) for text in (written + _BETWEEN + written, written * 2)]
+        prompts = [ids_of(processor, text, 2) for text in texts]
     except Exception:  # it may take one image alone
         return frame._replace(takes_many=False)
     ends = [(lead, trail) for lead in range(_MAX_GAP) for trail in range(_MAX_GAP)]
@@ -242,7 +242,7 @@ def gaps(processor: Any, place: Placeholder, frame: Frame, images: int) -> list[
     between = _plain_ids(processor.tokenizer, _BETWEEN)
     ids = ids_of(processor, _BETWEEN.join([place.written] * images), images)
     ids = ids[len(frame.before) : len(ids) - len(frame.after)]
-    found: list[tuple[int, ...]] = []
+    before: list[tuple[int, ...]] = []
     start = 0
     for number in range(images):
         if number:
@@ -251,9 +251,9 @@ def gaps(processor: Any, place: Placeholder, frame: Frame, images: int) -> list[
                 raise ValueError("tokens after an image that is not the last")
             start += len(between)
         end = next(place for place in range(start, len(ids)) if ids[place : place + len(image)] == image)
-        found.append(ids[start : end - frame.wrapped])
+        before.append(ids[start : end - frame.wrapped])
         start = end + len(image)
-    return [*found, ids[start + frame.wrapped :]]
+    return [*before, ids[start + frame.wrapped :]]
 
 
 def ids_of(processor: Any, text: str, images: int) -> tuple[int, ...]:

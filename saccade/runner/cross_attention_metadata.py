@@ -32,9 +32,9 @@ def rows_by_image(
 
 def stretches(spans: Sequence[Span], start: int, end: int) -> Iterator[tuple[int, int, tuple[Key, ...]]]:
     """Cut [start, end) where the set of attended images changes; the same image twice counts twice."""
-    if (
-        not spans or spans[0].is_spliced or not spans[0].is_cross_attended
-    ):  # all spans of a prompt are, or none
+    if not spans or not spans[0].is_cross_attended:  # all spans of a prompt are, or none
+        return
+    if spans[0].is_spliced:  # pinned until a range is computed, and read by splicing alone
         return
     near = reading(spans, start, end)
     borders = {p for s in near for p in (s.start, s.pinned_until)}

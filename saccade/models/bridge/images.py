@@ -65,10 +65,10 @@ class ImageInputs:
         pairs = zip(leaves.values, leaves.is_content, strict=True)
         shapes = [value.to("meta") if yes else value for value, yes in pairs]
         self._by_size[Size(*image.size)] = leaves._replace(values=shapes)
-        kept = sum(_bytes(other) for other in self._by_size.values())
-        while len(self._by_size) > 1 and (kept > _KEPT_BYTES or len(self._by_size) > _KEPT):
+        total = sum(_bytes(other) for other in self._by_size.values())
+        while len(self._by_size) > 1 and (total > _KEPT_BYTES or len(self._by_size) > _KEPT):
             _, oldest = self._by_size.popitem(last=False)
-            kept -= _bytes(oldest)
+            total -= _bytes(oldest)
         return leaves
 
 

@@ -44,9 +44,9 @@ def tail_of(text: Any, logits: Tensor, expected: Tensor, tolerance: float) -> Ta
     `expected` [T, vocabulary] of the model itself has `NEVER` or less for what it never says.
     """
     banned = (expected <= NEVER).all(0)
-    said = expected[:, ~banned]
+    rest = expected[:, ~banned]
     for tail in _candidates(text):
-        if float((tail(logits[:, ~banned]) - said).abs().max()) <= tolerance * float(said.abs().max()):
+        if float((tail(logits[:, ~banned]) - rest).abs().max()) <= tolerance * float(rest.abs().max()):
             return tail._replace(banned=banned) if bool(banned.any()) else tail
     raise Unfit("its logits are not what its head makes of hidden states, nor that scaled or capped")
 

@@ -62,8 +62,8 @@ class _StaticBuffers:
         return cls(zeros(x.shape[1], x.dtype), rotary, metadata)
 
     def fits(self, x: Tensor, positions: PatchPositions | None, size: int, metadata_size: int) -> bool:
-        own = (self.rotary is None, self.x.dtype, self.x.shape[1])
-        is_alike = own == (positions is None, x.dtype, x.shape[1])
+        shape = (self.rotary is None, self.x.dtype, self.x.shape[1])
+        is_alike = shape == (positions is None, x.dtype, x.shape[1])
         return is_alike and len(self.x) >= size and len(self.metadata) >= metadata_size + size
 
     def rotary_for(self, size: int) -> Tensor | None:

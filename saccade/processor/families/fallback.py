@@ -51,7 +51,7 @@ class Fallback:
     frame: hf_processor.Frame
     gaps: Callable[[int], list[tuple[int, ...]]]  # tokens before each of so many images, and after the last
     closing: re.Pattern[str]  # an image that a word follows at once
-    written: int = 1  # tokens that a prompt has for an image
+    tokens_each: int = 1  # that a prompt has for an image
     is_fixed_size: bool = True  # the processor applies pixel limits of its own
 
     @classmethod
@@ -146,10 +146,10 @@ class Fallback:
 
     def _with_one_each(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """One token for each image, where a prompt has all of its tokens."""
-        if self.written == 1:
+        if self.tokens_each == 1:
             return token_ids
         places = np.flatnonzero(token_ids == self.image_token_id)
-        more = [place for number, place in enumerate(places.tolist()) if number % self.written]
+        more = [place for number, place in enumerate(places.tolist()) if number % self.tokens_each]
         return np.delete(token_ids, more)
 
     def _with_gaps(self, token_ids: npt.NDArray[np.int64], places: list[int]) -> npt.NDArray[np.int64]:

@@ -65,7 +65,7 @@ class PositionRules:
             count = np.arange(len(ids), dtype=np.int32)
             rows, following = np.broadcast_to(count, (self.axes, len(ids))), len(ids)
         else:
-            rows, following = _own_positions(self.rope_index, ids, kinds, images)
+            rows, following = self._model_positions(ids, kinds, images)
         more = []
         if self.blocks is not None:
             more.append(block_row(kinds, self.blocks))
@@ -73,25 +73,36 @@ class PositionRules:
             more.append(np.full(len(ids), following - 1, np.int32))
         return np.concatenate([rows, *(row[None] for row in more)]), following
 
+    def _model_positions(self, ids: Ints, kinds: Ints, images: Sequence[CountedImage]) -> Positions:
+        try:
+            return _own_positions(self.rope_index, ids, kinds, images)
+        except Exception:  # tokens of a prompt can confuse it
+            what = f"no positions for the {len(images)} pictures among the {len(ids)} tokens of this prompt"
+            advice = "write it as the model's chat template does"
+            raise RequestError(f"the model's own code finds {what}; {advice}") from None
+
     @property
     def grows(self) -> bool:
         """Whether keys and values of a prompt are those of a longer one's begin."""
         return self.rope_switch is None and self.blocks in (None, "image", "images")
 
     def bound(self, prompt: Prompt) -> Prompt:
-        """Where a prompt ends, is so for every token of an answer that sees a window of itself."""
+        """With ranges that no window cuts, and a salt of its own where later tokens change its keys."""
         wholes = self._wholes(prompt.positions)
-        spans = prompt.spans
-        if self.blocks in ("images", "prompt"):  # images of a range are there together until it is computed
-            ends = {span: end for span in spans for start, end in wholes if start <= span.start < end}
-            spans = tuple(replace(span, last_reader=ends[span]) for span in spans)
         return replace(
             prompt,
-            spans=spans,
+            spans=tuple(self._with_reader(span, wholes) for span in prompt.spans),
             salt=self._root(prompt),
             wholes=wholes,
             constant_rows=int(self.blocks == "before answer"),
         )
+
+    def _with_reader(self, span: Span, wholes: Sequence[tuple[int, int]]) -> Span:
+        """Images of one range are there together until it is computed."""
+        if self.blocks not in ("images", "prompt"):
+            return span
+        ends = [end for start, end in wholes if start < span.end and span.start < end]
+        return replace(span, last_reader=max(ends)) if ends else span
 
     def _wholes(self, positions: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
         """Ranges of tokens that see each other, from the row of blocks."""
@@ -133,11 +144,7 @@ def _own_positions(rope_index: Any, ids: Ints, kinds: Ints, images: Sequence[Cou
     }
     parameters = inspect.signature(rope_index).parameters
     arguments = {name: value for name, value in of_tokens.items() if name in parameters}
-    try:
-        positions, delta = rope_index(**arguments, **_joined(torch, images, parameters))
-    except Exception:  # tokens of a prompt can confuse it
-        message = "the model's own code finds no positions for the pictures in this prompt"
-        raise RequestError(f"{message}; write it as the model's chat template does") from None
+    positions, delta = rope_index(**arguments, **_joined(torch, images, parameters))
     rows = positions.reshape(-1, len(ids)).numpy().astype(np.int32)
     return rows, len(ids) + int(delta.reshape(-1)[0])
 
