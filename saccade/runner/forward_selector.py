@@ -92,13 +92,20 @@ def _capture(parts: ForwardParts) -> Forward:
         block_size=sizes.block_size,
         max_requests=sizes.max_num_seqs,
         max_blocks=max_blocks,
-        axes=3 if parts.model.config.text.mrope_section else 1,
+        axes=position_rows(parts.model),
         states=parts.states,
         slab=parts.embeddings if isinstance(parts.embeddings, EmbeddingSlab) else None,
         max_cross_states=_max_cross_states(parts),
     )
     forward.capture(sizes.max_num_batched_tokens)
     return forward
+
+
+def position_rows(model: VisionLanguageModel) -> int:
+    decoder: Any = model.decoder
+    if isinstance(decoder, TextModel):
+        return decoder.position_rows
+    return 3 if model.config.text.mrope_section else 1
 
 
 def _max_cross_states(parts: ForwardParts) -> int:

@@ -44,6 +44,8 @@ _AS_ASKED = (  # options that the scheduler takes as they are
     "encode_layers_per_step",
     "max_waiting",
 )
+_BRIDGED_WORK = 2  # Transformers' layers write what kernels keep in registers
+_BRIDGED_GRAPHS = 5  # and in sizes that the memory of graphs holds with gaps
 SPARE_BYTES = 1 << 30  # of a GPU: the driver's memory for graphs and kernels, library workspaces, rounding
 
 
@@ -198,7 +200,7 @@ def _work_bytes(
     options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, token_bytes: int
 ) -> int:
     """An encoder pass may pause between two layers while prefill or sampling runs."""
-    prefill = options.max_num_batched_tokens * token_bytes
+    prefill = options.max_num_batched_tokens * token_bytes * (_BRIDGED_WORK if model.is_bridged else 1)
     if model.text.mla:
         contexts = options.max_num_seqs * (options.max_model_len or model.text.max_position)
         prefill += min(contexts, MAX_EXPANDED) * costs.expanded_bytes_per_token(model.text, dtype)
@@ -246,7 +248,7 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str, token_bytes: 
     logits = rows * text.vocab_size * costs.dtype_bytes(dtype)
     length = options.max_model_len or text.max_position
     tables = 2 * rows * costs.blocks_for(length, options.block_size) * 4
-    activations = max([largest, *mixed]) * token_bytes
+    activations = max([largest, *mixed]) * token_bytes * (_BRIDGED_GRAPHS if model.is_bridged else 1)
     fixed = _LIBRARY_BYTES + _SEGMENT_BYTES
     return activations + fixed + embeds + logits + tables + tower_graph_bytes(model, dtype)
 

@@ -41,14 +41,15 @@ class LayerAttention:
         self._own = [config._attn_implementation for config in self._configs]
         self.switch(to_ours=True)
 
-    def switch(self, *, to_ours: bool) -> None:
+    def switch(self, *, to_ours: bool, other: str | None = None) -> None:
         for config, own in zip(self._configs, self._own, strict=True):
-            config._attn_implementation_internal = NAME if to_ours else own  # the setter changes towers, too
+            name = NAME if to_ours else other or own
+            config._attn_implementation_internal = name  # the setter changes towers, too
 
     @contextmanager
-    def own(self) -> Iterator[None]:
-        """Transformers' attention, with which the model was made."""
-        self.switch(to_ours=False)
+    def own(self, other: str | None = None) -> Iterator[None]:
+        """Transformers' attention, with which the model was made, or one of another name."""
+        self.switch(to_ours=False, other=other)
         try:
             yield
         finally:

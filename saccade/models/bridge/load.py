@@ -43,7 +43,7 @@ def load(
     processor = hf_processor.load_processor(path, kind)
     window = max_model_len or config.text.max_context
     try:
-        model = _model(kind, path, dtype, tensors, seed)
+        model = _model(kind, path, dtype, tensors, seed, device)
         bridge = ModelBridge(config, model.to(device).eval(), processor, device, dtype, window)
         check_against_own_forward(bridge)
     except ConfigError:
@@ -61,7 +61,14 @@ def load(
     return bridge
 
 
-def _model(kind: str, path: Path, dtype: torch.dtype, tensors: StoredTensors | None, seed: int) -> Any:
+def _model(
+    kind: str,
+    path: Path,
+    dtype: torch.dtype,
+    tensors: StoredTensors | None,
+    seed: int,
+    device: torch.device,
+) -> Any:
     attention.register(hf_processor.import_transformers(kind))
     model_class, shape = hf_processor.model_class(path, kind)
     for part in (shape, shape.get_text_config()):
@@ -69,7 +76,8 @@ def _model(kind: str, path: Path, dtype: torch.dtype, tensors: StoredTensors | N
             del part.quantization_config  # or Transformers would load the weights by its own quantisers
     if tensors is None:
         torch.manual_seed(seed)
-        return model_class._from_config(shape, dtype=dtype)
+        with device:  # a host takes minutes for many weights
+            return model_class._from_config(shape, dtype=dtype)
     return _loaded(model_class, path, shape, dtype, tensors)
 
 

@@ -65,20 +65,16 @@ class ModelBridge:
         self.axes = 1
         self._rope = follow_lengths(self.text, config.text.rope_switch, window)
         ends = (model.get_input_embeddings(), self.head)
-        self.decoder = TextModel(config.text, *ends, self.forward, layers=self.text, eager=self._eager_reason)
+        self.decoder = TextModel(config.text, *ends, self, layers=self.text)
 
-    def _eager_reason(self) -> str | None:
+    def eager_reason(self) -> str | None:
         if self.states is not None:
             return "its layers keep states"
-        if self.axes > 1:
-            return "its RoPE has several axes"
         if self._rope is not None:
             return "its RoPE changes with a prompt's length"
-        if not all(rule.is_plain for rule in self.attention.rules.values()):
-            return "its attention is more than causal"
-        if self.entrance.extras:
-            return "its decoder takes more than embeddings"
-        return None if self.tail.is_plain else "its logits are scaled or capped"
+        if not all(rule.is_interval for rule in self.attention.rules.values()):
+            return "its attention sees a prompt and, apart from it, a window"
+        return None
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
+from saccade.models.bridge.tail import Tail
+
+
+class Passes(Protocol):
+    """What a model computes with Transformers' modules."""
+
+    axes: int  # of its RoPE
+    tail: Tail
+
+    def embed(self, token_ids: Tensor) -> Tensor: ...
+
+    def forward(self, embeds: Tensor, positions: Tensor, attention: Any) -> Tensor: ...
+
+    def eager_reason(self) -> str | None:
+        """Why CUDA graphs cannot hold them, if they cannot."""
 
 
 class TextModel:
-    """`forward` is the model's, with our attention. `eager`: why CUDA graphs cannot hold it, or None."""
-
     rotary_gain = 1.0
     temperature = None
 
@@ -23,35 +36,51 @@ class TextModel:
         config: TextConfig,
         embeddings: Any,  # modules of Transformers
         head: Any,
-        forward: Callable[..., Tensor],
+        passes: Passes,
         *,
-        layers: Any,  # module of Transformers that `forward` runs
-        eager: Callable[[], str | None],
+        layers: Any,  # module of Transformers that `passes` run
     ) -> None:
         self.config = config
         self.scale = config.head_dim**-0.5
         self.table: Tensor = embeddings.weight
         self.head: Tensor = head.weight
-        self.embedding_size = self.table.shape[1]
-        self.forward = forward
+        self.embedding_size = config.embedding_size
+        self.embed = passes.embed
+        self.forward = passes.forward
         self.layers = layers
-        self._embeddings = embeddings
-        self._has_bias = getattr(head, "bias", None) is not None
-        self._eager = eager
+        self._passes = passes
+        self._bias: Tensor | None = getattr(head, "bias", None)
         # Our kernels rotate by nothing: the model's layers have done it.
         half = config.head_dim // 2
         device = self.table.device
         axes = torch.zeros(half, dtype=torch.int64, device=device)
         self.rotary = SimpleNamespace(frequencies=torch.zeros(half, device=device), axes=axes)
 
-    @torch.inference_mode()
     def eager_reason(self) -> str | None:
         """Why CUDA graphs cannot hold it, as far as its modules tell."""
-        if reason := self._eager():
-            return reason
-        if self._has_bias:
-            return "its head has a bias"
+        return self._passes.eager_reason()
+
+    @cached_property
+    @torch.inference_mode()
+    def is_table(self) -> bool:
+        """Whether the embedding of a token is its row of the table."""
         ids = torch.arange(min(8, len(self.table)), device=self.table.device)
-        if not torch.equal(self._embeddings(ids), self.table[ids]):
-            return "its embeddings are more than a table"
-        return None
+        embeds = self.embed(ids)
+        return embeds.shape[1] == self.table.shape[1] and torch.equal(embeds, self.table[ids])
+
+    def finish(self, logits: Tensor) -> None:
+        """Makes the head's logits of the GEMM with its weight, in place."""
+        tail = self._passes.tail
+        if self._bias is not None or not tail.is_plain:
+            biased = logits.float() if self._bias is None else logits.float() + self._bias
+            logits.copy_(tail(biased))
+
+    @property
+    def position_rows(self) -> int:
+        """Of a prompt: RoPE axes, blocks, lengths."""
+        switch = self.config.rope_switch
+        return self._passes.axes + (self.config.blocks is not None) + (switch is not None)
+
+    @property
+    def block_row(self) -> int | None:
+        return None if self.config.blocks is None else self._passes.axes

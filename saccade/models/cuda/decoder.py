@@ -57,10 +57,12 @@ class Mixer(NamedTuple):
 
 class Mixers(NamedTuple):
     by_kind: Mapping[type, Mixer]  # by the class of a layer's attention; layers of other kinds are skipped
-    positions: Tensor | None = None  # int32 [T]: for layers that apply RoPE themselves
+    positions: Tensor | None = None  # int32 [rows, T]: for layers that apply RoPE themselves
 
 
 class FusedDecoder:
+    is_table = True  # the embedding of a token is its row of the table
+
     def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
         self.decoder = decoder
         self.kv = kv
@@ -97,6 +99,9 @@ class FusedDecoder:
             if number < len(deep):
                 (x.rows if x.added is None else x.added.view(-1, *x.rows.shape)[0]).add_(deep[number])
         return x
+
+    def finish(self, logits: Tensor) -> None:
+        """What follows the head's GEMM, in place."""
 
     def first(self, kind: type[T]) -> T | None:
         """The first attention of this kind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,16 @@ from saccade.models.bridge.text_model import TextModel
 from saccade.models.cuda.decoder import FusedDecoder, Mixers, T
 from saccade.models.cuda.residual import Gemms, Residual
 from saccade.models.cuda.transformers_fusion import Fusion
+from saccade.models.layers.attention_rules import AttentionRule, RuledAttention
 from saccade.models.layers.decoder import Decoder, SelfAttention
 from saccade.models.layers.torch_attention import PagedKV
 
 logger = logging.getLogger("saccade.models")
 
 _TRIED_TOKENS = 5
+_LAST_BIT = (
+    2**-8
+)  # of bfloat16: what layers make of it is rounding, and much where it changes a token's experts
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value
 
 
@@ -31,8 +36,11 @@ class TransformersDecoder(FusedDecoder):
         self.text = text
         self.kv = kv
         self.decoder: Any = text
+        self.is_table = text.is_table
         config = text.config
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        own = (config.num_kv_heads, config.head_dim)
+        self._shapes = ((config.num_heads, config.head_dim), own, own)
         out = SimpleNamespace(inputs=config.num_heads * config.head_dim)  # of the output projection
         self.norm_eps = None  # its layers have applied their norms
         self._own = SimpleNamespace(heads=config.num_heads, head_dim=config.head_dim, out=out, qk_norms=None)
@@ -45,48 +53,60 @@ class TransformersDecoder(FusedDecoder):
         try:
             fusion = Fusion(self.text.layers, self._workspace)
             expected = self._try()
+            rounding = _difference(self._try(_LAST_BIT), expected)
             with fusion:
                 self._try()  # RoPE shows whether it is ours
                 rows = self._try()
         except Exception as error:  # anything: layers may be of any kind
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         else:
-            difference = float((rows - expected).abs().max() / expected.abs().max())
-            if difference <= _TOLERANCE[self.text.table.dtype]:
+            difference = _difference(rows, expected)
+            if difference <= max(_TOLERANCE[self.text.table.dtype], 2 * rounding):
                 logger.info("our kernels inside Transformers' layers: %s", fusion)
                 return fusion
             reason = f"its output would differ by {difference:.1e}"
         logger.warning("Transformers' layers run as they are, without kernels of ours inside: %s", reason)
         return nullcontext()
 
-    def _try(self) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        embeds = torch.randn(_TRIED_TOKENS, self.text.table.shape[1], generator=generator)
+    def _try(self, noise: float = 0.0) -> Tensor:
+        """`noise`: how much of themselves embeddings are changed by."""
         positions = torch.arange(_TRIED_TOKENS, device=self.text.table.device)[None]
+        embeds = self.text.embed(positions[0])
+        signs = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(0)).sign()
+        embeds = embeds * (1 + noise * signs).to(embeds)
 
-        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule | None = None) -> Tensor:
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return mixed[0].transpose(0, 1)
 
-        return self.text.forward(embeds.to(self.text.table), positions, attend).float()
+        return self.text.forward(embeds, positions, attend).float()
 
     def first(self, kind: type[T]) -> T | None:
         return None  # its layers are of no kind of ours
 
     def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
-        return _Head(self._workspace)  # type: ignore[return-value]
+        return _Head(self._workspace, self.text.finish)  # type: ignore[return-value]
+
+    def finish(self, logits: Tensor) -> None:
+        self.text.finish(logits)
 
     def forward(self, embeds: Tensor, mixers: Mixers, gemms: Gemms) -> Residual:
         assert mixers.positions is not None
         mix = mixers.by_kind[SelfAttention].mix
+        mix_ruled = mixers.by_kind[RuledAttention].mix
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule | None = None) -> Tensor:
             """Transformers' layers have applied RoPE; our kernels rotate by nothing."""
-            return mix(_whole(q, k, v), self._own, layer).view(q.shape)
+            if rule is None and (q.shape[1:], k.shape[1:], v.shape[1:]) == self._shapes:
+                return mix(_whole(q, k, v), self._own, layer).view(q.shape)
+            dim = max(q.shape[2], v.shape[2])
+            whole = _whole(*(F.pad(part, (0, dim - part.shape[2])) for part in (q, k, v)))
+            module = RuledAttention(q.shape[1], k.shape[1], dim, rule or AttentionRule())
+            return mix_ruled(whole, module, layer).view(len(q), -1, dim)[..., : v.shape[2]]
 
         with self._fusion:
-            return Residual(self.text.forward(embeds, mixers.positions[None].long(), attend))
+            return Residual(self.text.forward(embeds, mixers.positions.long(), attend))
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -103,14 +123,21 @@ def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+def _difference(rows: Tensor, expected: Tensor) -> float:
+    return float((rows - expected).abs().max() / expected.abs().max())
+
+
 class _Head:
     """What `Gemms` has for the end of a pass. Transformers' model ends with the norm."""
 
-    def __init__(self, workspace: SplitWorkspace) -> None:
+    def __init__(self, workspace: SplitWorkspace, finish: Callable[[Tensor], None]) -> None:
         self.workspace = workspace
+        self.finish = finish
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         return x.rows_at(only)
 
     def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
-        return skinny_linear(x.rows, decoder.head, workspace=self.workspace, out=out)
+        logits = skinny_linear(x.rows, decoder.head, workspace=self.workspace, out=out)
+        self.finish(logits)
+        return logits

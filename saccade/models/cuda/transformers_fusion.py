@@ -183,13 +183,12 @@ class _Rotary:
         self.original = original
         self.is_same: bool | None = None
 
-    def __call__(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """q [1, heads, T, d], k [1, kv_heads, T, d], cos and sin [1, T, rotary_dim]."""
-        fits = len(q) == 1 and cos.shape[:2] == (1, q.shape[2]) and cos.shape[-1] <= q.shape[-1]
-        if any((self.is_same is False, more, options, not fits)):
-            return self.original(q, k, cos, sin, *more, **options)
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        """q [1, heads, T, d], k [1, kv_heads, T, d], cos and sin [1, T, rotary_dim], if it is called so."""
+        if self.is_same is False or options or not _is_called_so(given):
+            self.is_same = False
+            return self.original(*given, **options)
+        q, k, cos, sin = given
         if self.is_same is None:
             expected = self.original(q, k, cos, sin)
             ours = (q.clone(), k.clone())
@@ -198,6 +197,13 @@ class _Rotary:
             return expected
         _rotate(q, k, cos, sin)
         return q, k
+
+
+def _is_called_so(given: tuple[Any, ...]) -> bool:
+    if len(given) != 4 or any(one.dim() < 3 for one in given):
+        return False
+    q, _, cos, _ = given
+    return len(q) == 1 and cos.shape[:2] == (1, q.shape[2]) and cos.shape[-1] <= q.shape[-1]
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -8,6 +8,7 @@ A rule is of a layer. `rule_attention` is the reference: one request, one mask a
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,6 +36,11 @@ class AttentionRule(NamedTuple):
         """Causal and no more."""
         return (self.window, self.chunk, self.blocks, self.softcap, self.sinks) == (None,) * 5
 
+    @property
+    def is_interval(self) -> bool:
+        """Whether each query sees keys that lie side by side."""
+        return self.prompts is None
+
     def first_key(self, position: int, rows: slice) -> int:
         """That queries at this position and after, in these packed rows, can see."""
         if self.is_block_whole and self.blocks is not None:
@@ -43,6 +49,20 @@ class AttentionRule(NamedTuple):
         if self.window is not None and self.prompts is None:
             first = max(0, position - self.window + 1)
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
+
+
+class RuledAttention(NamedTuple):
+    """A layer's attention with a rule, or with heads unlike those of the cache, as kernels are called."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rule: AttentionRule
+
+    @property
+    def out(self) -> SimpleNamespace:
+        """Of the output projection."""
+        return SimpleNamespace(inputs=self.heads * self.head_dim)
 
 
 def rule_attention(

@@ -154,23 +154,22 @@ class PagedAttention:
         if rule is None and k.shape[1:] == k_cache.shape[1:] == v.shape[1:]:
             mixed = self.backend(q, k_cache, v_cache, self.batch, scale)
         else:
-            own = (_of_heads(k_cache, k), _of_heads(v_cache, v))
+            own = (of_heads(k_cache, *k.shape[1:]), of_heads(v_cache, *v.shape[1:]))
             mixed = rule_attention(q, *own, self.batch, scale, rule or AttentionRule())
         return mixed if v_scale == 1 else mixed * v_scale
 
     def _store(self, new: Tensor, scale: float, cache: Tensor) -> None:
         converted = as_stored(new, scale, cache.dtype)
         if new.shape[1:] != cache.shape[1:]:
-            cache = _of_heads(cache, new)
+            cache = of_heads(cache, *new.shape[1:])
         indexable(cache).index_copy_(0, self.batch.slots, indexable(converted))
 
 
-def _of_heads(cache: Tensor, new: Tensor) -> Tensor:
+def of_heads(cache: Tensor, heads: int, dim: int) -> Tensor:
     """The part of a layer's cache that such heads take: [slots, heads, d], a view."""
-    width = new.shape[1] * new.shape[2]
+    width = heads * dim
     assert width <= cache[0].numel(), f"a row of the cache has {cache[0].numel()} values, not {width}"
-    rows, heads, dim = len(cache), *new.shape[1:]
-    return cache.as_strided((rows, heads, dim), (cache.stride(0), dim, 1))
+    return cache.as_strided((len(cache), heads, dim), (cache.stride(0), dim, 1))
 
 
 def as_stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

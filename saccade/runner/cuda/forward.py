@@ -248,13 +248,17 @@ class CudaForward:
         all_rows = needs_rows(windows)
         decoded = self._prefill_graphs.run(chunks, _splicing(windows, embeddings), all_rows=all_rows)
         if decoded.rows is not None:
-            decoder = self._decoder.decoder
-            keep_rows(windows, decoded.rows, decoder, lambda rows: rows @ decoder.head.T)
+            keep_rows(windows, decoded.rows, self._decoder.decoder, self._logits_of)
         sampling = [(window, state) for window, state in windows if window.samples]
         if not sampling:
             return dict
         batch = DecodeBatch([state for _, state in sampling], self._tables)
         return self._collecting(sampling, batch, decoded, self._prefilled)
+
+    def _logits_of(self, rows: Tensor) -> Tensor:
+        logits = rows @ self._decoder.decoder.head.T
+        self._decoder.finish(logits)
+        return logits
 
     def _batch_of(self, windows: Windows) -> DecodeBatch:
         states = [state for _, state in windows]

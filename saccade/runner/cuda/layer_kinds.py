@@ -20,9 +20,10 @@ from saccade.runner.cuda.layer_pass import (
 )
 from saccade.runner.cuda.mla import LatentAttentions
 from saccade.runner.cuda.prefill_metadata import PrefillSizes, Window
+from saccade.runner.cuda.ruled_attention import RuledAttentions
 from saccade.runner.cuda.self_attention import SelfAttentions
 
-_KINDS = (DeltaNets, CrossAttentions)  # beside attention over the KV cache
+_KINDS = (DeltaNets, CrossAttentions, RuledAttentions)  # beside attention over the KV cache
 
 
 class LayerKinds:

@@ -105,7 +105,8 @@ class MixedGraphs:
             layer: self._both(first, mixer, decode_mixers[layer]) for layer, mixer in prefill_mixers.items()
         }
         before = self._prefill.positions(prepared.metadata, prepared.sizes)
-        mixers = Mixers(both, torch.cat((before, self._decode.positions(size.rows))))
+        after = self._decode.positions(size.rows)[None].expand(len(before), -1)
+        mixers = Mixers(both, torch.cat((before, after), 1))
         x = self._decoder.forward(embeds, mixers, gemms)
         added = x.added if x.added is None else x.added[..., first:, :].contiguous()
         self._decode.finish(Residual(x.rows[first:], added), gemms, size.rows)

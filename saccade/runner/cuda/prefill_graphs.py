@@ -204,6 +204,7 @@ class PrefillGraphs:
 
     def _find(self, last: _Last, decoded: Decoded, workspace: ArgmaxWorkspace) -> None:
         torch.mm(last.hidden, self.decoder.decoder.head.T, out=decoded.logits)
+        self.decoder.finish(decoded.logits)
         argmax(
             decoded.logits, workspace, decoded.tokens, TokenSink(self.tables.last_tokens, last.request_rows)
         )
@@ -221,8 +222,8 @@ class PrefillGraphs:
         return self.decoder.forward(embeds, mixers, gemms), gemms
 
     def positions(self, metadata: Tensor, sizes: PrefillSizes) -> Tensor:
-        """Of the first axis."""
-        positions: Tensor = Parts.of(metadata, sizes).positions[: sizes.tokens]
+        """[axes, T]"""
+        positions: Tensor = Parts.of(metadata, sizes).positions.view(self.axes, -1)
         return positions
 
     def begin(self, embeds: Tensor, metadata: Tensor, sizes: PrefillSizes, splits: int | None) -> PrefillPass:
@@ -235,6 +236,9 @@ class PrefillGraphs:
         tables = (self.tables.blocks, self.block_size)
         temperature = self.decoder.temperature
         inputs = prefill_inputs(rows, embeds, decoder.table, frequencies, *tables, temperature)
+        if not self.decoder.is_table:
+            own = decoder.embed(parts.tokens.clamp(min=0))
+            embeds.copy_(torch.where(parts.tokens[:, None] < 0, embeds, own))
         if decoder.rotary_gain != 1:
             inputs.cos.mul_(decoder.rotary_gain)
             inputs.sin.mul_(decoder.rotary_gain)

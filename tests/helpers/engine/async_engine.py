@@ -13,6 +13,7 @@ from saccade import LLM, SamplingParams
 from saccade.engine.async_core import AsyncEngineCore
 from saccade.runner.build import new_slab
 from saccade.runner.cuda.forward import CudaForward
+from saccade.runner.forward_selector import position_rows
 from tests.helpers.families.families import FAMILIES
 
 TWO_LAYERS = {"num_hidden_layers": 2}  # of a decoder: enough to mix up, and the interpreter takes a while for each
@@ -64,7 +65,7 @@ def new_forward(runner: Any, limits: Any, states: Any) -> CudaForward:
         block_size=limits.block_size,
         max_requests=limits.max_num_seqs,
         max_blocks=limits.max_model_len // limits.block_size,
-        axes=3 if text.mrope_section else 1,
+        axes=position_rows(runner.model),
         states=states,
         slab=runner.embeddings if text.num_cross_layers else None,
         max_cross_states=4 * limits.encoder_budget,
