@@ -21,17 +21,17 @@ _MIN_SIDE = 5  # of an array: one of fewer rows could be one of channels
 
 
 class ImagePart:
-    def __init__(self, processor: Any, written: str, *, takes_arrays: bool, is_quick: bool) -> None:
+    def __init__(self, processor: Any, written: str, *, is_quick: bool) -> None:
         """Raises whatever the processor does, and ValueError if it does not ask for an image just once."""
         images = processor.image_processor
         self._images = with_steps(images, {"PilBackend": _quick_steps}) if is_quick else images
-        self._takes_arrays = takes_arrays
         self._depth, self._how = _call_of(processor, written)
 
     def __call__(self, pixels: Pixels) -> dict[str, Any]:
         """Inputs of the model that the pixels become, and maybe more."""
-        is_array = self._takes_arrays and min(pixels.shape[:2]) >= _MIN_SIDE
-        given: Any = pixels if is_array else Image.fromarray(pixels)
+        given: Any = pixels if pixels.flags.writeable else pixels.copy()  # or torch warns
+        if min(pixels.shape[:2]) < _MIN_SIDE:
+            given = Image.fromarray(pixels)
         for _ in range(self._depth):
             given = [given]
         return dict(self._images(given, **self._how))

@@ -87,10 +87,9 @@ class ImageInputs:
                 raise Unfit(error.message) from None
             except Exception:  # it may not take all sizes
                 continue
-        for takes_arrays, is_quick in ((True, True), (True, False), (False, True), (False, False)):
+        for is_quick in (True, False):
             with suppress(Exception):  # whatever it raises, the whole processor runs then
-                how = {"takes_arrays": takes_arrays, "is_quick": is_quick}
-                part = ImagePart(self.processor, self.place.written, **how)
+                part = ImagePart(self.processor, self.place.written, is_quick=is_quick)
                 if pairs and all(self._is_same(part, *pair) for pair in pairs):
                     return part
         return self._whole
