@@ -130,6 +130,22 @@ class Leaves(NamedTuple):
     def content(self) -> list[Any]:
         return [value for value, yes in zip(self.values, self.is_content, strict=True) if yes]
 
+    @property
+    def rest(self) -> list[Any]:
+        return [value for value, yes in zip(self.values, self.is_content, strict=True) if not yes]
+
+    def is_like(self, other: Leaves) -> bool:
+        """The same but for what content holds."""
+        if (self.structure, self.is_content) != (other.structure, other.is_content):
+            return False
+        shapes = [[(tensor.shape, tensor.dtype) for tensor in leaves.content] for leaves in (self, other)]
+        return shapes[0] == shapes[1] and all(map(_is_equal, self.rest, other.rest))
+
+    def without_content(self) -> Leaves:
+        """With the shapes of content alone."""
+        pairs = zip(self.values, self.is_content, strict=True)
+        return self._replace(values=[value.to("meta") if yes else value for value, yes in pairs])
+
     def joined(self, content: Iterable[Any]) -> dict[str, Any]:
         """The inputs again, with other content of the same shapes."""
         tensors = iter(content)
@@ -138,6 +154,12 @@ class Leaves(NamedTuple):
             [next(tensors) if yes else value for value, yes in pairs], self.structure
         )
         return inputs
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if hasattr(one, "shape") and hasattr(other, "shape"):
+        return bool(one.shape == other.shape and (one == other).all())
+    return bool(one == other)
 
 
 def _pytree() -> Any:

@@ -87,6 +87,14 @@ class EncodesBySize(Protocol):
         """As `encode`, in place of it."""
 
 
+@runtime_checkable
+class PreparesOnHost(Protocol):
+    """A model whose images are prepared by the CPU whatever its device is."""
+
+    def prepare_on_host(self, image: ImagePixels) -> Tensor:
+        """As `prepare`, but in host memory: pinned, where the model's device is a GPU."""
+
+
 class DecoderModel:
     """What most families have in common: their parts, a resize and cut, and what the decoder implements."""
 

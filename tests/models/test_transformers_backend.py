@@ -26,7 +26,7 @@ from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.processor.families.base import Family
-from saccade.processor.families.fallback import Fallback
+from saccade.processor.families.fallback import Counts, Fallback
 from saccade.types.media import Size
 from tests.helpers.families import family_fallback
 from tests.helpers.families.quantize import quantize
@@ -89,14 +89,22 @@ def test_a_image_too_large_to_count_is_refused_with_its_size(kind: tuple[Path, s
         rules(kind[0]).geometry(Size(9000, 9000), 0, 0)
 
 
-def test_a_image_that_the_models_own_processor_chokes_on_is_refused_in_our_words(kind: tuple[Path, str]) -> None:
+def test_a_image_that_the_models_own_processor_chokes_on_is_refused_in_our_words_and_once(
+    kind: tuple[Path, str],
+) -> None:
+    tried = []
+
     def chokes(size: Size) -> Any:
+        tried.append(size)
         raise ZeroDivisionError("library text at 0x7f00")
 
     family = rules(kind[0])
     assert isinstance(family, Fallback)
-    with pytest.raises(RequestError, match=r"takes no pictures of 64x48 pixels$"):
-        replace(family, count=chokes).geometry(Size(64, 48), 0, 0)
+    family = replace(family, count=Counts(chokes))
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"takes no pictures of 64x48 pixels$"):
+            family.geometry(Size(64, 48), 0, 0)
+    assert tried == [Size(64, 48)]
 
 
 def test_loading_warns_that_steps_are_slower(kind: tuple[Path, str], caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ MAX_FILE = 500
 BUDGETS = {  # lines of a folder of saccade/; "": its own files. Raised only in a commit that says why
     "": 1_900,
     "apps": 5_400,
-    "checkpoint": 2_000,
+    "checkpoint": 2_250,
     "cli": 2_300,
     "engine": 5_000,
     "helpers": 520,
@@ -22,7 +22,7 @@ BUDGETS = {  # lines of a folder of saccade/; "": its own files. Raised only in 
     "media": 3_800,
     "models": 9_750,
     "options": 1_300,
-    "processor": 8_150,
+    "processor": 8_200,
     "runner": 8_550,
     "scheduler": 4_050,
     "server": 9_900,

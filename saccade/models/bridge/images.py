@@ -7,20 +7,33 @@ image ──processor──► ids, grids, masks       a function of the image's
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from saccade.checkpoint.hf_image_part import ImagePart
 from saccade.checkpoint.hf_processor import Leaves, Placeholder, frame_of, processed
+from saccade.checkpoint.hf_shapes import SizeRuns
+from saccade.errors import RequestError
+from saccade.models.bridge.errors import Unfit
+from saccade.models.vision.preprocess import Pixels
 from saccade.types.media import Size
+
+Made = Callable[[Pixels], dict[str, Any]]
+"""Inputs of the model that the pixels of an image become, and maybe others that follow from its size."""
 
 _KEPT = 256  # sizes, of at most so many bytes
 _KEPT_BYTES = 1 << 28
 _BLANKS = (Size(512, 384), Size(1280, 1280), Size(1280, 720), Size(720, 1280), Size(2048, 2048), Size(64, 64))
+_NOISE = (Size(300, 211), Size(37, 90), Size(1280, 960), Size(1200, 200))
 
 
 class ImageInputs:
@@ -33,15 +46,22 @@ class ImageInputs:
         self.dtype = dtype
         self.device = device
         self.frame = frame_of(processor, place)
+        self._runs = SizeRuns(processor, place.written)
+        self._lock = Lock()  # of what is kept; images are prepared by several threads
         self._by_size: OrderedDict[Size, Leaves] = OrderedDict()  # without content, which is of one image
+        self._made = self._proven()
 
-    def rows(self, image: Image.Image) -> Tensor:
-        """[n, patch_dim]: the content, padded to whole rows."""
-        leaves = self._leaves(image)
-        flat = torch.cat([tensor.to(self.dtype).reshape(-1) for tensor in leaves.content])
-        whole = flat.new_zeros(-(-len(flat) // self.patch_dim) * self.patch_dim)
-        whole[: len(flat)] = flat
-        return whole.view(-1, self.patch_dim).to(self.device)
+    def rows(self, image: Pixels) -> Tensor:
+        """[n, patch_dim] in host memory, pinned for a GPU: the content, padded to whole rows."""
+        leaves = self._leaves(self._made, image)
+        lengths = [tensor.numel() for tensor in leaves.content]
+        whole = -(-sum(lengths) // self.patch_dim) * self.patch_dim
+        flat = torch.empty(whole, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+        *parts, rest = torch.split(flat, [*lengths, whole - sum(lengths)])
+        for part, tensor in zip(parts, leaves.content, strict=True):
+            part.view(tensor.shape).copy_(tensor)
+        rest.zero_()
+        return flat.view(-1, self.patch_dim)
 
     def inputs(self, rows: Tensor, size: Size | None) -> dict[str, Any]:
         """Of the model. `size`: of the image; None for blank rows: then one of about so many rows."""
@@ -53,23 +73,65 @@ class ImageInputs:
         content = [part.view(tensor.shape) for part, tensor in zip(parts, leaves.content, strict=True)]
         return on_device(leaves.joined(content), self.device)
 
+    def _whole(self, image: Pixels) -> dict[str, Any]:
+        return dict(processed(self.processor, self.place.written, Image.fromarray(image)))
+
+    def _proven(self) -> Made:
+        """The cheapest way that makes of noise what the whole processor does."""
+        pairs = []
+        for size in _NOISE:
+            pixels = _noise(size)
+            try:
+                pairs.append((pixels, self._leaves(self._whole, pixels)))
+            except RequestError as error:
+                raise Unfit(error.message) from None
+            except Exception:  # it may not take all sizes
+                continue
+        for is_quick in (True, False):
+            with suppress(Exception):  # whatever it raises, the whole processor runs then
+                part = ImagePart(self.processor, self.place.written, is_quick=is_quick)
+                if pairs and all(self._is_same(part, *pair) for pair in pairs):
+                    return part
+        return self._whole
+
+    def _is_same(self, part: Made, pixels: Pixels, whole: Leaves) -> bool:
+        contents = self._leaves(part, pixels).content, whole.content
+        return all(map(torch.equal, *contents))
+
+    def _leaves(self, made: Made, image: Pixels) -> Leaves:
+        """Those of its size, but for what was made of it."""
+        size = Size(image.shape[1], image.shape[0])
+        expected = self._of_size(size)
+        inputs = expected.joined(expected.content)
+        leaves = Leaves.of(inputs | {name: value for name, value in made(image).items() if name in inputs})
+        if not leaves.is_like(expected):
+            blank = f"a blank one of its {size.width}x{size.height} pixels"
+            message = f"of a picture the model's own processor makes other sizes or tokens than of {blank}"
+            raise RequestError(message, code="invalid_image")
+        return leaves
+
     def _blank_size(self, rows: int) -> Size:
         return min(_BLANKS, key=lambda size: abs(_values(self._of_size(size)) - rows * self.patch_dim))
 
     def _of_size(self, size: Size) -> Leaves:
-        kept = self._by_size.get(size)
-        return self._leaves(Image.new("RGB", size)) if kept is None else kept
+        with self._lock:
+            kept = self._by_size.get(size)
+        if kept is None:
+            kept = Leaves.of(self._runs(size)).without_content()
+            with self._lock:
+                self._keep(size, kept)
+        return kept
 
-    def _leaves(self, image: Image.Image) -> Leaves:
-        leaves = Leaves.of(processed(self.processor, self.place.written, image))
-        pairs = zip(leaves.values, leaves.is_content, strict=True)
-        shapes = [value.to("meta") if yes else value for value, yes in pairs]
-        self._by_size[Size(*image.size)] = leaves._replace(values=shapes)
+    def _keep(self, size: Size, leaves: Leaves) -> None:
+        self._by_size[size] = leaves
         total = sum(_bytes(other) for other in self._by_size.values())
         while len(self._by_size) > 1 and (total > _KEPT_BYTES or len(self._by_size) > _KEPT):
             _, oldest = self._by_size.popitem(last=False)
             total -= _bytes(oldest)
-        return leaves
+
+
+def _noise(size: Size) -> Pixels:
+    return np.random.default_rng(0).integers(0, 256, (size.height, size.width, 3), np.uint8)
 
 
 def on_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:

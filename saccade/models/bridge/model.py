@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
@@ -77,9 +76,12 @@ class ModelBridge:
         return None
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
+        return self.prepare_on_host(image).to(self.device)
+
+    def prepare_on_host(self, image: ImagePixels) -> Tensor:
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image
         assert isinstance(pixels, np.ndarray), "what is not resized is decoded"
-        return self.images.rows(Image.fromarray(pixels))
+        return self.images.rows(pixels)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         """Of blank patches."""

@@ -1,19 +1,21 @@
-"""Any other family, through Transformers' own processor: count tokens and tiles of a blank image."""
+"""Any other family, through Transformers' own processor: what it makes of a size, mostly without pixels."""
 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from saccade.checkpoint import hf_processor
+from saccade.checkpoint.hf_shapes import SizeRuns
 from saccade.errors import RequestError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
@@ -22,10 +24,13 @@ from saccade.types.media import Geometry, Grid, Size
 from saccade.types.prompt import Prompt, Span
 
 MAX_PIXELS = 25_000_000
-"""Counting allocates a blank image of the same size, so sizes have a bound of their own."""
+"""Counting may take a blank image of the same size, so sizes have a bound of their own."""
+_KEPT = 4096  # sizes, of which all have at most so many tokens and other numbers
+_KEPT_VALUES = 16_000_000
 _ORDINARY = Size(512, 384)
 _KINDS = ("mm_token_type_ids", "token_type_ids")
 _OF_TOKENS = ("input_ids", "attention_mask")
+_NONE = np.zeros(0, np.int8)
 _MAX_VALUES = 4096
 _RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 5 / 2, 3, 4, 5, 6, 8)
 _WIDE = [Size(1280, round(1280 / ratio)) for ratio in _RATIOS]
@@ -34,10 +39,53 @@ _TRIED = [*_WIDE, *_TALL, Size(64, 64), Size(512, 512), Size(2048, 2048)]
 
 
 class Counted(NamedTuple):
-    token_ids: tuple[int, ...]  # of the expanded image
-    kinds: tuple[int, ...]  # of each token, as its processor tells text from images; empty: it does not
+    token_ids: npt.NDArray[np.int32]  # of the expanded image
+    kinds: npt.NDArray[np.int8]  # of each token, as its processor tells text from images; empty: it does not
     values: int  # that the tower reads
     arguments: Mapping[str, Any]  # of its model's positions: grids and sizes
+
+    @property
+    def weight(self) -> int:
+        """Numbers that it keeps, about."""
+        return len(self.token_ids) + sum(map(_numbers, self.arguments.values()))
+
+
+class Counts:
+    """What each size becomes, once. A size that the processor does not take is kept, too."""
+
+    def __init__(self, count: Callable[[Size], Counted]) -> None:
+        self._count = count
+        self._kept: OrderedDict[Size, Counted | None] = OrderedDict()
+        self._weight = 0
+        self._lock = Lock()
+
+    def __call__(self, size: Size) -> Counted:
+        with self._lock:
+            if is_known := size in self._kept:
+                self._kept.move_to_end(size)
+            counted = self._kept.get(size)
+        if not is_known:
+            try:
+                counted = self._count(size)
+            except MemoryError:  # which says nothing of the size
+                raise
+            except Exception:  # a processor may raise anything about an image
+                counted = None
+            self._keep(size, counted)
+        if counted is None:
+            message = f"the model's own processor takes no pictures of {size.width}x{size.height} pixels"
+            raise RequestError(message, code="invalid_image")
+        return counted
+
+    def _keep(self, size: Size, counted: Counted | None) -> None:
+        with self._lock:
+            if size in self._kept:  # another thread's, meanwhile
+                return
+            self._kept[size] = counted
+            self._weight += counted.weight if counted else 1
+            while len(self._kept) > 1 and (len(self._kept) > _KEPT or self._weight > _KEPT_VALUES):
+                _, oldest = self._kept.popitem(last=False)
+                self._weight -= oldest.weight if oldest else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +93,7 @@ class Fallback:
     image_token_id: int  # placeholder in the prompt before expansion
     embedded_id: int | None  # tokens that embeddings replace, after expansion
     patch_dim: int
-    count: Callable[[Size], Counted]
+    count: Counts
     settings: str  # of the image processor
     rules: PositionRules
     frame: hf_processor.Frame
@@ -66,8 +114,8 @@ class Fallback:
         settings = repr(processor.image_processor)
         try:
             frame = hf_processor.frame_of(processor, place)
-            count = lru_cache(4096)(lambda size: _count(processor, place.written, frame, size))
-            ordinary = count(_ORDINARY)
+            runs = SizeRuns(processor, place.written)
+            ordinary = _counted(runs, frame, _ORDINARY)
         except Exception as error:
             size = f"{_ORDINARY.width}x{_ORDINARY.height}"
             reason = f"its processor fails on a picture of {size} pixels: {hf_processor.raised(error)}"
@@ -79,7 +127,7 @@ class Fallback:
             token_id,
             embedded,
             config.vision.patch_dim,
-            count,
+            Counts(lambda size: _counted(runs, frame, size)),
             settings,
             rules,
             frame,
@@ -104,16 +152,9 @@ class Fallback:
             pixels = f"the picture is {size.width}x{size.height} pixels, and at most {MAX_PIXELS} are allowed"
             message = f"{pixels} for a model that is served through Transformers"
             raise RequestError(message, code="image_too_large")
-        counted = self._counted(size)
+        counted = self.count(size)
         tokens = len(counted.token_ids)
         return Geometry(size, Grid(1, -(-counted.values // self.patch_dim), 1), tokens, tokens)
-
-    def _counted(self, size: Size) -> Counted:
-        try:
-            return self.count(size)
-        except Exception:  # a processor may raise anything about an image
-            message = f"the model's own processor takes no pictures of {size.width}x{size.height} pixels"
-            raise RequestError(message, code="invalid_image") from None
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
         """The largest of many sizes tried. An image that costs still more is refused when it comes."""
@@ -125,7 +166,7 @@ class Fallback:
 
     def expand(self, geometry: Geometry) -> Expansion:
         """Every token takes an embedding: what a model puts between rows is not known."""
-        return Expansion(np.array(self.count(geometry.resized).token_ids, np.int64), None)
+        return Expansion(self.count(geometry.resized).token_ids.astype(np.int64), None)
 
     @property
     def grows(self) -> bool:
@@ -172,19 +213,25 @@ class Fallback:
         return self.rules.bound(prompt)
 
 
-def _count(processor: Any, written: str, frame: hf_processor.Frame, size: Size) -> Counted:
-    inputs = hf_processor.processed(processor, written, Image.new("RGB", size))
-    ids = tuple(frame.inside(inputs["input_ids"][0].tolist()))
-    kinds = next((frame.inside(inputs[name][0].tolist()) for name in _KINDS if name in inputs), ())
+def _counted(runs: SizeRuns, frame: hf_processor.Frame, size: Size) -> Counted:
+    inputs = runs(size)
+    ids = frame.inside(inputs["input_ids"][0].numpy().astype(np.int32))
+    kinds = next(
+        (frame.inside(inputs[name][0].numpy().astype(np.int8)) for name in _KINDS if name in inputs), _NONE
+    )
     arguments = {name: value for name, value in inputs.items() if name not in (*_KINDS, *_OF_TOKENS)}
     content = hf_processor.Leaves.of(inputs).content
     sizes = {name: value for name, value in arguments.items() if _is_small(value) and not _is_content(value)}
-    return Counted(ids, tuple(kinds), sum(tensor.numel() for tensor in content), sizes)
+    return Counted(ids, kinds, sum(tensor.numel() for tensor in content), sizes)
 
 
 def _is_small(value: Any) -> bool:
     """Unlike a mask of pixels, of which one for each size would fill the memory."""
-    return not hasattr(value, "numel") or value.numel() <= _MAX_VALUES
+    return _numbers(value) <= _MAX_VALUES
+
+
+def _numbers(value: Any) -> int:
+    return int(value.numel()) if hasattr(value, "numel") else 1
 
 
 def _is_content(value: Any) -> bool:

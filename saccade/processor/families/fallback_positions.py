@@ -32,9 +32,9 @@ Ints = npt.NDArray[np.int64]
 
 class CountedImage(Protocol):
     @property
-    def token_ids(self) -> tuple[int, ...]: ...
+    def token_ids(self) -> npt.NDArray[np.int32]: ...
     @property
-    def kinds(self) -> tuple[int, ...]: ...
+    def kinds(self) -> npt.NDArray[np.int8]: ...
     @property
     def arguments(self) -> Mapping[str, Any]: ...
 
@@ -55,7 +55,7 @@ class PositionRules:
             raise hf_processor.refusal(config.model_type, reason)
         if rope_index is None:
             return cls(blocks=blocks, rope_switch=config.text.rope_switch)
-        ids = np.array(image.token_ids, np.int64)
+        ids = image.token_ids.astype(np.int64)
         positions, _ = _own_positions(rope_index, ids, _kinds(ids, [(0, image)]), [image])
         return cls(rope_index, len(positions), blocks, config.text.rope_switch)
 

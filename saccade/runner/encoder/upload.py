@@ -1,7 +1,8 @@
 """Copies decoded images to a CUDA device and preprocesses them there, on a side stream. Knows no queue.
 
 Pixels are copied as decoded, 3 bytes each, through pinned memory, which PyTorch caches by size class. All
-threads share one stream: each image reuses the memory that the one before freed.
+threads share one stream: each image reuses the memory that the one before freed. A model that prepares images
+on the host does so in all threads at once, and what it made is copied.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.models.interface import VisionLanguageModel
+from saccade.models.interface import PreparesOnHost, VisionLanguageModel
 from saccade.models.vision.preprocess import Pixels, as_tensor
 from saccade.types.media import Geometry
 
@@ -33,26 +34,35 @@ class PixelUpload:
 
     def __call__(self, image: Pixels | Tensor, geometry: Geometry) -> Tensor:
         """A tensor is on the device already, and complete."""
+        if isinstance(self.model, PreparesOnHost):
+            rows = self.model.prepare_on_host(image)
+            return self._complete(lambda: rows.to(self._device, non_blocking=True))
         staged = image if isinstance(image, Tensor) else _staged(image)
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with self._lock, torch.cuda.stream(self._stream):
-            patches = self.model.prepare(staged.to(self._device, non_blocking=True), geometry)
-            event.record()
-        event.synchronize()  # blocks only this thread
-        return patches
+        return self._complete(
+            lambda: self.model.prepare(staged.to(self._device, non_blocking=True), geometry)
+        )
 
     def place(self, parts: Sequence[Tensor], size: int) -> Tensor:
         """Pinned memory in parts -> the same bytes in one tensor on the device, complete."""
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with self._lock, torch.cuda.stream(self._stream):
+
+        def copied() -> Tensor:
             whole = torch.empty(size, dtype=torch.uint8, device=self._device)
             start = 0
             for part in parts:
                 whole[start : start + part.numel()].copy_(part, non_blocking=True)
                 start += part.numel()
+            return whole
+
+        return self._complete(copied)
+
+    def _complete(self, work: Callable[[], Tensor]) -> Tensor:
+        """Its result, when the stream has made it. Blocks this thread alone."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with self._lock, torch.cuda.stream(self._stream):
+            made = work()
             event.record()
-        event.synchronize()  # blocks only this thread
-        return whole
+        event.synchronize()
+        return made
 
 
 def _staged(image: Pixels) -> Tensor:
