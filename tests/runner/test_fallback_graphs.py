@@ -12,6 +12,7 @@ from torch import nn
 from saccade.checkpoint.config import TextConfig
 from saccade.models import load_model
 from saccade.models.bridge.model import ModelBridge
+from saccade.models.bridge.tail import Tail
 from saccade.models.bridge.text_model import TextModel
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.forward_selector import try_graphs
@@ -55,19 +56,51 @@ class Doubled(nn.Embedding):
         return 2 * super().forward(input)
 
 
-@pytest.mark.parametrize(
-    ("embeddings", "head", "reason", "said"),
-    [
-        (nn.Embedding(20, 8), nn.Linear(8, 20, bias=False), None, None),
-        (nn.Embedding(20, 8), nn.Linear(8, 20, bias=True), None, "its head has a bias"),
-        (Doubled(20, 8), nn.Linear(8, 20, bias=False), None, "its embeddings are more than a table"),
-        (nn.Embedding(20, 8), nn.Linear(8, 20, bias=False), "its logits are scaled", "its logits are scaled"),
-    ],
-)
-def test_what_our_kernels_do_at_the_ends_must_be_all_there_is(
-    embeddings: nn.Module, head: nn.Module, reason: str | None, said: str | None
-) -> None:
+class Passes:
+    """A model whose embeddings and tail are as given."""
+
+    axes = 1
+
+    def __init__(self, embeddings: nn.Module, tail: Tail, reason: str | None = None) -> None:
+        self.embeddings = embeddings
+        self.tail = tail
+        self.reason = reason
+
+    def embed(self, token_ids: torch.Tensor) -> Any:
+        return self.embeddings(token_ids)
+
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+        return embeds
+
+    def eager_reason(self) -> str | None:
+        return self.reason
+
+
+def text_model(passes: Passes, *, bias: bool = False) -> TextModel:
     text = TextConfig(8, 16, 1, 2, 1, 4, 20, 512, 1e-6, 1e4, None, {}, False, "qwen2")
-    given = {"layers": nn.Identity(), "eager": lambda: reason}
-    made = TextModel(text, embeddings, head, lambda *_: torch.zeros(1), **given)
-    assert made.eager_reason() == said
+    return TextModel(text, passes.embeddings, nn.Linear(8, 20, bias=bias), passes, layers=nn.Identity())
+
+
+@pytest.mark.parametrize(("embeddings", "is_table"), [(nn.Embedding(20, 8), True), (Doubled(20, 8), False)])
+def test_embeddings_that_are_more_than_a_table_are_made_by_the_model(embeddings: nn.Module, is_table: bool) -> None:
+    made = text_model(Passes(embeddings, Tail()))
+    assert made.is_table is is_table
+    ids = torch.tensor([3, 1])
+    torch.testing.assert_close(made.embed(ids), embeddings(ids))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tail", [Tail(), Tail(0.5, 3.0, torch.arange(20) == 7)])
+def test_what_follows_the_heads_gemm_is_done_in_place(tail: Tail, bias: bool) -> None:
+    made = text_model(Passes(nn.Embedding(20, 8), tail), bias=bias)
+    logits = torch.randn(2, 20)
+    added = logits if made._bias is None else logits + made._bias
+    expected = tail(added)
+    made.finish(logits)
+    torch.testing.assert_close(logits, expected)
+
+
+def test_a_reason_of_the_model_is_told() -> None:
+    assert text_model(Passes(nn.Embedding(20, 8), Tail(), "its layers keep states")).eager_reason() == (
+        "its layers keep states"
+    )

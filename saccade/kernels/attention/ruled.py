@@ -104,11 +104,11 @@ def _share(group: int) -> int:
 
 def _rows(q: Tensor, share: int, *, is_decode: bool) -> int:
     """16 are the least that an MMA takes. Wide heads leave registers for fewer."""
-    least = power_of_two(share, minimum=16)
+    min_rows = power_of_two(share, minimum=16)
     if is_decode:
-        return least
+        return min_rows
     is_small = q.element_size() == 4 or shared_memory(q.device) < _MANY_BYTES
-    return max(least, 32 if is_small and q.shape[2] > 128 else _ROWS)
+    return max(min_rows, 32 if is_small and q.shape[2] > 128 else _ROWS)
 
 
 def _keys(q: Tensor, rows: int) -> tuple[int, int]:
@@ -173,15 +173,30 @@ def _ruled_kernel(
             queries, keys, values, table, at, end, low, high, scale, cap, acc, largest, total, k_slot, v_slot,
             BLOCK_SIZE, DIM, PADDED_DIM, KEYS, HAS_CAP, PRECISION,
         )  # fmt: skip
-    acc *= v_scale
+    parts = (mixed, maxima, sums, active, cells)
+    _write(
+        out, parts, acc * v_scale, largest, total, packed, heads, known, split, count, HEADS, DIM, PADDED_DIM, IS_SPLIT
+    )
+
+
+@triton.jit
+def _write(
+    out: tl.tensor, parts: tl.tuple, acc: tl.tensor, largest: tl.tensor, total: tl.tensor, packed: tl.tensor,
+    heads: tl.tensor, known: tl.tensor, split: tl.tensor, count: tl.tensor,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, IS_SPLIT: tl.constexpr,
+) -> None:  # fmt: skip
+    """The result, or what a split found."""
+    dims = tl.arange(0, PADDED_DIM)
+    inside = known[:, None] & (dims < DIM)[None, :]
     cell = packed * HEADS + heads
     if IS_SPLIT:
+        mixed, maxima, sums, active, cells = parts
         part = split.to(tl.int64) * cells + cell
         tl.store(mixed + part[:, None] * DIM + dims[None, :], acc, mask=inside)
         tl.store(maxima + part, largest, mask=known)
         tl.store(sums + part, total, mask=known)
-        if split == 0 and group == 0:
-            tl.store(active + packed, tl.zeros_like(rows) + count, mask=known)
+        if split == 0 and tl.program_id(0) == 0:
+            tl.store(active + packed, tl.zeros_like(heads) + count, mask=known)
     else:
         result = divide(acc, total).to(out.dtype.element_ty)
         tl.store(out + cell[:, None] * DIM + dims[None, :], result, mask=inside)

@@ -172,6 +172,15 @@ def prefill_variants() -> Iterator[Variant]:
         name = f"triton_prefill.256.{rows}"
         kernel = "attention.prefill_triton:_prefill_kernel"
         yield new_variant(name, kernel, types + [NONE] * 4 + steps, constants, warps, num_stages=stages, **EARLY)
+    for dim, rows, tile, window, cap in ((512, 64, 64, 0, True), (256, 16, 1, 1024, False)):  # prefill, decode
+        parts = [F32, F32, F32, I32] if tile == 1 else [NONE] * 4
+        scales = ["i32", "fp32", "fp32", "fp32", "i32:16", "i32:16", "i32:16", "i32"]
+        constants = [16, dim, dim, dim, 16, 2, 2, dim, dim, rows, 32, tile, -(-2 * tile // rows), 8]
+        constants += [window, 0, False, cap, tile == 1, "tf32"]
+        ends = [I32 if tile > 1 else NONE, BF16, BF16]  # blocks, sinks, out
+        types = [BF16] * 3 + [I32] * 4 + ends + parts + scales
+        kernel = "attention.ruled:_ruled_kernel"
+        yield new_variant(f"ruled.{dim}", kernel, types, constants, 8 if rows > 16 else 4, num_stages=2)
     types = [F32, F32, F32, I32, BF16, "i32", "i32"]
     yield new_variant(
         "prefill_combine", "attention.prefill_combine:_combine_kernel", types, [128, 128, 4, True], 2, **EARLY
