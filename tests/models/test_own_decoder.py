@@ -61,6 +61,8 @@ KINDS: dict[str, Callable[[Path], Path]] = {
         rope_parameters={**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     ),
     "fused queries, keys and values": internvl("phi3", pad_token_id=0),
+    "scaled embeddings, sums and logits": ZOO["llava_next@granite"].build,
+    "the same with deep features": ZOO["granite_docling"].build,
     "experts": ZOO["qwen3_omni_moe_thinker"].build,
     "experts by sigmoid, in groups, with a bias and a shared one": ZOO["glm4v_moe"].build,
     "experts after a dense layer": ZOO["deepseek_ocr2"].build,
@@ -122,7 +124,8 @@ def test_what_is_not_rotated_has_no_frequency(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (ZOO["llava_next@granite"].build, "its layers scale what they add"),
+        (ZOO["granite4_vision"].build, "with our layers its logits differ by"),
+        (ZOO["chameleon"].build, "its logits are capped, or of tokens that it never says"),
         (internvl("gemma", hidden_activation="gelu_pytorch_tanh"), "its embeddings are more than a table"),
         (internvl("llama", hidden_act="gelu"), "its MLPs activate by GELUActivation, ours by SiLU"),
         (ZOO["hunyuan_vl"].build, "its layers have self_attn.query_layernorm.weight, which ours have not"),

@@ -16,6 +16,7 @@ from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.own_experts import experts_of, share_experts
 from saccade.models.bridge.own_modules import check_shapes, has_bias, modules_of, set_norm, share
 from saccade.models.bridge.own_rotation import rotation_of
+from saccade.models.bridge.own_scales import ScaledDecoder, Scales, scales_of
 from saccade.models.bridge.proof import TOLERANCE, Probe, difference_in_steps
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.layers.linear import Linear
@@ -61,12 +62,15 @@ class OwnDecoder:
         self.model = model
         self.layers = [modules_of(layer) for layer in model.text.layers]
         self.rotation = rotation_of(model)
+        self.scales = scales_of(model)
         self.params = Parameters(model.dtype, torch.device("meta"))
         self.decoder = self._empty_decoder()
         for ours, theirs in zip(self.decoder.layers, self.layers, strict=True):
             for name, linear in _linears(ours).items():
                 check_shapes(name, linear, theirs[name], _parts(name, linear, ours))
         self._set_norms()
+        if isinstance(self.decoder, ScaledDecoder):
+            self.scales.put_into(self.decoder)
 
     def _empty_decoder(self) -> Decoder:
         """Without memory."""
@@ -74,7 +78,10 @@ class OwnDecoder:
         biases = Biases(
             *(has_bias(self.layers, *names) for names in (("qkv",), ("out",), ("gate_up", "down")))
         )
-        decoder = Decoder(self.params, self._shape(), biases, has_qk_norms=bool(self.layers[0]["q_norm"]))
+        kind = Decoder if self.scales == Scales() else ScaledDecoder
+        decoder = kind(self.params, self._shape(), biases, has_qk_norms=bool(self.layers[0]["q_norm"]))
+        if isinstance(decoder, ScaledDecoder):
+            decoder.scales = self.scales
         decoder.table = model.model.get_input_embeddings().weight.data
         head = model.head.weight.data
         decoder.head = decoder.table if head.data_ptr() == decoder.table.data_ptr() else head
@@ -154,8 +161,8 @@ def _check(model: ModelBridge) -> None:
         raise Unfit("its attention is more than causal")
     if not all(extra.is_of_images and extra.shape == (text.hidden_size,) for extra in model.entrance.extras):
         raise Unfit("its decoder takes more than embeddings and deep features")
-    if not model.tail.is_plain:
-        raise Unfit("its logits are scaled or capped")
+    if model.tail.cap is not None or model.tail.banned is not None:
+        raise Unfit("its logits are capped, or of tokens that it never says")
     if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
         raise Unfit("its head is more than a matrix")
     if len(layers) != text.num_layers:
