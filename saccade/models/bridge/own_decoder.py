@@ -83,8 +83,9 @@ class OwnDecoder:
         if isinstance(decoder, ScaledDecoder):
             decoder.scales = self.scales
         decoder.table = model.model.get_input_embeddings().weight.data
-        head = model.head.weight.data
-        decoder.head = decoder.table if head.data_ptr() == decoder.table.data_ptr() else head
+        decoder.head = model.head.weight.data
+        if decoder.head.data_ptr() == decoder.table.data_ptr():
+            decoder.head = decoder.table
         rotary = decoder.rotary
         rotary.frequencies, rotary.axes, rotary.gain = rotation.frequencies, rotation.axes, rotation.gain
         decoder.scale = _scaling(model) * rotation.gain**2
@@ -175,11 +176,11 @@ def _check(model: ModelBridge) -> None:
 
 def _scaling(model: ModelBridge) -> float:
     """Of scores."""
-    found = {getattr(layer.self_attn, "scaling", None) for layer in model.text.layers}
+    usual = model.config.text.head_dim**-0.5
+    found = {float(getattr(layer.self_attn, "scaling", None) or usual) for layer in model.text.layers}
     if len(found) != 1:
         raise Unfit("its layers scale their scores differently")
-    scaling = found.pop()
-    return float(model.config.text.head_dim**-0.5 if scaling is None else scaling)
+    return found.pop()
 
 
 def _linears(layer: Any) -> dict[str, Linear]:
@@ -187,8 +188,9 @@ def _linears(layer: Any) -> dict[str, Linear]:
     found = {"qkv": attention.qkv, "out": attention.out}
     if not isinstance(mlp, MoE):
         return found | {"gate_up": mlp.gate_up, "down": mlp.down}
-    shared = mlp.shared
-    return found if shared is None else found | {"shared.gate_up": shared.gate_up, "shared.down": shared.down}
+    if mlp.shared is not None:
+        found |= {"shared.gate_up": mlp.shared.gate_up, "shared.down": mlp.shared.down}
+    return found
 
 
 def _parts(name: str, linear: Linear, layer: Any) -> list[int]:
@@ -199,7 +201,9 @@ def _parts(name: str, linear: Linear, layer: Any) -> list[int]:
         return [
             size * attention.head_dim for size in (attention.heads, attention.kv_heads, attention.kv_heads)
         ]
-    return [rows // 2, rows // 2] if name.endswith("gate_up") else [rows]
+    if name.endswith("gate_up"):
+        return [rows // 2, rows // 2]
+    return [rows]
 
 
 def _give_up_layers(model: ModelBridge) -> None:

@@ -32,13 +32,12 @@ def experts_of(layer: Modules) -> MoEConfig:
         raise Unfit("its experts are stored in another way")
     if _tensors(router) - {"weight", _BIAS}:
         raise Unfit("its router has more weights than ours")
-    shared = layer["shared.down"]
     rules = MoEConfig(
         layers=(),
         count=count,
         per_token=int(router.top_k),
         width=wide // 2,
-        shared=shared[0].weight.shape[1] if shared else 0,
+        shared=sum(part.weight.shape[1] for part in layer["shared.down"]),
         shared_gate=bool(layer["shared_gate"]),
         stacks_shared=False,  # their tensors stay as they are
     )
@@ -62,7 +61,11 @@ def _tensors(module: Any) -> set[str]:
 def _candidates(rules: MoEConfig, router: Any) -> Iterator[MoEConfig]:
     groups = next((int(getattr(router, name)) for name in _GROUPS if getattr(router, name, None)), 1)
     kept = int(getattr(router, "topk_group", None) or groups)
-    choice = "noaux_tc" if hasattr(router, _BIAS) else "group_limited_greedy" if groups > 1 else "greedy"
+    choice = "greedy"
+    if hasattr(router, _BIAS):
+        choice = "noaux_tc"
+    elif groups > 1:
+        choice = "group_limited_greedy"
     rules = replace(rules, groups=groups, groups_kept=kept, choice=choice)
     scales = {1.0, float(getattr(router, "routed_scaling_factor", 1.0))}
     for scoring in ("softmax", "sigmoid"):
@@ -71,9 +74,8 @@ def _candidates(rules: MoEConfig, router: Any) -> Iterator[MoEConfig]:
                 yield replace(rules, scoring=scoring, normalise=normalise, scale=scale)
 
 
-def _set_router(ours: MoE, router: Any, gate: Tensor | None = None) -> None:
-    rows = [router.weight.data] if gate is None else [router.weight.data, gate]
-    ours.routers = torch.cat(rows).float()
+def _set_router(ours: MoE, router: Any, *gates: Tensor) -> None:
+    ours.routers = torch.cat([router.weight.data, *gates]).float()
     if ours.router_bias is not None:
         ours.router_bias = getattr(router, _BIAS).data.float()
 
@@ -82,5 +84,4 @@ def share_experts(ours: MoE, layer: Modules) -> None:
     experts = layer["experts"][0]
     ours.gate_up = experts.gate_up_proj.data
     ours.down = experts.down_proj.data
-    gate = layer["shared_gate"][0].weight.data if layer["shared_gate"] else None
-    _set_router(ours, layer["router"][0], gate)
+    _set_router(ours, layer["router"][0], *(gate.weight.data for gate in layer["shared_gate"]))
