@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import costs
+from saccade.models import is_native
 from saccade.models.bridge.text_model import TextModel
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.cross_attention import CrossDecoder
@@ -24,7 +25,8 @@ from saccade.runner.torch_forward import TorchForward
 from saccade.types.media import Key
 
 _CHECKED = (CrossDecoder, LatentDecoder, TextModel)
-"""Decoders whose graphs are compared with PyTorch at start, and may run without them."""
+"""Decoders whose graphs are compared with PyTorch at start, and may run without them, as may any other whose
+model runs through Transformers' code."""
 
 
 class ForwardParts(NamedTuple):
@@ -45,7 +47,7 @@ def select_forward(parts: ForwardParts) -> tuple[Forward, str | None]:
         return plain(), None
     capture = partial(_capture, parts)
     decoder: Any = parts.model.decoder
-    if not isinstance(decoder, _CHECKED):
+    if not isinstance(decoder, _CHECKED) and is_native(parts.model.config):
         return capture(), None
     reason = decoder.eager_reason() if isinstance(decoder, TextModel) else None
     forward = None
@@ -102,10 +104,11 @@ def _capture(parts: ForwardParts) -> Forward:
 
 
 def position_rows(model: VisionLanguageModel) -> int:
+    """Of a prompt. A model that runs through Transformers' code has found how many axes it has."""
     decoder: Any = model.decoder
     if isinstance(decoder, TextModel):
         return decoder.position_rows
-    return 3 if model.config.text.mrope_section else 1
+    return getattr(model, "axes", 3 if model.config.text.mrope_section else 1)
 
 
 def _max_cross_states(parts: ForwardParts) -> int:

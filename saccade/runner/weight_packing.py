@@ -10,6 +10,7 @@ from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.models import is_native
 from saccade.models.interface import DecoderModel, VisionLanguageModel
+from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.packed_linear import is_aarch64, plain_reason, shares_rows
 
 _MIN_WEIGHT = 1 << 16  # elements of a layer's largest
@@ -39,12 +40,16 @@ def plan_packing(model: ModelConfig, dtype: str, device: torch.device) -> Weight
 
 
 def _problem(model: ModelConfig, dtype: str, device: torch.device) -> str | None:
-    """Why nothing is packed."""
-    text = model.text
+    """Why nothing is packed, as far as the config tells."""
     if problem := plain_reason(getattr(torch, dtype), device.type):
         return problem
     if not is_native(model):
-        return "the model runs through Transformers' code"
+        return "the model runs through Transformers' code (a decoder that becomes one of ours is packed)"
+    return _shape_problem(model)
+
+
+def _shape_problem(model: ModelConfig) -> str | None:
+    text = model.text
     if text.hidden_size * text.intermediate_size < _MIN_WEIGHT:
         return "they are so small that building code for them takes longer than it saves"
     if is_aarch64() and not text.tie_word_embeddings:
@@ -53,6 +58,10 @@ def _problem(model: ModelConfig, dtype: str, device: torch.device) -> str | None
 
 
 def pack_where_faster(model: VisionLanguageModel, dtype: torch.dtype, device: torch.device) -> None:
+    if not is_native(model.config):
+        if plain_reason(dtype, device.type) is None:
+            _pack_own_decoder(model)
+        return
     plan = plan_packing(model.config, str(dtype).removeprefix("torch."), device)
     if not plan.is_on:
         return
@@ -62,12 +71,20 @@ def pack_where_faster(model: VisionLanguageModel, dtype: torch.dtype, device: to
         model.decoder.copy_head()
 
 
-def pack_weights(model: VisionLanguageModel) -> None:
+def _pack_own_decoder(model: VisionLanguageModel) -> None:
+    """Of a model that runs through Transformers' code, which reads a tied head as it is for pictures."""
+    decoder = model.decoder
+    is_ours = isinstance(decoder, Decoder) and _shape_problem(model.config) is None
+    if is_ours and not is_aarch64():
+        pack_weights(model, with_head=decoder.head is not decoder.table)
+
+
+def pack_weights(model: VisionLanguageModel, *, with_head: bool = True) -> None:
     """Replace the weights of linear layers and of the head. Experts stay as they are."""
     params = cast(DecoderModel, model).params
     params.give_up_names()  # their tensors are views of the originals
     for linear in params.linears:
         if not linear.weight.is_meta:
             linear.pack()
-    if not model.decoder.head.is_meta:
+    if with_head and not model.decoder.head.is_meta:
         model.decoder.pack_head()

@@ -16,6 +16,7 @@ from saccade.models.bridge.tail import Tail
 from saccade.models.bridge.text_model import TextModel
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.forward_selector import try_graphs
+from tests.helpers.families.bridged import transformers_layers
 from tests.helpers.families.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
@@ -27,7 +28,8 @@ GRAPHS: Any = object()
 def model(tmp_path: Path) -> ModelBridge:
     folder = FAMILIES["internvl"].build(tmp_path)
     config = open_checkpoint(str(folder)).config
-    made = load_model(folder, config, dtype=torch.float32, device=torch.device("cpu"))
+    with transformers_layers():
+        made = load_model(folder, config, dtype=torch.float32, device=torch.device("cpu"))
     assert isinstance(made, ModelBridge)
     return made
 
@@ -48,6 +50,7 @@ def test_what_cannot_be_captured_or_differs_is_not_used_and_the_reason_is_told()
 
 
 def test_layers_of_which_nothing_is_known_are_tried(model: ModelBridge) -> None:
+    assert isinstance(model.decoder, TextModel)
     assert model.decoder.eager_reason() is None
 
 

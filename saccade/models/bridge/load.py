@@ -16,6 +16,7 @@ from saccade.errors import ConfigError, RequestError
 from saccade.models.bridge import attention
 from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.model import ModelBridge
+from saccade.models.bridge.own_decoder import use_own_decoder
 from saccade.models.bridge.proof import check_against_own_forward
 from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.tensor_files import StoredTensors, some
@@ -45,20 +46,26 @@ def load(
     try:
         model = _model(kind, path, dtype, tensors, seed, device)
         bridge = ModelBridge(config, model.to(device).eval(), processor, device, dtype, window)
-        check_against_own_forward(bridge)
+        probes = check_against_own_forward(bridge)
     except ConfigError:
         raise
     except (Unfit, RequestError) as error:
         raise refusal(kind, str(error)) from None
     except Exception as error:
         raise refusal(kind, hf_processor.raised(error)) from error
-    logger.warning(
-        "model_type %s is not one that Saccade knows: it runs through Transformers' code. Its answers are "
-        "right, but steps are slower than a known model's, and a picture is encoded in one piece, in which "
-        "others wait",
-        kind,
-    )
+    _log(kind, use_own_decoder(bridge, probes))
     return bridge
+
+
+def _log(kind: str, reason: str | None) -> None:
+    """`reason`: why its decoder is none of ours."""
+    unknown = f"model_type {kind} is not one that Saccade knows: it runs through Transformers' code"
+    encoding = "a picture is encoded in one piece, in which others wait"
+    if reason is None:
+        logger.warning("%s up to its decoder, which is one of ours. There %s", unknown, encoding)
+        return
+    slower = "Its answers are right, but steps are slower than a known model's"
+    logger.warning("%s. %s (%s), and %s", unknown, slower, reason, encoding)
 
 
 def _model(

@@ -20,8 +20,10 @@ from saccade.models.bridge.rope import follow_lengths
 from saccade.models.bridge.states import StateLayers, TokensBefore, of_group
 from saccade.models.bridge.tail import Tail
 from saccade.models.bridge.text_model import TextModel
+from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.forward_types import Attention, Encoding, States
 from saccade.models.layers.torch_attention import PagedAttention
+from saccade.models.state_dict import Parameters
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.types.media import Geometry, Grid, Size
 
@@ -64,7 +66,8 @@ class ModelBridge:
         self.axes = 1
         self._rope = follow_lengths(self.text, config.text.rope_switch, window)
         ends = (model.get_input_embeddings(), self.head)
-        self.decoder = TextModel(config.text, *ends, self, layers=self.text)
+        self.params: Parameters | None = None  # of a decoder of ours
+        self.decoder: TextModel | Decoder = TextModel(config.text, *ends, self, layers=self.text)
 
     def eager_reason(self) -> str | None:
         if self.states is not None:
@@ -109,6 +112,8 @@ class ModelBridge:
         return {name: tensor for name, tensor in tensors if id(tensor) not in decoder}
 
     def embed(self, token_ids: Tensor) -> Tensor:
+        if isinstance(self.decoder, Decoder):
+            return self.decoder.embed(token_ids)
         if self.entrance.extras:
             return self.entrance.rows({"input_ids": token_ids[None]})
         embeds: Tensor = self.model.get_input_embeddings()(token_ids)
@@ -119,6 +124,8 @@ class ModelBridge:
     ) -> Tensor:
         """Positions as `fallback_positions` makes them: RoPE axes, a row of blocks, a row of lengths."""
         rope, blocks, lengths = self._rows_of(positions)
+        if isinstance(self.decoder, Decoder):
+            return self.decoder.forward(embeds, rope, attention)
         if states is not None:
             return self._in_groups(embeds, rope, cast(PagedAttention, attention), states)
         with self._lengths(lengths), self.attention.of_step(attention, blocks):
@@ -177,6 +184,8 @@ class ModelBridge:
             self._rope.lengths = None
 
     def logits(self, hidden: Tensor) -> Tensor:
+        if isinstance(self.decoder, Decoder):
+            return self.decoder.logits(hidden)
         return self.tail(self.head(hidden).float())
 
 

@@ -58,15 +58,15 @@ class Chunk(NamedTuple):
 
 
 @torch.inference_mode()
-def check_against_own_forward(model: ModelBridge) -> None:
-    """Raises Unfit if logits differ; exceptions of the model's own code pass."""
+def check_against_own_forward(model: ModelBridge) -> list[Probe]:
+    """Raises Unfit if logits differ; exceptions of the model's own code pass. What was asked."""
     budget = model.indexers.budget
     if budget is not None and model.window > budget:
         reason = f"its layers select {budget} tokens of a longer context, and ours read all"
         raise Unfit(f"{reason}; it is served up to there with --max-model-len {budget}")
     probes = [_image_probe(model), _text_probe(model)]
     alone = _difference(model, probes, [[Chunk(0, 0, len(probes[0].embeds))]])
-    limit = max(TOLERANCE[model.dtype], *(2 * probe.rounding for probe in probes))
+    limit = limit_of(model, probes)
     if not alone <= limit:
         raise Unfit(
             f"with our attention its logits differ by {alone:.1e} from its own. Its pictures may be read in "
@@ -79,6 +79,20 @@ def check_against_own_forward(model: ModelBridge) -> None:
             f"beside another request, and in pieces, its logits differ by {together:.1e} from those it has "
             "alone. Its layers may remember more than keys and values, or mix what stands side by side"
         )
+    return probes
+
+
+@torch.inference_mode()
+def difference_in_steps(model: ModelBridge, probes: Sequence[Probe]) -> float:
+    """The largest difference of logits: of each request alone and whole, and of all in pieces."""
+    alone = [[Chunk(number, 0, len(probe.embeds))] for number, probe in enumerate(probes)]
+    steps = [*alone, *_steps(probes)]
+    return _difference(model, probes, steps)
+
+
+def limit_of(model: ModelBridge, probes: Sequence[Probe]) -> float:
+    """The largest difference that may be rounding."""
+    return max(TOLERANCE[model.dtype], *(2 * probe.rounding for probe in probes))
 
 
 def _steps(probes: Sequence[Probe]) -> list[list[Chunk]]:

@@ -19,6 +19,7 @@ from saccade.models.cuda.transformers_fusion import Fusion
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.processor.checkpoint_files import open_checkpoint
 from tests.helpers.families import family_fallback
+from tests.helpers.families.bridged import transformers_layers
 
 pytestmark = pytest.mark.transformers
 
@@ -147,7 +148,8 @@ class Record(NamedTuple):
 
 def decoder(folder: Path, caplog: pytest.LogCaptureFixture) -> Record:
     config = open_checkpoint(str(folder)).config
-    model: Any = load_model(folder, config, dtype=torch.float32, device=DEVICE)
+    with transformers_layers():
+        model: Any = load_model(folder, config, dtype=torch.float32, device=DEVICE)
     caplog.clear()
     with caplog.at_level(logging.INFO, "saccade.models"):
         made = TransformersDecoder(model.decoder, PagedKV.allocate(config.text, 2, 16, torch.float32, DEVICE))
