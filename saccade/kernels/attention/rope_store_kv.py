@@ -16,6 +16,8 @@ Partial RoPE: cos and sin have fewer columns than a head, and its other dimensio
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -61,10 +63,20 @@ def rotary_and_store(
     return rotated
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+class Pairs(NamedTuple):
+    """Whether neighbours are a pair, and not dimensions i and i + rotary_dim / 2; and where cos and sin have theirs."""
+
+    are_neighbours: bool = False
+    angles_are: bool = False
+
+
+HALVES = Pairs()
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = HALVES) -> None:
     """q [T, heads, d] and k [T, kv_heads, d] rotated in place, where the cache is written by others.
 
-    cos and sin [T, rotary_dim], contiguous, without a sign: x * cos + rotate_half(x) * sin.
+    cos and sin [T, rotary_dim], contiguous, without a sign.
     """
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -74,6 +86,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     _rotary_in_place_kernel[(tokens, 2)](
         q, k, cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), heads, kv_heads,
         PADDED_HEADS=power_of_two(max(heads, kv_heads)), PADDED_HALF=power_of_two(width // 2), ROTARY=width, PDL=pdl,
+        PAIR=2 if pairs.are_neighbours else width, ANGLE=2 if pairs.angles_are else width,
         num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
 
@@ -83,23 +96,25 @@ def _rotary_in_place_kernel(
     q: tl.tensor, k: tl.tensor, cos: tl.tensor, sin: tl.tensor,
     q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, heads: tl.tensor, kv_heads: tl.tensor,
     PADDED_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr, ROTARY: tl.constexpr, PDL: tl.constexpr,
+    PAIR: tl.constexpr, ANGLE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (t, 0) has the queries of row t, (t, 1) its keys."""
+    """Program (t, 0) has the queries of row t, (t, 1) its keys. Of a pair the second is PAIR / 2 after the first."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, PADDED_HEADS)[:, None]
     half = tl.arange(0, PADDED_HALF)[None, :]
     known = half < ROTARY // 2
     pdl_release_then_wait(PDL)  # first: cos and sin are a kernel's of this pass
-    angles = _load_pair(cos + row * ROTARY + half, known, ROTARY, 0, 1)
-    low, high = _load_pair(sin + row * ROTARY + half, known, ROTARY, 0, 1)
+    angle, first = half * (2 if ANGLE < ROTARY else 1), half * (2 if PAIR < ROTARY else 1)
+    angles = _load_pair(cos + row * ROTARY + angle, known, ANGLE, 0, 1)
+    low, high = _load_pair(sin + row * ROTARY + angle, known, ANGLE, 0, 1)
     if tl.program_id(1) == 0:
-        own = q + row * q_row + head * q_head + half
+        own = q + row * q_row + head * q_head + first
         inside = (head < heads) & known
     else:
-        own = k + row * k_row + head * k_head + half
+        own = k + row * k_row + head * k_head + first
         inside = (head < kv_heads) & known
     kind: tl.constexpr = q.dtype.element_ty
-    _rotate(_load_pair(own, inside, ROTARY, 0, 1), own, inside, angles, (-low, high), kind, 1.0, ROTARY)
+    _rotate(_load_pair(own, inside, PAIR, 0, 1), own, inside, angles, (-low, high), kind, 1.0, PAIR)
 
 
 @triton.jit(do_not_specialize=["part"], do_not_specialize_on_alignment=["slots"])  # a slice of a larger array

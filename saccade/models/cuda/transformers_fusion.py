@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saccade.kernels.attention.rope_store_kv import rotary
+from saccade.kernels.attention.rope_store_kv import HALVES, Pairs, rotary
 from saccade.kernels.gemm.skinny import SplitWorkspace, skinny_linear
 from saccade.kernels.ops.norm import rms_norm
 from saccade.kernels.ops.qk_norm import qk_rms_norm
@@ -31,6 +31,7 @@ from saccade.models.cuda.gemm_weights import Plain
 from saccade.models.cuda.gemms import gated_rows
 
 _ROTARY = "apply_rotary_pos_emb"  # the function of Transformers' modeling files
+_PAIRS = (HALVES, Pairs(are_neighbours=True), Pairs(are_neighbours=True, angles_are=True))
 _QKV = ("q_proj", "k_proj", "v_proj")
 _QK_NORMS = ("q_norm", "k_norm")
 _OTHER = "another formula"
@@ -182,6 +183,7 @@ class _Rotary:
     def __init__(self, original: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self.original = original
         self.is_same: bool | None = None
+        self.pairs = HALVES
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         """q [1, heads, T, d], k [1, kv_heads, T, d], cos and sin [1, T, rotary_dim], if it is called so."""
@@ -191,11 +193,13 @@ class _Rotary:
         q, k, cos, sin = given
         if self.is_same is None:
             expected = self.original(q, k, cos, sin)
-            ours = (q.clone(), k.clone())
-            _rotate(*ours, cos, sin)
-            self.is_same = all(map(_are_close, ours, expected))
+            for pairs in _PAIRS:
+                self.is_same = all(map(_are_close, _rotated(q, k, cos, sin, pairs), expected))
+                if self.is_same:
+                    self.pairs = pairs
+                    break
             return expected
-        _rotate(q, k, cos, sin)
+        _rotate(q, k, cos, sin, self.pairs)
         return q, k
 
 
@@ -206,8 +210,15 @@ def _is_called_so(given: tuple[Any, ...]) -> bool:
     return len(q) == 1 and cos.shape[:2] == (1, q.shape[2]) and cos.shape[-1] <= q.shape[-1]
 
 
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    rotary(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0].contiguous(), sin[0].contiguous())
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    copies = (q.clone(), k.clone())
+    _rotate(*copies, cos, sin, pairs)
+    return copies
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> None:
+    heads = (q[0].transpose(0, 1), k[0].transpose(0, 1))
+    rotary(*heads, cos[0].contiguous(), sin[0].contiguous(), pairs)
 
 
 def _norms(norm: Any) -> Sequence[partial[Tensor]]:

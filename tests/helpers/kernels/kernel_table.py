@@ -195,7 +195,9 @@ def prefill_variants() -> Iterator[Variant]:
     constants = [24, 4, 256, 32, 4, 32, 1, True, 64]
     yield new_variant("rope_store_kv.256", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
     types = [BF16] * 4 + ["i32:16"] * 4 + ["i32"] * 2
-    yield new_variant("rotary", "attention.rope_store_kv:_rotary_in_place_kernel", types, [16, 64, 128, True], **EARLY)
+    kernel = "attention.rope_store_kv:_rotary_in_place_kernel"
+    yield new_variant("rotary", kernel, types, [16, 64, 128, True, 128, 128], **EARLY)
+    yield new_variant("rotary.neighbours", kernel, types, [16, 64, 128, True, 2, 128], **EARLY)
 
 
 def vit_variants() -> Iterator[Variant]:

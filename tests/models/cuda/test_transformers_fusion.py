@@ -36,7 +36,8 @@ FUSED = {
     "Phi3": ALL.removesuffix(", q/k/v 1 of 1"),  # one projection already
     "Qwen3": ALL.replace("3 of 3", "5 of 5"),  # norms of heads
     "Gemma3Text": ALL.replace("3 of 3", "7 of 7"),  # the same after a transpose, and of what is added
-    "Cohere2": "MLPs 1 of 1, RoPE 0 of 1 (another formula), q/k/v 1 of 1",  # neighbours rotate as a pair; layer norms
+    "Cohere2": "MLPs 1 of 1, RoPE 1 of 1, q/k/v 1 of 1",  # neighbours rotate as a pair; layer norms
+    "Glm4": ALL.replace("3 of 3", "5 of 5"),  # so here, with angles side by side as for halves
 }
 
 
