@@ -30,8 +30,10 @@ class SizeRuns:
         self._processor = processor
         self._written = written
         self._shapes = _without_pixels(processor)
-        if self._shapes is not None and not all(map(self._agrees, _PROBES)):
-            self._shapes = None
+        if self._shapes is not None:
+            agree = [self._agrees(size) for size in _PROBES]
+            if False in agree or True not in agree:
+                self._shapes = None
 
     @property
     def is_cheap(self) -> bool:
@@ -54,11 +56,12 @@ class SizeRuns:
             raise ValueError("a size that is a pixel")
         return inputs
 
-    def _agrees(self, size: tuple[int, int]) -> bool:
+    def _agrees(self, size: tuple[int, int]) -> bool | None:
+        """None: a size that it does not take says nothing of shapes."""
         try:
             blank = Leaves.of(self._of_blank(size))
-        except Exception:  # a size that it does not take says nothing of shapes
-            return True
+        except Exception:
+            return None
         try:
             return blank.is_like(Leaves.of(self._of_shape(size)))
         except Exception:

@@ -128,4 +128,5 @@ def _check(parts: ForwardParts, plain: TorchForward, forward: Any) -> None:
         parts.model.config.text,
         block_size=sizes.block_size,
         max_tokens=min(sizes.max_model_len, sizes.num_blocks * sizes.block_size),
+        position_rows=position_rows(parts.model),
     )

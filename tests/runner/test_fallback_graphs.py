@@ -84,7 +84,9 @@ def text_model(passes: Passes, *, bias: bool = False) -> TextModel:
     return TextModel(text, passes.embeddings, nn.Linear(8, 20, bias=bias), passes, layers=nn.Identity())
 
 
-@pytest.mark.parametrize(("embeddings", "is_table"), [(nn.Embedding(20, 8), True), (Doubled(20, 8), False)])
+@pytest.mark.parametrize(
+    ("embeddings", "is_table"), [(nn.Embedding(20, 8), True), (Doubled(20, 8, padding_idx=0), False)]
+)
 def test_embeddings_that_are_more_than_a_table_are_made_by_the_model(embeddings: nn.Module, is_table: bool) -> None:
     made = text_model(Passes(embeddings, Tail()))
     assert made.is_table is is_table

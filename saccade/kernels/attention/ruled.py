@@ -5,7 +5,7 @@ All that a rule hides leaves each query an interval of keys, so one kernel is de
     token              0  1  2  3  4  5  6        window 3: 6 sees [4, 7)     chunk 4: 6 sees [4, 7)
     block              0  1  2  2  2  5  6        2, 3 and 4 see [0, 5)
 
-    grid (groups of heads, splits of keys, tiles of a launch and their parts)
+    grid (tiles of a launch and their parts, splits of keys, groups of heads)
 
 Rows of a program are the query heads of one KV head, for some tokens: keys are read once for all of them. Heads may
 be of any number and width, and need not be those of other layers. What the splits find is combined as for prefill.
@@ -81,7 +81,7 @@ def ruled_attention(
     partials = new_partials(splits, out) if splits > 1 else None
     keys, stages = _keys(q, rows)
     assert q.stride(2) == k_cache.stride(2) == v_cache.stride(2) == 1
-    _ruled_kernel[(heads // share, splits, parts * len(tiles.index))](
+    _ruled_kernel[(parts * len(tiles.index), splits, heads // share)](
         q, k_cache, v_cache, block_tables, seq_lens, tiles.starts, tiles.index, rule.blocks, rule.sinks, out,
         *(partials or (None,) * 4), tokens * heads, scale * scales[0], scales[1], rule.softcap or 1.0,
         q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
@@ -116,8 +116,9 @@ def _keys(q: Tensor, rows: int) -> tuple[int, int]:
     if q.element_size() == 4:
         return 32, 1
     keys = 64 if q.shape[2] <= 128 else 32
-    taken = rows * q.shape[2] * 2
-    tile = 2 * keys * power_of_two(q.shape[2]) * 2
+    width = power_of_two(q.shape[2])
+    taken = rows * width * 2
+    tile = 2 * keys * width * 2
     stages = max(1, min(3, (shared_memory(q.device) - taken - (16 << 10)) // tile))
     return keys, stages
 
@@ -146,12 +147,12 @@ def _ruled_kernel(
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     TOKENS: tl.constexpr = ROWS // SHARE
-    group, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2) // PARTS
-    own = (tl.program_id(2) % PARTS) * TOKENS + tl.arange(0, ROWS) // SHARE  # within the tile
+    tile, split, group = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
+    own = (tl.program_id(0) % PARTS) * TOKENS + tl.arange(0, ROWS) // SHARE  # within the tile
     request, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
     start, seq_len = tl.load(starts + request), tl.load(seq_lens + request)
     length = tl.load(starts + request + 1) - start
-    if first + (tl.program_id(2) % PARTS) * TOKENS >= length:
+    if first + (tl.program_id(0) % PARTS) * TOKENS >= length:
         return
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     known = (rows < TOKENS * SHARE) & (own < TILE) & (first + own < length)
@@ -194,8 +195,8 @@ def _write(
         part = split.to(tl.int64) * cells + cell
         tl.store(mixed + part[:, None] * DIM + dims[None, :], acc, mask=inside)
         tl.store(maxima + part, largest, mask=known)
-        tl.store(sums + part, total, mask=known)
-        if split == 0 and tl.program_id(0) == 0:
+        tl.store(sums + part, tl.where(total > 0, total, 1.0), mask=known)  # of no key: the maximum says so
+        if split == 0 and tl.program_id(2) == 0:
             tl.store(active + packed, tl.zeros_like(heads) + count, mask=known)
     else:
         result = divide(acc, total).to(out.dtype.element_ty)

@@ -116,6 +116,8 @@ class ImageInputs:
     def _of_size(self, size: Size) -> Leaves:
         with self._lock:
             kept = self._by_size.get(size)
+            if kept is not None:
+                self._by_size.move_to_end(size)
         if kept is None:
             kept = Leaves.of(self._runs(size)).without_content()
             with self._lock:

@@ -74,6 +74,8 @@ class ModelBridge:
             return "its layers keep states"
         if self._rope is not None:
             return "its RoPE changes with a prompt's length"
+        if self.config.text.blocks == "images":
+            return "its pictures see each other, and not the text between them"
         if not all(rule.is_interval for rule in self.attention.rules.values()):
             return "its attention sees a prompt and, apart from it, a window"
         return None

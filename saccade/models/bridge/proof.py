@@ -13,6 +13,7 @@ A block of tokens that see each other is never cut.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from saccade.types.media import Geometry, Grid, Size
 TOLERANCE = {torch.float32: 3e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
 _BLOCK_SIZE = 16
 _SIZE = Size(300, 211)  # rarely a multiple of a patch, and wide enough for rows of tiles
+_MAX_ROUNDING = 0.5  # of the largest logit
 _OTHER_ATTENTION = "eager"
 _TEXT = "f g h i j k l m n o p q r s t u v w x y z"
 _KINDS = ("mm_token_type_ids", "token_type_ids")
@@ -92,7 +94,8 @@ def difference_in_steps(model: ModelBridge, probes: Sequence[Probe]) -> float:
 
 def limit_of(model: ModelBridge, probes: Sequence[Probe]) -> float:
     """The largest difference that may be rounding."""
-    return max(TOLERANCE[model.dtype], *(2 * probe.rounding for probe in probes))
+    rounding = 2 * max(probe.rounding for probe in probes)
+    return max(TOLERANCE[model.dtype], min(_MAX_ROUNDING, rounding))
 
 
 def _steps(probes: Sequence[Probe]) -> list[list[Chunk]]:
@@ -210,13 +213,24 @@ def _rounding(model: ModelBridge, inputs: Mapping[str, Any], expected: Tensor) -
     if model.dtype == torch.float32:
         return 0.0
     try:
-        other = _own_logits(model, inputs, _OTHER_ATTENTION)
-    except ValueError:  # a model that has only one
+        other, _ = _own(model, inputs, _OTHER_ATTENTION)
+    except Exception:  # a model that has only one
         return 0.0
-    return float((other - expected).abs().max() / expected[expected > NEVER].abs().max())
+    difference = float((other - expected).abs().max() / expected[expected > NEVER].abs().max())
+    return difference if math.isfinite(difference) else 0.0
 
 
-def _own_logits(model: ModelBridge, inputs: Mapping[str, Any], attention: str | None = None) -> Tensor:
+def _own_logits(model: ModelBridge, inputs: Mapping[str, Any]) -> Tensor:
+    logits, hidden = _own(model, inputs)
+    plain = model.head(hidden).float()
+    model.tail = tail_of(model.text.config, plain, logits, TOLERANCE[model.dtype])
+    return logits
+
+
+def _own(
+    model: ModelBridge, inputs: Mapping[str, Any], attention: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits, and the decoder's hidden states."""
     parameters = inspect.signature(model.model.forward).parameters
     arguments = {name: value for name, value in inputs.items() if name in parameters}
     hidden: list[Tensor] = []
@@ -226,9 +240,7 @@ def _own_logits(model: ModelBridge, inputs: Mapping[str, Any], attention: str | 
             logits: Tensor = model.model(**arguments, use_cache=False).logits[0].float()
     finally:
         hook.remove()
-    plain = model.head(hidden[-1]).float()
-    model.tail = tail_of(model.text.config, plain, logits, TOLERANCE[model.dtype])
-    return logits.clamp(min=NEVER)
+    return logits.clamp(min=NEVER), hidden[-1]
 
 
 def _difference(model: ModelBridge, probes: Sequence[Probe], steps: Sequence[Sequence[Chunk]]) -> float:

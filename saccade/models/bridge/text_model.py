@@ -12,6 +12,8 @@ from torch import Tensor
 from saccade.checkpoint.config import TextConfig
 from saccade.models.bridge.tail import Tail
 
+_TRIED = 64  # tokens, over the whole vocabulary
+
 
 class Passes(Protocol):
     """What a model computes with Transformers' modules."""
@@ -64,7 +66,7 @@ class TextModel:
     @torch.inference_mode()
     def is_table(self) -> bool:
         """Whether the embedding of a token is its row of the table."""
-        ids = torch.arange(min(8, len(self.table)), device=self.table.device)
+        ids = torch.linspace(0, len(self.table) - 1, _TRIED).long().to(self.table.device)
         embeds = self.embed(ids)
         return embeds.shape[1] == self.table.shape[1] and torch.equal(embeds, self.table[ids])
 

@@ -25,9 +25,7 @@ from saccade.models.layers.torch_attention import PagedKV
 logger = logging.getLogger("saccade.models")
 
 _TRIED_TOKENS = 5
-_LAST_BIT = (
-    2**-8
-)  # of bfloat16: what layers make of it is rounding, and much where it changes a token's experts
+_MAX_ROUNDING = 1.0  # of the largest value
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value
 
 
@@ -53,7 +51,7 @@ class TransformersDecoder(FusedDecoder):
         try:
             fusion = Fusion(self.text.layers, self._workspace)
             expected = self._try()
-            rounding = _difference(self._try(_LAST_BIT), expected)
+            rounding = _difference(self._try(is_rounded=True), expected)
             with fusion:
                 self._try()  # RoPE shows whether it is ours
                 rows = self._try()
@@ -61,19 +59,21 @@ class TransformersDecoder(FusedDecoder):
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         else:
             difference = _difference(rows, expected)
-            if difference <= max(_TOLERANCE[self.text.table.dtype], 2 * rounding):
+            if difference <= max(_TOLERANCE[self.text.table.dtype], min(_MAX_ROUNDING, 2 * rounding)):
                 logger.info("our kernels inside Transformers' layers: %s", fusion)
                 return fusion
             reason = f"its output would differ by {difference:.1e}"
         logger.warning("Transformers' layers run as they are, without kernels of ours inside: %s", reason)
         return nullcontext()
 
-    def _try(self, noise: float = 0.0) -> Tensor:
-        """`noise`: how much of themselves embeddings are changed by."""
+    def _try(self, *, is_rounded: bool = False) -> Tensor:
+        """`is_rounded`: embeddings differ in the last of 16 bits, which layers with experts may magnify."""
         positions = torch.arange(_TRIED_TOKENS, device=self.text.table.device)[None]
-        embeds = self.text.embed(positions[0])
-        signs = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(0)).sign()
-        embeds = embeds * (1 + noise * signs).to(embeds)
+        ids = torch.linspace(0, len(self.text.table) - 1, _TRIED_TOKENS).long()
+        embeds = self.text.embed(ids.to(positions.device))
+        if is_rounded and embeds.dtype != torch.float32:
+            signs = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(0)).sign()
+            embeds = embeds * (1 + torch.finfo(embeds.dtype).eps * signs).to(embeds)
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule | None = None) -> Tensor:
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -101,7 +101,7 @@ class TransformersDecoder(FusedDecoder):
             if rule is None and (q.shape[1:], k.shape[1:], v.shape[1:]) == self._shapes:
                 return mix(_whole(q, k, v), self._own, layer).view(q.shape)
             dim = max(q.shape[2], v.shape[2])
-            whole = _whole(*(F.pad(part, (0, dim - part.shape[2])) for part in (q, k, v)))
+            whole = _whole(*(_as_wide(part, dim) for part in (q, k, v)))
             module = RuledAttention(q.shape[1], k.shape[1], dim, rule or AttentionRule())
             return mix_ruled(whole, module, layer).view(len(q), -1, dim)[..., : v.shape[2]]
 
@@ -121,6 +121,10 @@ def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if is_slice and is_strided and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
         return q.as_strided((rows, width, dim), (row, dim, 1))
     return torch.cat(parts, dim=1)
+
+
+def _as_wide(heads: Tensor, dim: int) -> Tensor:
+    return heads if heads.shape[2] == dim else F.pad(heads, (0, dim - heads.shape[2]))
 
 
 def _difference(rows: Tensor, expected: Tensor) -> float:

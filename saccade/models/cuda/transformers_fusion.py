@@ -188,7 +188,7 @@ class _Rotary:
     def __call__(self, *given: Any, **options: Any) -> Any:
         """q [1, heads, T, d], k [1, kv_heads, T, d], cos and sin [1, T, rotary_dim], if it is called so."""
         if self.is_same is False or options or not _is_called_so(given):
-            self.is_same = self.is_same or False
+            self.is_same = bool(self.is_same)
             return self.original(*given, **options)
         q, k, cos, sin = given
         if self.is_same is None:

@@ -67,9 +67,9 @@ class Counts:
         if not is_known:
             try:
                 counted = self._count(size)
-            except MemoryError:  # which says nothing of the size
-                raise
-            except Exception:  # a processor may raise anything about an image
+            except Exception as error:  # a processor may raise anything about an image
+                if isinstance(error, MemoryError) or "memory" in str(error):  # which says nothing of the size
+                    raise
                 counted = None
             self._keep(size, counted)
         if counted is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
-from saccade.kernels.ops.prepare_inputs import DecodeInputs, DecodeMetadata, decode_inputs
+from saccade.kernels.ops.prepare_inputs import DecodeMetadata, decode_inputs
 from saccade.models.cuda.decoder import FusedDecoder, Mixers
 from saccade.models.cuda.residual import Gemms, Residual
 from saccade.runner.cuda.block_table import BlockTables
@@ -122,21 +122,25 @@ class DecodeGraphs:
         decoder = self.decoder.decoder
         weights = (decoder.table, decoder.rotary.frequencies)
         sources = (*weights, tables.blocks, self.block_size, embeds, self.decoder.temperature)
-        inputs = self._embedded(decode_inputs(metadata, tables.last_tokens, *sources), metadata, embeds)
+        tokens = self._known(metadata)
+        if tokens is not None:
+            in_table = tokens.clamp(max=len(decoder.table) - 1)
+            metadata = metadata._replace(tokens=in_table)
+        inputs = decode_inputs(metadata, tables.last_tokens, *sources)
+        if tokens is not None:
+            own = decoder.embed(tokens)
+            inputs = inputs._replace(embeds=own if embeds is None else embeds.copy_(own))
         if decoder.rotary_gain != 1:
             inputs.cos.mul_(decoder.rotary_gain)
             inputs.sin.mul_(decoder.rotary_gain)
         states = self._columns(size)[-1]
         return DecodePass(metadata, states, has_images, inputs, taken)
 
-    def _embedded(self, inputs: DecodeInputs, metadata: DecodeMetadata, into: Tensor | None) -> DecodeInputs:
-        """With the decoder's own embeddings, if it has such; `into`: where they must be."""
+    def _known(self, metadata: DecodeMetadata) -> Tensor | None:
+        """All tokens, where the decoder has embeddings of its own."""
         if self.decoder.is_table:
-            return inputs
-        tokens = metadata.tokens
-        known = torch.where(tokens < 0, self.tables.last_tokens[metadata.rows], tokens)
-        own = self.decoder.decoder.embed(known)
-        return inputs._replace(embeds=own if into is None else into.copy_(own))
+            return None
+        return torch.where(metadata.tokens < 0, self.tables.last_tokens[metadata.rows], metadata.tokens)
 
     def finish(self, x: Residual, gemms: Gemms, size: int) -> None:
         """From the residual stream after the last layer to the tokens."""

@@ -231,7 +231,8 @@ class PrefillGraphs:
         parts = Parts.of(metadata, sizes)
         decoder = self.decoder.decoder
         positions = parts.positions.view(self.axes, -1)
-        rows = PrefillMetadata(parts.tokens, positions, parts.table_rows, parts.seq_lens)
+        tokens = parts.tokens if self.decoder.is_table else parts.tokens.clamp(max=len(decoder.table) - 1)
+        rows = PrefillMetadata(tokens, positions, parts.table_rows, parts.seq_lens)
         frequencies = RotaryFrequencies(decoder.rotary.frequencies, decoder.rotary.axes)
         tables = (self.tables.blocks, self.block_size)
         temperature = self.decoder.temperature

@@ -11,11 +11,13 @@ from collections.abc import MutableMapping
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from saccade import costs
 from saccade.checkpoint.config import TextConfig
+from saccade.checkpoint.token_blocks import block_row
 from saccade.runner.batch import RequestState
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Embeddings, Windows
@@ -25,13 +27,14 @@ from saccade.types.prompt import Prompt, Span
 from saccade.types.request import Request
 from saccade.types.step import Admission, ScheduledWindow
 
+_Positions = npt.NDArray[np.int32]  # [rows, tokens]
 _TOKENS = 160
 _STATES = 300  # of an image that is attended to
 _KEY: Key = b"self check"
 # Of the largest logit. Rounding in bfloat16 stays far below, also where it changes a token's experts.
 _MAX_DIFFERENCE = 0.25
-_CUT = 0.6
-_OTHER_CUT = 0.3  # rounds in another way: with random weights that may change more
+_MAX_LIMIT = 1.0
+_CUT = 0.6  # half of it rounds in another way, which changes more where it changes a token's experts
 _MAX_ROUNDING = 0.03  # the same, of what an image may change less than
 _MAX_SHARE = 0.5  # of what an image changes
 
@@ -51,6 +54,7 @@ def check_logits(
     *,
     block_size: int,
     max_tokens: int,  # of a request, and of all KV blocks
+    position_rows: int,  # of a prompt
 ) -> None:
     """Raises if they differ by more than rounding. Call it before any request is admitted."""
     tokens = min(_TOKENS, max_tokens - 1)
@@ -58,17 +62,20 @@ def check_logits(
         return
     try:
         spans = _spans(embeddings) if text.num_cross_layers else ()
-        admission = _admission(text, spans, tokens, block_size)
-        expected = _logits(plain, admission, embeddings, None)
+        positions = _positions(text, tokens, position_rows)
+        admission = _admission(text, spans, positions, block_size)
+        cut = _CUT * (text.blocks != "prompt")  # which no window may cut
+        expected = _logits(plain, admission, embeddings, None, cut)
         token = int(expected[0].argmax())
         largest = expected.abs().max()
-        other = _logits(plain, admission, embeddings, token, _OTHER_CUT)
-        limit = max(_MAX_DIFFERENCE, 2 * float((other - expected).abs().max() / largest))
+        other = _logits(plain, admission, embeddings, token, cut / 2)
+        rounding = float((other - expected).abs().max() / largest)
+        limit = max(_MAX_DIFFERENCE, min(_MAX_LIMIT, 2 * rounding))
         if spans:
-            without = _logits(plain, _admission(text, (), tokens, block_size), embeddings, token)
+            without = _logits(plain, _admission(text, (), positions, block_size), embeddings, token, cut)
             effect = float((expected - without).abs().max() / largest)
             limit = max(_MAX_SHARE * effect, _MAX_ROUNDING)
-        logits = _logits(forward, admission, embeddings, token)
+        logits = _logits(forward, admission, embeddings, token, cut)
     finally:
         embeddings.pop(_KEY, None)
     error = float((logits - expected).abs().max() / largest)
@@ -77,7 +84,7 @@ def check_logits(
 
 
 def _logits(
-    side: _Computes, admission: Admission, embeddings: Embeddings, token: int | None, share: float = _CUT
+    side: _Computes, admission: Admission, embeddings: Embeddings, token: int | None, share: float
 ) -> Tensor:
     """[2, vocabulary]: after the prompt, and after its next token: `token`, or the likeliest.
 
@@ -88,7 +95,8 @@ def _logits(
     end = state.num_prompt
     cut = int(end * share)
     side.open(admission)
-    side.logits([(ScheduledWindow(name, 0, cut, (), False), state)], embeddings)
+    if cut:
+        side.logits([(ScheduledWindow(name, 0, cut, (), False), state)], embeddings)
     first = side.logits([(ScheduledWindow(name, cut, end, (), True), state)], embeddings).float()
     state.append(int(first[0].argmax()) if token is None else token)
     second = side.logits([(ScheduledWindow(name, end, end + 1, (), True), state)], embeddings)
@@ -97,9 +105,21 @@ def _logits(
     return both
 
 
-def _admission(text: TextConfig, spans: tuple[Span, ...], tokens: int, block_size: int) -> Admission:
+def _positions(text: TextConfig, tokens: int, rows: int) -> _Positions:
+    """[rows, tokens]; after both cuts some tokens are seen in both directions, if the model has such."""
+    counted = np.arange(tokens, dtype=np.int32)
+    if text.blocks is None:
+        return counted[None]
+    kinds = np.zeros(tokens, np.int64)
+    kinds[int(0.65 * tokens) : int(0.9 * tokens)] = 1
+    return np.stack([counted] * (rows - 1) + [block_row(kinds, text.blocks)])
+
+
+def _admission(
+    text: TextConfig, spans: tuple[Span, ...], positions: npt.NDArray[np.int32], block_size: int
+) -> Admission:
+    tokens: int = positions.shape[1]
     ids = np.random.default_rng(0).integers(0, text.vocab_size, tokens).tolist()
-    positions = np.arange(tokens, dtype=np.int32)[None]
     prompt = Prompt(ids, spans, (), positions, tokens, b"")
     request = Request("self check", prompt, SamplingParams(), 1, frozenset(), 0)
     return Admission(request, (), tuple(range(costs.blocks_for(tokens + 1, block_size))))

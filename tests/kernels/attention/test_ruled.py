@@ -72,7 +72,8 @@ def test_a_rule_gives_what_its_reference_gives(
     torch.testing.assert_close(ruled_attention(q, *paged, interval, splits=splits), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_row_without_a_context_is_zero_and_stores_nothing() -> None:
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_row_without_a_context_is_zero_and_stores_nothing(splits: int) -> None:
     cache = torch.zeros(2, BLOCK_SIZE, 2, 16, device=DEVICE)
     new = torch.randn(2, 8, 16, device=DEVICE)
     q, k, v = new.split([4, 2, 2], dim=1)
@@ -83,5 +84,5 @@ def test_a_row_without_a_context_is_zero_and_stores_nothing() -> None:
     tiles = Tiles.of([1, 1], 1, DEVICE)
     seq_lens = torch.tensor([4, 0], dtype=torch.int32, device=DEVICE)
     tables = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
-    mixed = ruled_attention(q, *cache, tables, seq_lens, tiles, BLOCK_SIZE, 0.2, Interval())
+    mixed = ruled_attention(q, *cache, tables, seq_lens, tiles, BLOCK_SIZE, 0.2, Interval(), splits=splits)
     assert bool(mixed[0].any()) and not bool(mixed[1].any())

@@ -10,6 +10,7 @@ import pytest
 from saccade.kernels.attention import cross, registry
 from saccade.runner.cuda import cross_attention as cross_tables
 from saccade.runner.cuda.self_check import check_logits
+from saccade.runner.forward_selector import position_rows
 from saccade.runner.torch_forward import TorchForward
 from tests.helpers.engine.async_engine import TWO_LAYERS, overlapped
 from tests.helpers.families.families import FAMILIES
@@ -28,8 +29,11 @@ def check(folder: Path, max_tokens: int = 41) -> None:
     size = runner.forward.block_size
     plain = TorchForward(runner.model, runner.kv, size)
     text = runner.model.config.text
+    rows = position_rows(runner.model)
     try:
-        check_logits(runner.forward, plain, runner.embeddings, text, block_size=size, max_tokens=max_tokens)
+        check_logits(
+            runner.forward, plain, runner.embeddings, text, block_size=size, max_tokens=max_tokens, position_rows=rows
+        )
     finally:
         assert not runner.embeddings, "something of the check is left"
 
