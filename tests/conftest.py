@@ -36,7 +36,7 @@ FOLDERS = {
     "test_llm.py": "engine",
 }
 
-FIRST = "test_compiles"  # minutes in one test
+FIRST = ("test_tiny_caches", "test_async_core", "test_training", "test_encoders", "test_limits")  # the longest tests
 
 
 @pytest.hookimpl(wrapper=True)
