@@ -53,7 +53,7 @@ tests: setup browser valkey
 		$(BIN)/python -m pytest -p no:xdist --collect-only -q >/dev/null; } || true
 	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || echo 4) + 1)) --maxprocesses 8 --dist worksteal -m "not ray and not conformance and not compiles"
 
-# Kernels for GPUs other than Hopper, about three minutes: after changes of kernels.
+# All kernels for all GPUs, about four minutes: after changes of kernels.
 compile-tests: setup
 	$(BIN)/python -m pytest -m compiles tests/kernels/test_compiles.py
 

@@ -36,7 +36,7 @@ FOLDERS = {
     "test_llm.py": "engine",
 }
 
-FIRST = "test_compiles"  # minutes in one test
+FIRST = ("test_tiny_caches", "test_async_core", "test_training", "test_encoders", "test_limits")  # the longest tests
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "family_name" in metafunc.fixturenames:
+    by_itself = [mark for mark in metafunc.definition.iter_markers("parametrize") if mark.args[0] == "family_name"]
+    if "family_name" in metafunc.fixturenames and not by_itself:
         from tests.helpers.families.families import FAMILIES
 
         metafunc.parametrize("family_name", FAMILIES, scope="session")

@@ -26,12 +26,12 @@ SMALL = Options(device="cpu", dtype="float32", image_decode_threads=1)
 
 
 @pytest.fixture
-def worker(qwen2_vl_folder: Path, tmp_path: Path) -> Iterator[Worker]:
-    checkpoint = open_checkpoint(str(qwen2_vl_folder))
+def worker(two_layers: Path, tmp_path: Path) -> Iterator[Worker]:
+    checkpoint = open_checkpoint(str(two_layers))
     largest = Processor(checkpoint, MediaPolicy.of(SMALL)).largest_item()
     assert largest is not None
     plan = plan_encoder(SMALL, checkpoint.config, largest)
-    files = (qwen2_vl_folder, checkpoint.config, checkpoint.image_processor)
+    files = (two_layers, checkpoint.config, checkpoint.image_processor)
     encoder, seconds = build_encoder(*files, SMALL, plan, largest, progress=False)
     made = Worker(tmp_path / "encoder", encoder, seconds)
     yield made
@@ -50,11 +50,11 @@ def with_worker(llm: LLM, worker: Worker, kind: type[EngineCore]) -> LLM:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_tokens_are_those_of_one_process(qwen2_vl_folder: Path, worker: Worker, is_async: bool) -> None:
+def test_tokens_are_those_of_one_process(two_layers: Path, worker: Worker, is_async: bool) -> None:
     given = prompts(make_photo, QWEN2_VL)
-    with LLM(str(qwen2_vl_folder), **OPTIONS) as llm:
+    with LLM(str(two_layers), **OPTIONS) as llm:
         expected = answers(llm, given)
-    made = overlapped(qwen2_vl_folder) if is_async else LLM(str(qwen2_vl_folder), **OPTIONS)
+    made = overlapped(two_layers) if is_async else LLM(str(two_layers), **OPTIONS)
     with with_worker(made, worker, AsyncEngineCore if is_async else EngineCore) as llm:
         assert answers(llm, given) == expected
         assert llm.stats()["remote_encoders"]["encoded"] == llm.stats()["encoder"]["encoded"] == 2

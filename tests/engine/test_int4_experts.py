@@ -20,7 +20,7 @@ SMALL = {
 }  # fmt: skip
 HALF = {**OPTIONS, "dtype": "float16"}  # which kernels read beside INT4
 GIVEN = [{"prompt": "Five."}]
-FEW = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+FEW = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 
 
 def test_tokens_are_those_of_dequantised_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

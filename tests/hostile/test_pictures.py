@@ -38,7 +38,7 @@ keys = ["kb-1"]
 keys = ["operator-1"]
 operator = true
 """
-COUNT = 6
+COUNT = 4
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ NAMES = b'{"a":1,' + b",".join(b'"k%d":{}' % number for number in range(60_000))
 LETTERS = json.dumps({"prompt": "a" * 64_000}).encode()
 STARTS = b'{"a":"' + b'\\"data:' * 499_000 + b'"}'  # of media, which the loop itself looks for
 FLOODS = {
-    "starts of media": ("/v1/chat/completions", STARTS, 32),
+    "starts of media": ("/v1/chat/completions", STARTS, 16),
     "many token ids": ("/v1/completions", IDS, 16),
     "many names": ("/v1/chat/completions", NAMES, 128),
     "long words": ("/tokenize", LETTERS, 128),

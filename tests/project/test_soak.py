@@ -6,8 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,15 +14,9 @@ from benchmarks.soak import Settings, ask, soak
 from benchmarks.soak_load import KINDS, Load
 from benchmarks.soak_report import Answer, Fill, Run, print_report, summary, verdicts
 from benchmarks.soak_watch import Sample, Watch, engine_of, percentile, theil_sen
-from tests.helpers.servers.serving import MODEL, RunningServer, running_server
+from tests.helpers.servers.serving import MODEL, RunningServer
 
 HOUR = 3600.0
-
-
-@pytest.fixture(scope="module")
-def server(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
-    with running_server(qwen2_vl_folder) as server:
-        yield server
 
 
 def answered(kind: str, at: float, ms: float = 10, problem: str | None = None) -> Answer:

@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,23 +56,22 @@ PROSE = {
 }
 
 
-def prose_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Comments and docstrings, each with its line."""
-    text = path.read_text("utf-8")
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+Line = tuple[int, str]
+
+
+def split(text: str) -> tuple[list[Line], list[Line]]:
+    """Comments, and names that code uses, each with its line."""
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    kinds = (tokenize.COMMENT, tokenize.NAME)
+    comments, names = ([(one.start[0], one.string) for one in tokens if one.type == kind] for kind in kinds)
+    return comments, names
+
+
+def docstrings(text: str) -> Iterator[Line]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             for offset, line in enumerate((ast.get_docstring(node, clean=False) or "").splitlines()):
                 yield node.body[0].lineno + offset, line
-
-
-def names_of(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open("rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type == tokenize.NAME:
-                yield token.start[0], token.string
 
 
 def parts_of(name: str) -> list[str]:
@@ -79,24 +79,27 @@ def parts_of(name: str) -> list[str]:
     return [part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
 
 
-def identifiers_against(path: Path) -> Iterator[str]:
-    for line, name in names_of(path):
-        parts = parts_of(name) if name not in OF_OTHERS else []
-        words = [word for pattern, word in IDENTIFIERS.items() if any(re.fullmatch(pattern, part) for part in parts)]
-        if parts and parts[0] in FIRST_WORDS:
-            words.append(FIRST_WORDS[parts[0]])
-        yield from (f"{path.relative_to(ROOT)}:{line} `{name}`: say {word}" for word in words)
+@cache
+def words_for(name: str) -> list[str]:
+    """What to say in place of words of an identifier."""
+    parts = parts_of(name) if name not in OF_OTHERS else []
+    words = [word for pattern, word in IDENTIFIERS.items() if any(re.fullmatch(pattern, part) for part in parts)]
+    return [*words, FIRST_WORDS[parts[0]]] if parts and parts[0] in FIRST_WORDS else words
 
 
-def prose_against(path: Path) -> Iterator[str]:
-    for line, text in prose_of(path):
+def against(path: Path) -> Iterator[str]:
+    text, place = path.read_text("utf-8"), path.relative_to(ROOT)
+    comments, names = split(text)
+    for line, name in names:
+        yield from (f"{place}:{line} `{name}`: say {word}" for word in words_for(name))
+    for line, prose in (*comments, *docstrings(text)):
         for pattern, word in PROSE.items():
-            for found in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
-                yield f"{path.relative_to(ROOT)}:{line} '{found[0]}': say {word}"
+            for found in re.finditer(rf"\b(?:{pattern})\b", prose, re.IGNORECASE):
+                yield f"{place}:{line} '{found[0]}': say {word}"
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT.parent)))
 def test_a_folder_speaks_the_fields_words(folder: Path) -> None:
     files = [path for path in FILES if path.parent == folder]
-    found = [line for path in files for line in (*identifiers_against(path), *prose_against(path))]
+    found = [line for path in files for line in against(path)]
     assert not found, "\n".join(found)

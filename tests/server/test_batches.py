@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from openai import BadRequestError, NotFoundError, OpenAI
 
 from saccade.errors import RequestError
 from saccade.server.api.batches import jobs_of
@@ -15,14 +14,20 @@ from saccade.server.errors import ApiError
 from saccade.server.request.batches import read_batch
 from saccade.server.request.fields import FieldReader
 from saccade.server.service import Service
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import RunningServer, chat_body, error_of, until
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = Later("openai")
 
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def lines(*bodies: Any) -> bytes:
@@ -30,7 +35,7 @@ def lines(*bodies: Any) -> bytes:
     return b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
 
 
-def test_a_batch_is_uploaded_answered_and_read(client: OpenAI) -> None:
+def test_a_batch_is_uploaded_answered_and_read(client: openai.OpenAI) -> None:
     data = lines(chat_body("one"), chat_body("two", max_tokens=-1), chat_body("three"))
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     assert file.id.startswith("file-") and file.bytes == len(data) and file.filename == "in.jsonl"
@@ -49,11 +54,11 @@ def test_a_batch_is_uploaded_answered_and_read(client: OpenAI) -> None:
     assert file.id in [each.id for each in client.files.list(purpose="batch")]
     assert client.files.content(file.id).content == data
     assert client.files.delete(file.id).deleted
-    with pytest.raises(NotFoundError):
+    with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)
 
 
-def test_a_batch_is_cancelled(client: OpenAI, server: RunningServer) -> None:
+def test_a_batch_is_cancelled(client: openai.OpenAI, server: RunningServer) -> None:
     data = lines(*[chat_body("long", max_tokens=1500, ignore_eos=True)] * 40)
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
@@ -62,12 +67,12 @@ def test_a_batch_is_cancelled(client: OpenAI, server: RunningServer) -> None:
     assert server.answers()
 
 
-def test_mistakes_are_told(client: OpenAI, server: RunningServer) -> None:
-    with pytest.raises(BadRequestError, match="purpose must be one of batch, user_data, vision, assistants"):
+def test_mistakes_are_told(client: openai.OpenAI, server: RunningServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="purpose must be one of batch, user_data, vision, assistants"):
         client.files.create(file=("a", b"x"), purpose="fine-tune")
-    with pytest.raises(NotFoundError, match="there is no file"):
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
         client.batches.create(input_file_id="file-no", endpoint=CHAT, completion_window="24h")
-    with pytest.raises(NotFoundError, match="there is no batch"):
+    with pytest.raises(openai.NotFoundError, match="there is no batch"):
         client.batches.retrieve("batch_no")
     assert error_of(server.get("/v1/files?limit=0"))["param"] == "limit"
     assert error_of(server.get("/v1/batches?after=batch_no"))["param"] == "after"

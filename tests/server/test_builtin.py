@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 from PIL import Image, ImageDraw
 
 from tests.helpers.media.images import png
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import RunningServer, as_url, running_builtin
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+else:
+    anthropic, openai = Later("anthropic"), Later("openai")
 
 MODEL = "saccade-builtin"
 QUESTION = "What color is the circle?"

@@ -9,16 +9,15 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, Literal
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
-import openai
 import pytest
 from pydantic import BaseModel
 
 from tests.helpers.fakes import scripted
 from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import (
     MODEL,
     RunningServer,
@@ -28,6 +27,12 @@ from tests.helpers.servers.serving import (
     running_server,
     text_part,
 )
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+else:
+    anthropic, openai = Later("anthropic"), Later("openai")
 
 pytestmark = pytest.mark.transformers
 
@@ -72,17 +77,19 @@ def client(actor: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{actor.url}/v1", api_key="EMPTY", max_retries=0)
 
 
-TOOLS: Any = [openai.pydantic_function_tool(Crop, name="crop"), openai.pydantic_function_tool(Measure, name="measure")]
+@cache
+def tools() -> Any:
+    return [openai.pydantic_function_tool(Crop, name="crop"), openai.pydantic_function_tool(Measure, name="measure")]
 
 
 def test_openai_parses_the_arguments_of_a_call(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.parse(model=MODEL, messages=vision(), tools=TOOLS)
+    answer = client.chat.completions.parse(model=MODEL, messages=vision(), tools=tools())
     (call,) = answer.choices[0].message.tool_calls or []
     assert call.function.parsed_arguments == Crop(**scripted.CROP)
 
 
 def test_openai_streams_a_call_to_the_same_arguments(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(model=MODEL, messages=vision(), tools=TOOLS) as stream:
+    with client.chat.completions.stream(model=MODEL, messages=vision(), tools=tools()) as stream:
         kinds = {event.type for event in stream}
         choice = stream.get_final_completion().choices[0]
     assert "tool_calls.function.arguments.delta" in kinds and choice.finish_reason == "tool_calls"
@@ -108,17 +115,17 @@ def test_a_response_has_its_thinking_as_an_item(client: openai.OpenAI) -> None:
 
 
 def test_an_agent_over_responses_sends_back_items_and_images(client: openai.OpenAI) -> None:
-    tools: Any = [{"type": "function", "name": tool["function"]["name"], **flat(tool)} for tool in TOOLS]
+    flat_tools: Any = [{"type": "function", "name": tool["function"]["name"], **flat(tool)} for tool in tools()]
     results: Any = {"crop": [{"type": "input_image", "image_url": as_url(CROPPED)}], "measure": "40"}
     turns: Any = messages("How wide is it?")
     asked = []
     for _ in results:
-        answer = client.responses.create(model=MODEL, input=turns, tools=tools)
+        answer = client.responses.create(model=MODEL, input=turns, tools=flat_tools)
         (call,) = answer.output
         assert call.type == "function_call"
         asked.append((call.name, json.loads(call.arguments)))
         turns += [call, {"type": "function_call_output", "call_id": call.call_id, "output": results[call.name]}]
-    final = client.responses.create(model=MODEL, input=turns, tools=tools)
+    final = client.responses.create(model=MODEL, input=turns, tools=flat_tools)
     assert asked == [("crop", scripted.CROP), ("measure", scripted.MEASURE)]
     assert final.output_text == scripted.AFTER_TOOLS and final.usage is not None
     assert final.usage.input_tokens_details.image_tokens > 0  # type: ignore[attr-defined]
@@ -248,7 +255,7 @@ def test_litellm_reads_images_thinking_and_calls(litellm: Callable[..., Any], pr
     ask = partial(litellm, model=f"{provider}/{MODEL}", messages=vision())
     thinking = ask(extra_body=THINK).choices[0].message
     assert (thinking.reasoning_content, thinking.content) == (scripted.THOUGHT, scripted.AFTER_THOUGHT)
-    (call,) = ask(tools=TOOLS, _skip_mcp_handler=True).choices[0].message.tool_calls
+    (call,) = ask(tools=tools(), _skip_mcp_handler=True).choices[0].message.tool_calls
     assert call.function.name == "crop" and json.loads(call.function.arguments) == scripted.CROP
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 
 from tests.helpers.media.pdfs import encrypted_pdf, make_pdf, pdf_url
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import MODEL, RunningServer, error_of, text_part
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+else:
+    anthropic, openai = Later("anthropic"), Later("openai")
 
 pytestmark = pytest.mark.transformers
 

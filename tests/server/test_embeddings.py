@@ -5,13 +5,18 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import openai
 import pytest
 
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import MODEL, RunningServer, error_of, photo_part, running_server, text_part
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = Later("openai")
 
 TEXTS = ["Hello there", "The quick brown fox jumps over the lazy dog."]
 LENGTH = 256

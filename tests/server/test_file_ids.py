@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import OpenAI
 
 from saccade.apps.batch.batch_store import BatchStore
 from saccade.errors import RequestError
@@ -17,23 +16,29 @@ from saccade.server.request.media import ChatLimits, find_links
 from saccade.server.request.media_files import StoredFiles
 from tests.helpers.media.images import make_photo
 from tests.helpers.media.pdfs import make_pdf
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import RunningServer, error_of, jpeg, text_part
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = Later("openai")
 
 BILL = "/v1/bill"
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def photo(client: OpenAI) -> str:
+def photo(client: openai.OpenAI) -> str:
     return client.files.create(file=("a.jpg", jpeg(make_photo(112, 84))), purpose="vision").id
 
 
 @pytest.fixture(scope="module")
-def pdf(client: OpenAI) -> str:
+def pdf(client: openai.OpenAI) -> str:
     return client.files.create(file=("a.pdf", make_pdf([(84, 112)] * 2)), purpose="user_data").id
 
 
@@ -58,7 +63,9 @@ def test_a_chat_names_images_and_documents(server: RunningServer, photo: str, pd
     assert image_tokens(server, user(file_part(pdf), file_part(photo))) == 2 * one + 12
 
 
-def test_responses_and_messages_name_them_too(server: RunningServer, client: OpenAI, photo: str, pdf: str) -> None:
+def test_responses_and_messages_name_them_too(
+    server: RunningServer, client: openai.OpenAI, photo: str, pdf: str
+) -> None:
     content: Any = [
         {"type": "input_image", "file_id": photo, "detail": "auto"},
         {"type": "input_file", "file_id": pdf},
@@ -93,7 +100,7 @@ def test_other_apis_name_the_part_in_their_own_words(server: RunningServer) -> N
     assert response.status_code == 404 and "messages[0].content[0].source" in response.text
 
 
-def test_a_file_for_batches_and_one_that_is_no_image_are_refused(server: RunningServer, client: OpenAI) -> None:
+def test_a_file_for_batches_and_one_that_is_no_image_are_refused(server: RunningServer, client: openai.OpenAI) -> None:
     batch = client.files.create(file=("in.jsonl", b"{}\n"), purpose="batch").id
     error = error_of(server.post(BILL, user(file_part(batch))))
     assert "has the purpose batch; media need one of user_data, vision, assistants" in error["message"]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 
 from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import MODEL, RunningServer, events_of, photo_part, text_part
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = Later("anthropic")
 
 BUILTIN = "saccade-builtin"  # of the server that has a key
 WEATHER: Any = {

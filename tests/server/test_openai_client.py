@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import (
     MODEL,
     RunningServer,
     photo_part,
     text_part,
 )
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = Later("openai")
 
 
 @pytest.fixture(scope="module")

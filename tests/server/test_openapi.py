@@ -11,7 +11,7 @@ from schemathesis.generation import GenerationMode
 
 from tests.helpers.servers.serving import RunningServer
 
-PER_ROUTE = 12
+PER_ROUTE = 8
 ROUTES = (
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import MODEL, RunningServer, photo_part, text_part
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = Later("openai")
 
 PROMPT = "The quick brown fox"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 3}

@@ -14,15 +14,17 @@ from saccade.options.server import ServerOptions
 from saccade.server import reload
 from saccade.server.http.auth import Tenants
 from saccade.server.reload import Reloader
-from tests.helpers.servers.serving import running_builtin, until
+from tests.helpers.servers.serving import running_server, until
 
 ACME = '[acme]\nkeys = ["acme-1"]\noperator = true\n'
 
 
-def test_a_pipe_in_the_place_of_the_file_changes_nothing_and_holds_up_nothing(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_the_file_changes_nothing_and_holds_up_nothing(
+    qwen2_vl_folder: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text(ACME)
-    with running_builtin("--api-keys", str(file), key="acme-1") as server:
+    with running_server(qwen2_vl_folder, "--api-keys", str(file), key="acme-1") as server:
         file.unlink()
         os.mkfifo(file)
         server.process.send_signal(signal.SIGHUP)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from pydantic import BaseModel
 
 from tests.helpers.media.images import make_photo, png
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import (
     MODEL,
     RunningServer,
@@ -20,6 +20,11 @@ from tests.helpers.servers.serving import (
     photo_part,
     text_part,
 )
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = Later("openai")
 
 WEATHER: Any = {
     "type": "function",

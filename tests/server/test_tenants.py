@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import openai
 import pytest
 
 from saccade.cli.main import main
+from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import (
     MODEL,
     RunningServer,
@@ -22,6 +22,11 @@ from tests.helpers.servers.serving import (
     text_part,
     until,
 )
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = Later("openai")
 
 TENANTS = """
 [acme]

@@ -17,7 +17,7 @@ from saccade import LLM, SamplingParams
 from tests.helpers.servers.serving import RunningServer, photo_part, running_builtin, text_part, until
 
 MODEL = "saccade-builtin"
-NUM_REQUESTS = int(os.environ.get("SACCADE_TINY_CACHE_REQUESTS", "24"))
+NUM_REQUESTS = int(os.environ.get("SACCADE_TINY_CACHE_REQUESTS", "14"))
 WORDS = ("red", "circle", "blue", "square", "small", "green", "left", "right", "above", "below", "large", "dark")
 SHARED = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "400", "--max-num-batched-tokens", "64")
 TINY = ("--kv-cache-gb", "0.003", "--encoder-cache-gb", "0.0006")  # 32 blocks and 419 embeddings each

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jsonschema
+import llguidance
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -268,42 +269,36 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_grammar(tmp_path: Pa
     assert grammar.error is not None and grammar.error.code == "unsupported" and "tokenizer" in grammar.error.message
 
 
-MISSING = "import sys; sys.modules['llguidance'] = None  # as if it were not installed"
-OLD = """
-import sys, llguidance, types
-class LLTokenizer:  # of a version that has one end token and no list of them
-    def __init__(self, *args, **kwargs): self.inner = llguidance.LLTokenizer(*args, **kwargs)
-    vocab_size = property(lambda self: self.inner.vocab_size)
-old = types.ModuleType("llguidance")
-vars(old).update({**vars(llguidance), "LLTokenizer": LLTokenizer})
-sys.modules["llguidance"] = old
-"""
-WITHOUT = """
-from saccade import LLM, SamplingParams
-from saccade.errors import RequestError
-llm = LLM(model=sys.argv[1], kv_cache_gb=0.02)
-print(llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].finish_reason)
-try:
-    llm.generate("a", SamplingParams(structured="{}"), use_tqdm=False)
-except RequestError as error:
-    print(error.code, error.message)
-print(llm.engine.core.reasons)
-from saccade.server.serve import warmup_requests
-print(sorted({request.params.structured is not None for request in warmup_requests(llm.engine.processor)}))
-"""
+def old_library() -> ModuleType:
+    """Of a version that has one end token and no list of them."""
+
+    class LLTokenizer:
+        def __init__(self, *args: Any, **named: Any) -> None:
+            self.inner = llguidance.LLTokenizer(*args, **named)
+
+        vocab_size = property(lambda self: self.inner.vocab_size)
+
+    old = ModuleType("llguidance")
+    vars(old).update({**vars(llguidance), "LLTokenizer": LLTokenizer})
+    return old
 
 
-@pytest.mark.parametrize(("library", "reason"), [(MISSING, "not installed"), (OLD, "install llguidance 1.8 or newer")])
+@pytest.mark.parametrize(
+    ("library", "reason"), [(None, "not installed"), (old_library(), "install llguidance 1.8 or newer")]
+)
 def test_without_its_library_everything_but_structure_works_and_says_so(
-    qwen2_vl_folder: Path, library: str, reason: str
+    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, library: ModuleType | None, reason: str
 ) -> None:
-    command = [sys.executable, "-c", library + WITHOUT, str(qwen2_vl_folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    free, refused, reasons, warmup = done.stdout.strip().splitlines()
-    assert free in ("stop", "length")
-    assert refused.startswith("unsupported") and reason in refused
-    assert reason in reasons and warmup == "[False]"
+    monkeypatch.setitem(sys.modules, "llguidance", library)  # None: as if it were not installed
+    llm = LLM(model=str(qwen2_vl_folder), kv_cache_gb=0.02, use_tqdm=False)
+    free = llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0]
+    assert free.finish_reason in ("stop", "length")
+    with pytest.raises(RequestError, match=reason) as refused:
+        llm.generate("a", SamplingParams(structured="{}"), use_tqdm=False)
+    assert refused.value.code == "unsupported"
+    assert any(reason in told for told in llm.engine.core.reasons)
+    assert not any(request.params.structured for request in warmup_requests(llm.engine.processor))
+    llm.close()
 
 
 def test_without_its_library_a_grammar_is_an_error_that_names_it(

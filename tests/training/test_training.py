@@ -68,7 +68,7 @@ def encoder(tokenizer: Tokenizer) -> Encoder:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     settings = Settings(
-        folder, minutes=20, workers=1, held_out=1, steps=25, sizes=SIZES, batch=SMALL, corpus=150, compile=False
+        folder, minutes=20, workers=1, held_out=1, steps=8, sizes=SIZES, batch=SMALL, corpus=150, compile=False
     )
     Trainer(settings).run()
     return folder
@@ -135,15 +135,11 @@ def test_pictures_have_the_sizes_the_image_processor_expects() -> None:
 
 
 def test_the_held_out_questions_are_written_with_the_pixels_that_were_drawn(tmp_path: Path) -> None:
-    samples = list(held_out(len(SKILLS), SKILLS))
+    samples = [*held_out(len(SKILLS), SKILLS), sample(1, skill="color")]
     write_set(tmp_path / "set.zip", samples)
     check_set(tmp_path / "set.zip", samples)
     questions = load_questions(str(tmp_path / "set.zip")).questions
     assert [question.rule for question in questions] == [made.questions[0].rule for made in samples]
-
-
-def test_a_set_that_differs_from_what_was_drawn_is_noticed(tmp_path: Path) -> None:
-    write_set(tmp_path / "set.zip", [sample(1, skill="color")])
     with pytest.raises(AssertionError, match="than was drawn"):
         check_set(tmp_path / "set.zip", [sample(2, skill="color")])
 
@@ -196,8 +192,9 @@ def extracts() -> list[Question]:
 def test_a_schema_allows_the_canonical_answer(extracts: list[Question]) -> None:
     held = [question for question in extracts if question.schema][:50]
     assert len(held) == 50
+    tokenizer = LLTokenizer("byte")
     for question in held:
-        matcher = compiled(LLTokenizer("byte"), json.dumps(question.schema), answers=1)
+        matcher = compiled(tokenizer, json.dumps(question.schema), answers=1)
         assert matcher.try_consume_tokens(list(question.answer.encode())) == len(question.answer.encode())
         assert matcher.is_accepting()
 
@@ -428,7 +425,7 @@ def test_a_batch_can_be_learned(encoder: Encoder) -> None:
 
 def test_training_writes_a_folder_that_training_goes_on_from(trained: Path) -> None:
     log = (trained / "log.txt").read_text()
-    assert "held out" in log and "saved after 25 steps" in log
+    assert "held out" in log and "saved after 8 steps" in log
     settings = Settings(
         trained / "more",
         minutes=2,
@@ -442,7 +439,7 @@ def test_training_writes_a_folder_that_training_goes_on_from(trained: Path) -> N
     )
     trainer = Trainer(settings)
     trainer.run()
-    assert (trainer.progress.runs, trainer.progress.steps) == (2, 27)
+    assert (trainer.progress.runs, trainer.progress.steps) == (2, 10)
 
 
 def test_saccade_serves_the_trained_folder(trained: Path) -> None:

@@ -3,6 +3,8 @@
     python -m ...compile_kernels 80 89          what the host code launches on such GPUs: of each kernel the
                                                            largest variant; shared memory, registers, spills are checked
     python -m ...compile_kernels 80 89 --all    all variants that differ in more than lengths; takes minutes
+    python -m ...compile_kernels --layouts      each Gluon kernel as far as the layouts of its values, before LLVM: all
+                                                           names and types of its language; takes seconds
     python -m ...compile_kernels --hash [TEXT]  hashes of the PTX and the SASS for sm_90, of every variant of
                                                            the table whose name contains TEXT
 
@@ -27,8 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
@@ -76,6 +79,10 @@ LENGTHS = {
 
 
 def build(variant: Variant, arch: int) -> Any:
+    return triton.compile(source_of(variant), target=GPUTarget("cuda", arch, 32), options=variant.options)
+
+
+def source_of(variant: Variant) -> Any:
     kernel = kernel_of(variant)
     given = [*variant.types, *["constexpr"] * len(variant.constants)]
     assert len(given) == len(kernel.params), (variant.name, len(given), [param.name for param in kernel.params])
@@ -86,16 +93,33 @@ def build(variant: Variant, arch: int) -> Any:
     aligned = [i for i, kind in enumerate(given) if is_aligned(kind) and free[i]]
     kinds = [re.sub(":16?$", "", kind) if i not in constants else "constexpr" for i, kind in enumerate(given)]
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    return triton.compile(
-        source(
-            fn=kernel,
-            signature={param.name: kind for param, kind in zip(kernel.params, kinds, strict=True)},
-            constexprs={(i,): value for i, value in constants.items()},
-            attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-        ),
-        target=GPUTarget("cuda", arch, 32),
-        options=variant.options,
+    return source(
+        fn=kernel,
+        signature={param.name: kind for param, kind in zip(kernel.params, kinds, strict=True)},
+        constexprs={(i,): value for i, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
+
+
+def check_layouts() -> None:
+    """Of every variant of the Gluon kernels that is compiled for Hopper: `triton.compile` without its last stages."""
+    target = GPUTarget("cuda", HOPPER, 32)
+    backend = make_backend(target)
+    checked = [variant for variant in hopper_variants() if variant.name in HOPPER_VARIANTS]
+    for variant in checked:
+        source, context, stages = source_of(variant), ir.context(), dict[str, Any]()
+        options = backend.parse_options(variant.options | source.parse_options())
+        backend.add_stages(stages, options, source.language)
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        made = backend.get_codegen_implementation(options), backend.get_module_map()
+        module = source.make_ir(target, options, *made, context)
+        for stage in ("glir", "ttgir"):
+            module = stages[stage](module, {})
+        assert "nvgpu" in str(module) or "ttng." in str(module), variant.name
+    lacking = kernels_of(GluonJITFunction) - {variant.kernel for variant in checked}
+    assert not lacking, f"no variant of {lacking} is compiled"
+    print(f"{len(checked)} kernels, {cpu_seconds():.0f} s of CPU time")
 
 
 def kernel_of(variant: Variant) -> Any:
@@ -212,14 +236,18 @@ def has_fp8(variant: Variant) -> bool:
 
 def missing(variants: Iterable[Variant]) -> set[str]:
     """Triton kernels that are not among these."""
+    return kernels_of(JITFunction) - {variant.kernel for variant in variants}
+
+
+def kernels_of(kind: type) -> set[str]:
     root = Path(saccade.kernels.__file__).parent
     modules = [".".join(path.relative_to(root).with_suffix("").parts) for path in root.rglob("*.py")]
     found = set()
     for module in modules:
         members = vars(import_module(f"saccade.kernels.{module}".removesuffix(".__init__"))).values()
-        kernels = [one for one in members if type(one) is JITFunction and one.fn.__name__.endswith("_kernel")]
+        kernels = [one for one in members if type(one) is kind and one.fn.__name__.endswith("_kernel")]
         found |= {f"{module}:{one.fn.__name__}" for one in kernels if one.fn.__module__.endswith(module)}
-    return found - {variant.kernel for variant in variants}
+    return found
 
 
 def distinct(variants: Iterable[Variant]) -> list[Variant]:
@@ -318,6 +346,9 @@ def main(arguments: list[str]) -> None:
         print_hashes("".join(arguments[1:]))
         return
     check = Check(is_all="--all" in arguments)
+    if arguments[0] == "--layouts":
+        check_layouts()
+        return
     for arch in [int(argument) for argument in arguments if argument != "--all"]:
         check.run(arch)
     if check.wrong:

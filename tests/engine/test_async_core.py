@@ -34,8 +34,8 @@ pytestmark = pytest.mark.transformers
 
 # All that kernels know: every other family has one of these. The last one's layers are Transformers'.
 DECODERS = (
-    *("llava", "mistral3", "ministral3", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *("deepseek_vl_v2", "mllama", "internvl"),
+    *("llava", "ministral3", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_moe", "deepseek_vl_v2", "mllama"),
+    "internvl",
 )
 
 
@@ -46,7 +46,8 @@ def test_kernels_and_launching_ahead_give_the_tokens_of_the_plain_engine(
     folder, given = short(name, tmp_path), prompts(photo, FAMILIES[name].image)[:3]
     ahead, expected = overlapped(folder), answers(LLM(str(folder), **OPTIONS), given, FEW)
     assert answers(ahead, given, FEW) == expected
-    assert answers(ahead, given, FEW) == expected  # from the prefix cache
+    from_prefix_cache = answers(ahead, given[1:], replace(FEW, max_tokens=2))
+    assert from_prefix_cache == [tokens[:2] for tokens in expected[1:]]
 
 
 def test_rows_of_padding_may_hold_anything(two_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,11 +130,11 @@ def test_decoding_is_planned_before_its_tokens_are_known(two_layers: Path, tempe
 def test_blocks_filled_by_steps_planned_ahead_are_found_by_the_next_turn(two_layers: Path) -> None:
     llm = overlapped(two_layers)
     first = llm.generate(
-        {"prompt": "Five."}, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), use_tqdm=False
+        {"prompt": "Five."}, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True), use_tqdm=False
     )[0]
     again = [*first.prompt_token_ids, *first.outputs[0].token_ids]
     out = llm.generate({"prompt_token_ids": again}, GREEDY, use_tqdm=False)[0]
-    assert out.num_cached_tokens >= len(again) - 2 * llm.engine.limits.block_size
+    assert 0 < len(again) - 2 * llm.engine.limits.block_size <= out.num_cached_tokens
 
 
 def test_a_request_aborted_while_its_step_runs_leaves_the_others_alone(two_layers: Path) -> None:
