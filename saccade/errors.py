@@ -1,7 +1,4 @@
-"""Errors that are part of the interface: one readable sentence each, with the values and what to change.
-
-Beside them are checks of values from outside, which can be of any type.
-"""
+"""Errors of the interface: one readable sentence each, with values and what to change; checks of values."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.checkpoint.hf_processor import LOCAL, import_transformers, raised, refusal
+from saccade.checkpoint.settings import setting
 from saccade.checkpoint.token_blocks import blocks_of
 from saccade.errors import ConfigError
 
@@ -97,8 +98,8 @@ def _translated(kind: str, raw: Mapping[str, Any], config: Any) -> dict[str, Any
 
 def _text(kind: str, config: Any, text: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {name: _first(text, names) for name, names in _TEXT.items()}
-    fields["intermediate_size"] = fields["intermediate_size"] or 4 * (fields["hidden_size"] or 1)
-    fields["max_position_embeddings"] = fields["max_position_embeddings"] or 8192
+    fields["intermediate_size"] = setting(fields, "intermediate_size", 4 * setting(fields, "hidden_size", 1))
+    fields["max_position_embeddings"] = setting(fields, "max_position_embeddings", 8192)
     absent = [name for name, value in fields.items() if value is None]
     if absent:
         raise refusal(kind, f"its config has no {absent[0]}, which a decoder's shape needs")

@@ -7,5 +7,5 @@ from typing import Any
 
 
 def setting(settings: Mapping[str, Any], name: str, default: Any) -> Any:
-    """What a file says; the default where that is nothing, null, zero or empty."""
+    """What is said there; the default where that is nothing, null, zero or empty."""
     return settings.get(name) or default

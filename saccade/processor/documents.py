@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from saccade.checkpoint.settings import setting
 from saccade.errors import RequestError, quoted
 from saccade.media.documents import Document, load_document
 from saccade.media.pdf import CpuTime
 from saccade.options.engine import MediaPolicy
-from saccade.processor.images import ImageInput, detail_of, reads_text_only
+from saccade.processor.images import ImageInput, reads_text_only
 
 _OF_CLIENTS = ("file",)
 _OF_CALLERS = ("file", "document")  # of Python, which may name paths
@@ -99,7 +100,7 @@ class _Opener:
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param=param) from None
         self.num_pages += len(document.pages)
-        return OpenDocument(document, param, detail_of(part), heading)
+        return OpenDocument(document, param, setting(part, "detail", "auto"), heading)
 
 
 def _field(part: Mapping[str, Any], where: str, name: str, default: Any, expected: str) -> Any:

@@ -49,10 +49,6 @@ class ImageInput:
     allow_path: bool = True  # False for strings that a client sent
 
 
-def detail_of(part: Mapping[str, Any]) -> Any:
-    return part.get("detail") or "auto"
-
-
 PrefetchMedia = Callable[[Sequence[MediaItem]], None]
 """Called with images in prompt order before the prompt is tokenized, so that decoding can start early."""
 Default = TypeVar("Default", int, None)

@@ -118,7 +118,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """True keeps the connection open: the request is complete and waits for its response."""
-        if self._is_closing or not self._is_busy or self.cycle.more_body or self.scheme == "https":
+        if self._is_closing or not _is_open(self.cycle) or self.cycle.more_body or self.scheme == "https":
             return False  # TLS cannot be half-closed
         self._is_half_closed = True
         self.cycle.keep_alive = False
@@ -135,11 +135,6 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._set_timer(pause, self._probe, min(2 * pause, _MAX_PROBE_SECONDS))
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether a response is not complete."""
-        return _is_open(self.cycle)
-
     def _cancel_requests(self) -> None:
         """Cancels the running request and the pipelined ones: their responses cannot be delivered."""
         self.pipeline.clear()
@@ -154,7 +149,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._unreported += len(data)
         self._feed(data)
-        is_in_body = self._is_busy and self.cycle.more_body
+        is_in_body = _is_open(self.cycle) and self.cycle.more_body
         if not self._is_in_headers and not is_in_body:
             self._unreported = 0
         self._unreported = max(0, self._unreported)
@@ -208,7 +203,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._header_bytes = 0
         self._num_chunks = 0
         self._body_bytes = 0
-        if not self._is_busy:
+        if not _is_open(self.cycle):
             self._set_timer(self._options.header_timeout, self._on_header_timeout)
         super().on_message_begin()
         self.scope["state"][PEER] = self.client
