@@ -114,6 +114,7 @@ class SamplingParams:
 
     @property
     def num_prompt_logprobs(self) -> int:
+        """Alternatives to each token of the prompt; 0 too where no log probabilities are asked for."""
         return self.prompt_logprobs or 0
 
     @property
