@@ -234,7 +234,7 @@ class _RunningCall:
             raise event.error.located(self._where)
         was_finished = output.is_finished
         if was_finished:  # by a stop string, which the engine does not know
-            output.usage = output.usage or event.usage
+            output.usage = event.usage  # comes with its last event
             return event.usage is not None
         output.push(event)
         if output.is_finished:

@@ -332,10 +332,11 @@ def saved_bytes(text: TextConfig, dtype: str, *, fp8: int, int4: Int4Bytes) -> i
 
 def fp8_params_of(text: TextConfig, quantization: Quantization | None, option: str | None) -> int:
     """Where FP8 is multiplied: a checkpoint stores it, or the option `quantization` makes it."""
-    is_stored = quantization is not None and quantization.becomes_fp8
-    if not is_stored and option != "fp8":
-        return 0
-    return fp8_params(text, in_blocks=quantization is not None and quantization.has_blocks)
+    if quantization is None:
+        return fp8_params(text, in_blocks=False) * (option == "fp8")
+    if quantization.becomes_fp8 or option == "fp8":
+        return fp8_params(text, in_blocks=quantization.has_blocks)
+    return 0
 
 
 def fp8_params(text: TextConfig, *, in_blocks: bool) -> int:

@@ -1,9 +1,11 @@
-"""Errors that are part of the interface: one readable sentence each, with the values and what to change."""
+"""Errors of the interface: one readable sentence each, with values and what to change; checks of values."""
 
 from __future__ import annotations
 
+import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 
 class RequestError(ValueError):
@@ -24,6 +26,10 @@ class RequestError(ValueError):
         if self.param is not None and message.startswith(self.param):
             message = param + message.removeprefix(self.param)
         return RequestError(message, code=self.code, param=param)
+
+    def about(self, param: str | None) -> RequestError:
+        """The same, about this part unless it names one itself."""
+        return RequestError(self.message, code=self.code, param=self.param or param)
 
     def located(self, where: Mapping[bytes, str]) -> RequestError:
         """The same, with the part in which a request has the picture."""
@@ -47,6 +53,31 @@ class EngineUnavailable(Exception):
         super().__init__(message)
         self.message = message
         self.retry_after = retry_after  # seconds after which it may be worth another try
+
+
+def reason_of(error: Exception) -> str:
+    """In words: errors of the system have them apart, and some have none."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def is_int_within(value: object, low: float = -math.inf, high: float = math.inf) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number_within(value: object, low: float = -math.inf, high: float = math.inf) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_list_of(value: object, kind: type, low: int = 0, high: float = math.inf) -> TypeGuard[Sequence[Any]]:
+    """`low` and `high`: how many."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    return low <= len(value) <= high and all(isinstance(entry, kind) for entry in value)
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """A string that is not empty."""
+    return isinstance(value, str) and value != ""
 
 
 def quoted(value: object, maximum: int = 80) -> str:

@@ -214,7 +214,7 @@ class OfflineEngine:
                 continue
             request, output = self._awaited[event.request_id]
             if output.finish_reason is not None:  # by a stop string in an earlier token of this step
-                output.usage = output.usage or event.usage
+                output.usage = event.usage  # comes with its last event
                 continue
             take(output, event)
             touched[request.request_id] = request

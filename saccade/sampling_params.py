@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
-from saccade.errors import RequestError, quoted
+from saccade.errors import RequestError, is_int_within, is_list_of, is_number_within, is_text, quoted
 
 logger = logging.getLogger("saccade.options.engine")
 
@@ -112,6 +113,11 @@ class SamplingParams:
         return self.best_of or self.n
 
     @property
+    def num_prompt_logprobs(self) -> int:
+        """Alternatives to each token of the prompt; 0 too where no log probabilities are asked for."""
+        return self.prompt_logprobs or 0
+
+    @property
     def picks_best(self) -> bool:
         return self.num_outputs > self.n
 
@@ -147,18 +153,20 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         for name in _INTS:
-            _require(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")
+            _require(is_int_within(getattr(self, name)), name, getattr(self, name), "a whole number")
         for name, value in self._set_among(_OPTIONAL_INTS):
-            _require(_is_int(value), name, value, "a whole number or nothing")
+            _require(is_int_within(value), name, value, "a whole number or nothing")
         for name in _BOOLS:
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         for name in FLOATS:
-            _require(_is_finite(getattr(self, name)), name, getattr(self, name), "a finite number")
+            _require(
+                is_number_within(getattr(self, name), *_FINITE), name, getattr(self, name), "a finite number"
+            )
         for name, value in self._set_among(_OPTIONAL_TYPES):
             types, words = _OPTIONAL_TYPES[name]
             _require(isinstance(value, types), name, value, words)
         for stop in self.stop_strings:
-            _require(isinstance(stop, str) and stop != "", "stop", stop, "a string that is not empty")
+            _require(is_text(stop), "stop", stop, "a string that is not empty")
         outputs = self.structured_outputs
         is_one = None in (outputs, self.structured)
         _require(is_one, "structured_outputs", outputs, "left out where structured is given")
@@ -166,8 +174,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             self._check_ids("allowed_token_ids", self.allowed_token_ids)
         bad = self.bad_words or ()
-        is_list = isinstance(bad, (list, tuple)) and all(isinstance(word, str) for word in bad)
-        _require(is_list, "bad_words", bad, "a list of strings")
+        _require(is_list_of(bad, str), "bad_words", bad, "a list of strings")
         _require(all(word.strip() for word in bad), "bad_words", bad, "words, not white space")
 
     def _set_among(self, names: Iterable[str]) -> list[tuple[str, Any]]:
@@ -207,7 +214,7 @@ class SamplingParams:
         _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(bias)} tokens", words)
         for token, value in bias.items():
             _require(is_int_within(token, 0), "logit_bias", token, "a map from token ids")
-            _require(is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")
+            _require(is_number_within(value, -100, 100), "logit_bias", value, "from -100 to 100")
 
     def _check_list(self, name: str, texts: Sequence[str], max_count: int, kind: str, max_chars: int) -> None:
         count = len(texts)
@@ -230,7 +237,12 @@ class BeamSearchParams:
         is_width = is_int_within(self.beam_width, 1, maximum)
         _require(is_width, "beam_width", self.beam_width, f"from 1 to {maximum}")
         _require(is_int_within(self.max_tokens, 1), "max_tokens", self.max_tokens, "1 or more")
-        _require(_is_finite(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")
+        _require(
+            is_number_within(self.length_penalty, *_FINITE),
+            "length_penalty",
+            self.length_penalty,
+            "a finite number",
+        )
 
 
 REFUSED: Mapping[str, str] = {
@@ -289,6 +301,7 @@ _OPTIONAL_INTS = (
 )
 _BOOLS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_FINITE = (-sys.float_info.max, sys.float_info.max)
 _TRUNCATION = "1 or more, or -1 for what fits"
 _RANGES: Mapping[str, tuple[float, float, str]] = {  # the lowest, the highest, and both in words
     "n": (1, MAX_N, f"from 1 to {MAX_N}"),
@@ -323,28 +336,12 @@ OF_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 def _as_ints(ids: Any) -> Any:
     """Token ids of another library, such as NumPy, as a list of ints. What has none stays as it is."""
-    if not isinstance(ids, Iterable) or isinstance(ids, (str, Mapping)) or all(map(_is_int, ids)):
+    if not isinstance(ids, Iterable) or isinstance(ids, (str, Mapping)) or all(map(is_int_within, ids)):
         return ids
     try:
         return [token if isinstance(token, bool) else operator.index(token) for token in ids]
     except TypeError:
         return ids
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_int_within(value: object, low: int, high: float = math.inf) -> TypeGuard[int]:
-    return _is_int(value) and low <= value <= high
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require(condition: bool, name: str, value: object, words: str) -> None:

@@ -16,6 +16,7 @@ from saccade.checkpoint.defaults import LANGUAGE_TYPE, TEXT_DEFAULTS, TOWER_DEFA
 from saccade.checkpoint.late_interaction import TOKEN_DIM
 from saccade.checkpoint.moe_config import MoEConfig, first_of, moe_config
 from saccade.checkpoint.schema import CONFIG, GENERATION, Table, first_wrong
+from saccade.checkpoint.settings import setting
 from saccade.checkpoint.token_blocks import Blocks
 from saccade.errors import ConfigError
 
@@ -89,7 +90,7 @@ class TextConfig:
     @property
     def max_context(self) -> int:
         """Positions for which full attention, the only kind here, equals the model's own."""
-        return min(self.max_position, self.window or self.max_position)
+        return min(filter(None, (self.max_position, self.window)))
 
     @property
     def num_kv_layers(self) -> int:
@@ -171,8 +172,8 @@ def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    nested = raw.get("text_config") or raw.get("language_config") or {}
-    kind = nested.get("model_type") or (LANGUAGE_TYPE if "language_config" in raw else model_type)
+    nested = setting(raw, "text_config", raw.get("language_config", {}))
+    kind = setting(nested, "model_type", LANGUAGE_TYPE if "language_config" in raw else model_type)
     flat = {name: value for name, value in raw.items() if name not in _NOT_OF_TEXT}
     text = {**TEXT_DEFAULTS.get(kind, {}), **flat, "model_type": kind, **nested}
     vision = raw.get("vision_config", {})
@@ -196,7 +197,7 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack:
     section = rope.pop("mrope_section", None)
     theta = rope.pop("rope_theta", text.get("rope_theta", 10000.0))
     # Some published configs have false at the top and true in text_config; the head is then not stored.
-    tie = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+    tie = setting(raw, "tie_word_embeddings", text.get("tie_word_embeddings"))
     mla = _mla_config(text)
     return TextConfig(
         hidden_size=hidden,
@@ -255,7 +256,7 @@ def _mla_config(text: Mapping[str, Any]) -> MLAConfig | None:
         qk_rope_head_dim=_need(text, "qk_rope_head_dim"),
         qk_nope_head_dim=_need(text, "qk_nope_head_dim"),
         v_head_dim=_need(text, "v_head_dim"),
-        q_lora_rank=text.get("q_lora_rank") or None,
+        q_lora_rank=setting(text, "q_lora_rank", None),
     )
 
 
@@ -268,7 +269,7 @@ def _rope_switch(rope: Mapping[str, Any], text: Mapping[str, Any]) -> int | None
 
 
 def _window(text: Mapping[str, Any]) -> int | None:
-    layers = text.get("layer_types") or ["sliding_attention"]  # older configs have one kind
+    layers = setting(text, "layer_types", ["sliding_attention"])  # older configs have one kind
     if "chunked_attention" in layers:
         return text.get("attention_chunk_size")
     if "sliding_attention" not in layers:
@@ -282,7 +283,7 @@ def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
     if text.get("linear_num_value_heads") is None:
         return None
     every = text.get("full_attention_interval", 4)
-    kinds = text.get("layer_types") or ["linear_attention"] * (every - 1) + ["full_attention"]
+    kinds = setting(text, "layer_types", ["linear_attention"] * (every - 1) + ["full_attention"])
     is_linear = [kind == "linear_attention" for kind in kinds]
     return LinearConfig(
         layers=tuple(i for i in range(_need(text, "num_hidden_layers")) if is_linear[i % len(is_linear)]),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.checkpoint.hf_processor import LOCAL, import_transformers, raised, refusal
+from saccade.checkpoint.settings import setting
 from saccade.checkpoint.token_blocks import blocks_of
 from saccade.errors import ConfigError
 
@@ -97,8 +98,8 @@ def _translated(kind: str, raw: Mapping[str, Any], config: Any) -> dict[str, Any
 
 def _text(kind: str, config: Any, text: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {name: _first(text, names) for name, names in _TEXT.items()}
-    fields["intermediate_size"] = fields["intermediate_size"] or 4 * (fields["hidden_size"] or 1)
-    fields["max_position_embeddings"] = fields["max_position_embeddings"] or 8192
+    fields["intermediate_size"] = setting(fields, "intermediate_size", 4 * setting(fields, "hidden_size", 1))
+    fields["max_position_embeddings"] = setting(fields, "max_position_embeddings", 8192)
     absent = [name for name, value in fields.items() if value is None]
     if absent:
         raise refusal(kind, f"its config has no {absent[0]}, which a decoder's shape needs")
@@ -147,11 +148,11 @@ def _ngram_states(text: Any) -> int:
 def _kv_shapes(text: Any, fields: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Heads and width of keys and values in each kind of layer: a row of the cache holds the widest."""
     heads = fields["num_attention_heads"]
-    shared = _number(text, "num_key_value_heads") or heads
-    dim = _number(text, "head_dim") or fields["hidden_size"] // heads
+    shared = _size(text, "num_key_value_heads", heads)
+    dim = _size(text, "head_dim", fields["hidden_size"] // heads)
     shapes = [(shared, dim)]
     if whole := _number(text, "global_head_dim"):
-        shapes.append((_number(text, "num_global_key_value_heads") or shared, whole))
+        shapes.append((_size(text, "num_global_key_value_heads", shared), whole))
     if latent := _number(text, "qk_nope_head_dim"):
         shapes = [(heads, latent + _size(text, "qk_rope_head_dim"))]
         shapes.append((heads, _size(text, "v_head_dim")))
@@ -198,9 +199,9 @@ def _number(config: Any, name: str) -> int | None:
     return value if type(value) is int else None
 
 
-def _size(config: Any, name: str) -> int:
-    """A whole number, or 0."""
-    return _number(config, name) or 0
+def _size(config: Any, name: str, default: int = 0) -> int:
+    """A whole number; the default where there is none, or zero."""
+    return _number(config, name) or default
 
 
 def _list(config: Any, name: str) -> Any:

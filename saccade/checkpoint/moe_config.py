@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from saccade.checkpoint.settings import setting
+
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
@@ -53,7 +55,7 @@ def moe_config(text: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
     if not count or not layers or text.get("moe_intermediate_size") is None:
         return None
     width = text["moe_intermediate_size"]
-    choice = text.get("topk_method") or "greedy"
+    choice = setting(text, "topk_method", "greedy")
     choice = choice.replace("gready", "greedy")  # a typo in DeepSeek's config class
     groups = {} if choice == "greedy" else text
     per_token = text.get("num_experts_per_tok", 0)
@@ -66,7 +68,7 @@ def moe_config(text: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
         per_token=per_token,
         width=width,
         normalise=bool(text.get("norm_topk_prob", False)) and not is_one_kept,
-        scoring=text.get("scoring_func") or "softmax",
+        scoring=setting(text, "scoring_func", "softmax"),
         groups=max(1, groups.get("n_group", 1)),
         groups_kept=max(1, groups.get("topk_group", 1)),
         choice=choice,

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.checkpoint.files import read_optional
-from saccade.errors import ConfigError
+from saccade.checkpoint.settings import setting
+from saccade.errors import ConfigError, is_int_within, is_list_of, is_text
 
 BLOCK = (128, 128)
 _BITS = (4, 8)
@@ -63,7 +64,7 @@ class Quantization:
     @property
     def is_fp8(self) -> bool:
         """Whether weights can stay so, by the config; what a file holds is seen when it is read."""
-        if self.has_blocks and self.block != BLOCK:
+        if self.block != BLOCK:
             return False
         return self.method in ("fp8", "fbgemm_fp8") or self.summary.startswith(_FP8_SUMMARIES)
 
@@ -82,7 +83,7 @@ def quantization_of(raw: Mapping[str, Any], folder: Path) -> Quantization | None
     """None: the weights are not quantised. ConfigError names the field that cannot be read."""
     config = raw.get("quantization_config")
     if config is None:
-        config = (raw.get("text_config") or {}).get("quantization_config")
+        config = setting(raw, "text_config", {}).get("quantization_config")
     if config is None:
         config = _of_modelopt_file(folder)
     if config is None:
@@ -154,7 +155,7 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
     bits = _check_bits(config, _BITS)
-    version = config.get("checkpoint_format") or "gptq"
+    version = setting(config, "checkpoint_format", "gptq")
     _check_among("checkpoint_format", version, ("gptq", "gptq_v2"))
     offset = int(version == "gptq")
     summary = f"GPTQ in {bits} bits"
@@ -169,9 +170,9 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
 
 
 def _compressed(config: Mapping[str, Any]) -> Quantization:
-    layout = config.get("format") or "dense"
+    layout = setting(config, "format", "dense")
     _check_among("format", layout, _COMPRESSED)
-    sparsity = config.get("sparsity_config") or {}
+    sparsity = setting(config, "sparsity_config", {})
     if not isinstance(sparsity, Mapping):
         raise ConfigError(f"sparsity_config in quantization_config must be an object, not {sparsity!r}")
     _check_among("sparsity_config.format", sparsity.get("format", "dense"), ("dense",))
@@ -225,7 +226,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
 
 def _word(config: Mapping[str, Any], name: str) -> str:
     value = config.get(name)
-    if not isinstance(value, str) or not value:
+    if not is_text(value):
         raise ConfigError(f"{name} in quantization_config must be a word, not {value!r}")
     return value
 
@@ -251,6 +252,6 @@ def _group(config: Mapping[str, Any]) -> int:
 
 def _block(config: Mapping[str, Any], name: str) -> tuple[int, int]:
     value = config.get(name)
-    if isinstance(value, Sequence) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
+    if is_list_of(value, object, 2, 2) and all(is_int_within(n, 1) for n in value):
         return value[0], value[1]
     raise ConfigError(f"{name} in quantization_config must be two sizes such as [128, 128], not {value!r}")

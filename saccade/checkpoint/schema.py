@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from saccade.checkpoint.late_interaction import TOKEN_DIM
+from saccade.errors import is_int_within, is_number_within
 
 _MAXIMUM = 4096  # values in a list of any length: as many as layers
 
@@ -49,13 +50,14 @@ def _sentence(name: str, value: Any, description: str) -> str:
 def whole(minimum: int, maximum: int) -> Kind:
     """An integer. The bounds are far beyond published values; they keep a typo from filling the memory."""
     description = f"{minimum}" if minimum == maximum else f"a whole number from {minimum} to {maximum}"
-    return Kind(description, lambda v: type(v) is int and minimum <= v <= maximum)
+    return Kind(description, lambda v: is_int_within(v, minimum, maximum))
 
 
 def number(*, above: float = -math.inf, minimum: float = -math.inf, maximum: float = math.inf) -> Kind:
     bounds = {"above": above, "of at least": minimum, "of at most": maximum}
     description = "a number" + "".join(f" {words} {at}" for words, at in bounds.items() if math.isfinite(at))
-    return Kind(description, lambda v: _is_number(v) and above < v and minimum <= v <= maximum)
+    low, high = max(minimum, -sys.float_info.max), min(maximum, sys.float_info.max)  # a float can hold it
+    return Kind(description, lambda v: is_number_within(v, low, high) and v > above)
 
 
 def list_of(kind: Kind, count: int | None = None) -> Kind:
@@ -79,13 +81,6 @@ def sides(kind: Kind) -> Kind:
     return Kind(
         f"an object with {kind.description} for each side",
         lambda v: isinstance(v, Mapping) and all(side is None or kind.takes(side) for side in v.values()),
-    )
-
-
-def _is_number(value: Any) -> bool:
-    """The bound keeps out whole numbers that no float can hold."""
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     )
 
 

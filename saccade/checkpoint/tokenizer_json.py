@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.checkpoint.files import TOKENIZER_BYTES, read_json, read_optional, read_text
+from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError
 
 Ranks = dict[bytes, int]
@@ -56,7 +57,7 @@ def added_tokens(file: Path) -> dict[str, int]:
     """Ids of the added tokens of a tokenizer.json."""
     tokenizer = read_json(file, TOKENIZER_BYTES)
     try:
-        return {token["content"]: int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
+        return {token["content"]: int(token["id"]) for token in setting(tokenizer, "added_tokens", ())}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read as a tokenizer ({error}); download it again") from None
 
@@ -64,7 +65,7 @@ def added_tokens(file: Path) -> dict[str, int]:
 def as_markup(spec: str, names: Collection[str]) -> str:
     """The same tokenizer.json with these tokens not special: clients and outputs may contain them."""
     tokenizer = json.loads(spec)
-    for token in tokenizer.get("added_tokens") or ():
+    for token in setting(tokenizer, "added_tokens", ()):
         token["special"] = token.get("special", False) and token["content"] not in names
     return json.dumps(tokenizer)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpcore
 
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, reason_of
 
 _SECONDS = 10.0
 
@@ -20,7 +20,8 @@ def get_json(url: str, api_key: str | None, server: str) -> tuple[int, Any]:
         response = httpcore.request("GET", url, headers=headers, extensions=timeout)
         return response.status, json.loads(response.content)
     except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.UnsupportedProtocol) as error:
-        reason = str(error) or type(error).__name__
-        raise ConfigError(f"no server answers at {server}: {reason}; --url says where it is") from None
+        raise ConfigError(
+            f"no server answers at {server}: {reason_of(error)}; --url says where it is"
+        ) from None
     except (httpcore.ProtocolError, ValueError):
         return 0, None

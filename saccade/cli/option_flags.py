@@ -86,6 +86,5 @@ def chosen_options(args: argparse.Namespace, *classes: type) -> dict[str, Any]:
 
 def names_model(word: str) -> bool:
     """Whether a single argument is a folder or a hub id, and not a question."""
-    if word == "saccade-builtin" or Path(word).is_dir():
-        return True
-    return re.fullmatch(r"[./~]*[\w.-]+(/[\w.-]+)+/?", word) is not None
+    is_id = re.fullmatch(r"[./~]*[\w.-]+(/[\w.-]+)+/?", word) is not None
+    return is_id or word == "saccade-builtin" or Path(word).is_dir()

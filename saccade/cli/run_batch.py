@@ -19,7 +19,7 @@ from saccade.apps.batch.batch_lines import batch_lines, line_helper
 from saccade.apps.batch.batch_run import BatchCounts, HttpSender, run_batch
 from saccade.apps.evaluation.serving import serving_with
 from saccade.cli.numbers import count, positive
-from saccade.errors import ConfigError, UsageError
+from saccade.errors import ConfigError, UsageError, reason_of
 from saccade.util.plain_files import open_plain
 
 
@@ -99,7 +99,7 @@ async def _run(args: argparse.Namespace, source: Path, results: Path, server: _B
                 return await run_batch(lines, results, sender, args.concurrency, start, step)
         except OSError as error:
             again = "the same command goes on from what it has"
-            raise ConfigError(f"{results} cannot be written: {error.strerror or error}; {again}") from None
+            raise ConfigError(f"{results} cannot be written: {reason_of(error)}; {again}") from None
         finally:
             helper.close()
             await sender.close()

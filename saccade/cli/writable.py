@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, reason_of
 
 
 def check_plot(path: Path | None) -> None:
@@ -19,6 +19,6 @@ def check_writable(flag: str, path: Path) -> None:
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))
     except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror or error}") from None
+        raise ConfigError(f"{flag} {path} cannot be written: {reason_of(error)}") from None
     if is_new:
         path.unlink()

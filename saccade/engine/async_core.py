@@ -66,7 +66,7 @@ class AsyncEngineCore(EngineCore):
 
     def _step(self, latency_bounded: bool) -> list[TokenEvent]:
         events = self._take_events()
-        if self._launched and self._launched[0].plan.kind == "async_prefill":
+        if self._kinds[:1] == ["async_prefill"]:
             events += self._commit_finished(1)
         prefill = self._plan_async_prefill(latency_bounded) if self._runs_async_decode else None
         decode = self.scheduler.schedule_async_decode() if self._launched else None
@@ -93,7 +93,12 @@ class AsyncEngineCore(EngineCore):
     @property
     def _runs_async_decode(self) -> bool:
         """The last launched step is an async decode, and nothing was planned beside it yet."""
-        return bool(self._launched) and self._launched[-1].plan.kind == "async_decode"
+        return self._kinds[-1:] == ["async_decode"]
+
+    @property
+    def _kinds(self) -> list[str]:
+        """Of the steps that run, in order."""
+        return [launched.plan.kind for launched in self._launched]
 
     def _may_launch(self, latency_bounded: bool, events: list[TokenEvent]) -> bool:
         """Not before last tokens are handed out where a launch takes long: without decodes, whole images."""

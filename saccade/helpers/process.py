@@ -78,7 +78,7 @@ class Reply(NamedTuple):
     body: bytes = b""
 
 
-_ENDED_BY = {
+_ENDED_BY: Mapping[int | None, Outcome] = {
     -signal.SIGPROF: Outcome.SLOW,
     -signal.SIGXCPU: Outcome.SLOW,
     -signal.SIGKILL: Outcome.UNAVAILABLE,
@@ -184,7 +184,7 @@ class HelperProcess:
             self._running = None
             if self._is_cancelled:
                 return Outcome.CANCELLED
-            return _ENDED_BY.get(status or 0, otherwise)
+            return _ENDED_BY.get(status, otherwise)
 
 
 class _Child:

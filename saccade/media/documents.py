@@ -53,7 +53,7 @@ def load_document(
     pages: Any = None,
     text_layer: bool = False,
     allow_paths: bool = True,
-    max_images: int | None = None,
+    max_images: float = math.inf,
     num_before: int = 0,
     time: CpuTime | None = None,
     workers: MediaWorkers = MEDIA,
@@ -71,7 +71,7 @@ def load_document(
         limit_text = f"at most {limit} are allowed (max_document_pages)"
         raise RequestError(f"the PDF has {count} pages, and {limit_text}", code="document_too_large")
     indices = range(count) if pages is None else read_pages(pages, count)
-    if max_images is not None and num_before + len(indices) > max_images:
+    if num_before + len(indices) > max_images:
         before = f" after {num_before} of other documents" if num_before else ""
         limit_text = f"at most {max_images} images per prompt are allowed"
         remedy = f"(limit_mm_per_prompt image={max_images}); choose fewer with pages"

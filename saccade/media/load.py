@@ -50,7 +50,7 @@ def load_image(
     try:
         return _load(source, policy, allow_paths)
     except RequestError as error:
-        raise RequestError(error.message, code=error.code, param=error.param or param) from None
+        raise error.about(param) from None
 
 
 def _load(source: Any, policy: MediaPolicy, allow_paths: bool) -> Loaded:

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, reason_of
 from saccade.helpers.main import AnswerRefused, limit_address_space, serve
 from saccade.media.decode import Pixels, decode_item
 from saccade.media.jobs import (
@@ -65,7 +65,7 @@ class MediaWorker:
         except UnreadablePdf as error:
             raise AnswerRefused(encoded(Refusal(str(error), "invalid_document", is_rest=True))) from None
         except OSError as error:  # of this machine: decoders tell theirs of a file as above
-            message = f"cannot be read now: {error.strerror or error}; try again"
+            message = f"cannot be read now: {reason_of(error)}; try again"
             raise AnswerRefused(encoded(Refusal(message, "overloaded", is_rest=True))) from None
         finally:
             self._memory.trim()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FORMATS = "MP4, MOV, WebM, MKV and AVI"
 _QUICKTIME = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
-_STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
+_STILLS = tuple(b"ftyp" + brand for brand in (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1"))
 _MAX_FRAMES = 1_000_000  # in a file; each packet is read
 _SECONDS = 10.0  # of CPU time: fifty times what the header of an hour takes
 _MEMORY_MB = 1024
@@ -102,7 +102,7 @@ def check_video_seconds(seconds: float, policy: MediaPolicy) -> None:
 
 
 def _sniff(data: bytes) -> str:
-    if data[4:8] == b"ftyp" and data[8:12] in _STILL_BRANDS:
+    if data[4:12] in _STILLS:
         raise _unsupported("a still picture (AVIF or HEIF)")
     if data[4:8] in _QUICKTIME:
         return "mov"

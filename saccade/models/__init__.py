@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: bool = True,
-    image_processor: Mapping[str, Any] | None = None,
+    image_processor: Mapping[str, Any] = MappingProxyType({}),
     max_model_len: int | None = None,
     is_encoder: bool = False,
     quantize: str | None = None,
@@ -65,7 +66,7 @@ def load_model(
         how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len, "tensors": tensors}
         other = import_module("saccade.models.bridge.load")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
-    build = partial(_build, config, dtype, device, image_processor or {})
+    build = partial(_build, config, dtype, device, image_processor)
     if is_encoder:
         model = build(left_out="decoder")
         if any(weight.is_meta for weight in model.encoder_weights().values()):

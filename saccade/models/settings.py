@@ -1,11 +1,5 @@
-"""Settings of a model's JSON files, where null means the default."""
+"""Where layers find `setting`."""
 
-from __future__ import annotations
+from saccade.checkpoint.settings import setting
 
-from collections.abc import Mapping
-from typing import Any
-
-
-def setting(settings: Mapping[str, Any], name: str, default: Any) -> Any:
-    """What a file says; the default where that is nothing, null, zero or empty."""
-    return settings.get(name) or default
+__all__ = ["setting"]

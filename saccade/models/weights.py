@@ -22,6 +22,7 @@ from saccade.models.state_dict import Scales, Whole
 from saccade.models.tensor_files import Int4Tensors, StoredTensors, some
 
 OF_QUANTISED = (".qweight", ".weight_packed", "_scale_inv", ".weight_scale", ".pre_quant_scale")
+_IGNORED = ""  # our name of a tensor that is ignored
 _SHOWN = 5  # missing names that are looked up for an error
 
 
@@ -92,7 +93,7 @@ def _stored_targets(
     """The targets, with those that this checkpoint stores fused replaced by the fused tensor."""
     if not wholes:
         return targets
-    hits = {hit.target for name in names if (hit := _translate(name, rules)) is not None}
+    hits = {_translate(name, rules) for name in names}
     wholes_here = {name: whole for name, whole in wholes.items() if name in hits}
     covered = {part for whole in wholes_here.values() for part in whole.parts}
     separate = {name: tensor for name, tensor in targets.items() if name not in covered}
@@ -102,15 +103,16 @@ def _stored_targets(
 def _plan(tensors: StoredTensors, targets: Mapping[str, Tensor], rules: Sequence[Rule]) -> dict[str, str]:
     """Checkpoint name -> target. Unexpected and missing tensors are errors."""
     hits = {name: _translate(name, rules) for name in tensors.file_of}
-    places = {None, *targets}  # None: it is ignored
-    unexpected = [name for name, hit in hits.items() if hit is None or hit.target not in places]
+    places = {_IGNORED, *targets}
+    known = {name: target for name, target in hits.items() if target in places}
+    unexpected = [name for name in hits if name not in known]
     unexpected = [name for name in unexpected if not tensors.is_needless(name)]
     if unexpected:
         raise ConfigError(
             f"the checkpoint has {len(unexpected)} tensors that a model of this config.json has no place for "
             f"({some(unexpected)}){_why_unexpected(unexpected)}"
         )
-    plan = {name: hit.target for name, hit in hits.items() if hit and hit.target and hit.target in targets}
+    plan = {name: target for name, target in known.items() if target != _IGNORED}
     by_target = {target: name for name, target in plan.items()}
     twice = [name for name, target in plan.items() if by_target[target] != name]
     if twice:
@@ -132,12 +134,12 @@ def _why_unexpected(names: Iterable[str]) -> str:
     )
 
 
-def _translate(name: str, rules: Sequence[Rule]) -> Rule | None:
-    """The first rule that matches this name, with its blanks filled in."""
+def _translate(name: str, rules: Sequence[Rule]) -> str | None:
+    """Our name, by the first rule that matches; None: there is none."""
     for rule in rules:
         blanks = _match(rule.source, name)
         if blanks is not None:
-            return Rule(name, None if rule.target is None else _fill(rule.target, blanks))
+            return _IGNORED if rule.target is None else _fill(rule.target, blanks)
     return None
 
 
@@ -224,8 +226,7 @@ def int4_targets(
     has_experts: bool,
 ) -> Int4Weights | None:
     """What a checkpoint stores in INT4, by our names. `has_experts`: kernels read experts, too."""
-    hits = {name: _translate(name, rules) for name in tensors}
-    formats = {hit.target: tensors[name] for name, hit in hits.items() if hit is not None and hit.target}
+    formats = {target: tensors[name] for name in tensors if (target := _translate(name, rules))}
     for name in wholes.keys() & formats.keys():
         formats |= dict.fromkeys(wholes[name].parts, formats[name])
     return Int4Weights(formats, has_experts=has_experts) if formats else None
@@ -236,8 +237,8 @@ def fp8_targets(
 ) -> Fp8Weights | None:
     """What a checkpoint stores in float8, by our names. Layouts are not mixed: blocks if it has any."""
     in_blocks = any(tensors.values())
-    hits = [_translate(name, rules) for name, blocks in tensors.items() if blocks == in_blocks]
-    names = {hit.target for hit in hits if hit is not None and hit.target is not None}
+    hits = (_translate(name, rules) for name, blocks in tensors.items() if blocks == in_blocks)
+    names = set(filter(None, hits))
     parts = [wholes[name].parts for name in names if name in wholes]
     return Fp8Weights(in_blocks, frozenset(names.union(*parts))) if names else None
 

@@ -16,6 +16,7 @@ from saccade.checkpoint.config import ModelConfig, check_values, model_config
 from saccade.checkpoint.hf_processor import refusal
 from saccade.checkpoint.late_interaction import TOKEN_DIM, unwrapped
 from saccade.checkpoint.schema import IMAGES, PROCESSOR, Table
+from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError
 from saccade.media.hashing import digest_of
 from saccade.options.engine import Options
@@ -160,7 +161,7 @@ def _given_template(template: str | None) -> str | None:
         return None
     if not template.strip():
         raise ConfigError("chat_template is empty; give a file or a template's text")
-    is_text = "{" in template or "\n" in template
+    is_text = any(mark in template for mark in "{\n")
     text = template if is_text else files.read_text(_template_file(template), files.TEMPLATE_BYTES)
     if len(text) > files.TEMPLATE_BYTES:
         length = f"{len(text)} characters; at most {files.TEMPLATE_BYTES} are read"
@@ -264,8 +265,8 @@ def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | Non
     file = path / "chat_template.jinja"
     if file.is_file():
         return files.read_text(file, files.TEMPLATE_BYTES)
-    template = files.read_optional(path / "chat_template.json").get("chat_template")
-    template = template or tokenizer_config.get("chat_template")
+    settings = files.read_optional(path / "chat_template.json")
+    template = setting(settings, "chat_template", tokenizer_config.get("chat_template"))
     if isinstance(template, list):  # several named ones
         entries = [entry for entry in reversed(template) if isinstance(entry, Mapping)]
         template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)

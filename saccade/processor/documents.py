@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from saccade.checkpoint.settings import setting
 from saccade.errors import RequestError, quoted
 from saccade.media.documents import Document, load_document
 from saccade.media.pdf import CpuTime
@@ -99,7 +100,7 @@ class _Opener:
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param=param) from None
         self.num_pages += len(document.pages)
-        return OpenDocument(document, param, part.get("detail") or "auto", heading)
+        return OpenDocument(document, param, setting(part, "detail", "auto"), heading)
 
 
 def _field(part: Mapping[str, Any], where: str, name: str, default: Any, expected: str) -> Any:

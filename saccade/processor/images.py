@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from saccade.costs import MAX_GPU_JPEG_PIXELS, MIN_GPU_JPEG_PIXELS, blocks_for
-from saccade.errors import RequestError, quoted
+from saccade.errors import RequestError, is_int_within, quoted
 from saccade.media.documents import PdfPage
 from saccade.media.hashing import RecentKeys
 from saccade.media.jpeg_layout import is_plain_jpeg
@@ -18,7 +18,6 @@ from saccade.options.engine import MediaPolicy
 from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.families import family_for
 from saccade.processor.families.base import Family, ManyImagesPolicy
-from saccade.sampling_params import is_int_within
 from saccade.types.bill import BillItem
 from saccade.types.media import Geometry, Header, Key, MediaItem, Size, short_key
 
@@ -196,9 +195,8 @@ def jpeg_reduction(header: Header, resized: Size) -> int:
 def is_for_gpu(data: bytes, header: Header) -> bool:
     """Whether nvJPEG may decode it. Its header tells: the content key says so before a pixel is decoded."""
     pixels = header.size.width * header.size.height
-    if header.format != "jpeg" or not MIN_GPU_JPEG_PIXELS <= pixels <= MAX_GPU_JPEG_PIXELS:
-        return False
-    return is_plain_jpeg(data, header)
+    is_large = MIN_GPU_JPEG_PIXELS <= pixels <= MAX_GPU_JPEG_PIXELS
+    return header.format == "jpeg" and is_large and is_plain_jpeg(data, header)
 
 
 def reads_text_only(images: int, param: str | None = None) -> RequestError:

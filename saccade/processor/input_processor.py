@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saccade.costs import max_chars
-from saccade.errors import ConfigError, RequestError
+from saccade.errors import ConfigError, RequestError, is_text
 from saccade.media.hashing import identity, salt_of
 from saccade.media.video_sources import Video
 from saccade.options.engine import MediaPolicy
@@ -68,7 +68,7 @@ class Processor:
         self.placeholder = self._find_placeholder()  # of an image in a raw prompt
         self.prefetch_media = prefetch_media  # told of images before the rest of a prompt is ready
         longest = checkpoint.config.text.max_context
-        chars = max_chars(min(longest, self.policy.max_model_len or longest))
+        chars = max_chars(min(filter(None, (longest, self.policy.max_model_len))))
         chars = min(max(chars, MAX_CHARS), _MAX_CHARS)
         self._templates = TemplatePool(checkpoint.chat_template, self.policy.template_seconds, chars)
         self._form: Form | None = None
@@ -259,17 +259,17 @@ class Processor:
         size = self.checkpoint.config.text.vocab_size
         lists = {
             "stop_token_ids": params.stop_token_ids,
-            "logit_bias": params.logit_bias or (),
-            "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids,
         }
         for name, ids in lists.items():
-            wrong = [token for token in ids if token >= size]
+            wrong = [token for token in ids or () if token >= size]
             if wrong:
                 message = f"{name} holds {wrong[0]}, but this model's ids go from 0 to {size - 1}"
                 raise RequestError(message, param=name)
 
     def _encode(self, text: Any) -> list[int]:
-        if not isinstance(text, str) or not text:
+        if not is_text(text):
             raise RequestError("the prompt is empty; give at least one character of text", param="prompt")
         return self.tokenizer.encode(self._spelled(text))
 

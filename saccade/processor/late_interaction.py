@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from saccade.checkpoint.settings import setting
 from saccade.errors import RequestError, quoted
 from saccade.sampling_params import Pooling
 
@@ -56,8 +57,8 @@ def chat_template(processor: Mapping[str, Any], dim: int | None) -> str | None:
     """
     if dim is None:
         return None
-    visual = processor.get("visual_prompt_prefix") or _VISUAL_PROMPT
-    query = processor.get("query_prefix") or _QUERY_PREFIX
+    visual = setting(processor, "visual_prompt_prefix", _VISUAL_PROMPT)
+    query = setting(processor, "query_prefix", _QUERY_PREFIX)
     filled = _TEMPLATE.replace("VISUAL_PROMPT", json.dumps(visual, ensure_ascii=False))
     return filled.replace("QUERY_PREFIX", json.dumps(query, ensure_ascii=False))
 

@@ -6,7 +6,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from saccade.errors import RequestError, quoted
+from saccade.checkpoint.settings import setting
+from saccade.errors import RequestError, is_list_of, quoted
 from saccade.media.video_sources import Video
 from saccade.processor.documents import OpenDocument
 from saccade.processor.images import ImageInput
@@ -34,7 +35,7 @@ class Form(NamedTuple):
 
 def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, allow_paths: bool) -> Chat:
     """Check the messages, take the media out, and convert the rest to the form the template takes."""
-    if not isinstance(messages, (list, tuple)) or not messages:
+    if not is_list_of(messages, object, 1):
         raise RequestError("messages must be a list with at least one message", param="messages")
     chat = Chat([], [], [])
     for index, message in enumerate(messages):
@@ -187,7 +188,7 @@ def _linked(link: Any, where: str) -> ImageInput:
         case str():
             return ImageInput(link, where, allow_path=False)
         case {"url": str() | bytes() as url}:
-            return ImageInput(url, where, link.get("detail") or "auto", allow_path=False)
+            return ImageInput(url, where, setting(link, "detail", "auto"), allow_path=False)
     message = "image_url needs an object with a string under url"
     raise RequestError(message, code="invalid_image_url", param=where)
 
@@ -196,7 +197,7 @@ def _given(part: Mapping[str, Any], where: str, allow_paths: bool) -> ImageInput
     """An image object of a Python caller."""
     if part.get("image") is None:
         raise RequestError("an image part needs the picture under image", code="invalid_image", param=where)
-    return ImageInput(part["image"], where, part.get("detail") or "auto", allow_paths)
+    return ImageInput(part["image"], where, setting(part, "detail", "auto"), allow_paths)
 
 
 def _in_form(content: str | list[dict[str, Any]], form: Form) -> str | list[dict[str, Any]]:

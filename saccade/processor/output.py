@@ -47,7 +47,7 @@ class RequestOutputBuilder:
         self.usage: Usage | None = None
         self.pooled: bytes | None = None  # float32, of a request that pools
         self._packed_prompt: bytes | None = None  # its log probabilities
-        self._num_prompt_logprobs = params.prompt_logprobs or 0
+        self._num_prompt_logprobs = params.num_prompt_logprobs
         self._prompt_logprobs: PromptLogprobs | None = None
         self._caller_stops = frozenset(params.stop_token_ids)
         self._must_detokenize = bool(params.stop_strings)
@@ -82,7 +82,7 @@ class RequestOutputBuilder:
         elif event.finish_reason is not None:
             new += self._detokenizer.finish()
             self._end(event)
-        self.usage = event.usage or self.usage
+        self.usage = event.usage
         return new
 
     def add(self, event: TokenEvent) -> None:

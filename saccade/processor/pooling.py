@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError, RequestError, quoted
 from saccade.processor.input_processor import Processor
 from saccade.processor.late_interaction import EVERY_TOKEN, max_sim, token_vectors
@@ -95,7 +96,7 @@ def relevance(pooled: bytes) -> float:
 
 def no_and_yes(processor: Processor) -> Pooling:
     """The logits that a reranker is asked for. vLLM's `classifier_from_token` names others."""
-    words = processor.checkpoint.config.raw.get("classifier_from_token") or ("no", "yes")
+    words = setting(processor.checkpoint.config.raw, "classifier_from_token", ("no", "yes"))
     ids = [processor.tokenizer.token_id(word) for word in words]
     if len(ids) != 2 or None in ids:
         reason = f"the tokenizer has no token for {' or '.join(map(repr, words))}, which a score is made from"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.errors import RequestError, quoted
+from saccade.errors import RequestError, is_list_of, quoted
 from saccade.processor.dialects.call_grammar import functions_of
 from saccade.processor.dialects.call_schema import call_schema
 from saccade.processor.dialects.parser import OutputFormats
@@ -81,7 +81,7 @@ def _own_grammar(
 
 
 def _check_tools(tools: Any) -> list[Tool]:
-    if not isinstance(tools, (list, tuple)) or not 1 <= len(tools) <= MAX_TOOLS:
+    if not is_list_of(tools, object, 1, MAX_TOOLS):
         raise RequestError(f"tools must be a list of 1 to {MAX_TOOLS} tools", param="tools")
     for index, tool in enumerate(tools):
         _check_tool(tool, f"tools[{index}]")

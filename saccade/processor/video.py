@@ -7,6 +7,7 @@ list of frames ─────────► sampled frames ─► groups of fr
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from saccade.costs import blocks_for
-from saccade.errors import RequestError, quoted
+from saccade.errors import RequestError, is_number_within, quoted
 from saccade.media.hashing import digest_of
 from saccade.media.load import Loaded, load_image
 from saccade.media.video_probe import VideoInfo, check_video_seconds
@@ -24,7 +25,6 @@ from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling, VideoRules
 from saccade.processor.images import Images, bill_item, whole_number
-from saccade.sampling_params import is_number
 from saccade.types.bill import BillItem
 from saccade.types.media import Geometry, Header, Key, MediaItem, Size, Still, short_key
 from saccade.types.prompt import VideoRun
@@ -119,7 +119,7 @@ class Videos:
         fps = kwargs.get("fps")
         num_frames = whole_number(kwargs, "num_frames", self.max_frames, None)
         if fps is not None:
-            if not (is_number(fps) and 0 < fps <= _HIGHEST_RATE):
+            if not is_number_within(fps, math.ulp(0), _HIGHEST_RATE):
                 message = f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {quoted(fps)}"
                 raise RequestError(message, param="mm_processor_kwargs.fps")
             if num_frames is not None:
@@ -135,7 +135,7 @@ class Videos:
         """A request may prune more tokens than the deployment does, not fewer."""
         minimum = self.policy.video.pruning
         pruning = kwargs.get("video_pruning", minimum)
-        if not (is_number(pruning) and minimum <= pruning < 1):
+        if not (is_number_within(pruning) and minimum <= pruning < 1):
             rule = f"video_pruning must be a number below 1 and at least {minimum:g}"
             message = f"{rule}, the share in force here, but {quoted(pruning)} was given"
             raise RequestError(message, param="mm_processor_kwargs.video_pruning")
@@ -148,7 +148,7 @@ class Videos:
                 return self._of_file(source, options, salt)
             return self._of_list(source, video, options, salt)
         except RequestError as error:
-            raise RequestError(error.message, code=error.code, param=error.param or video.param) from None
+            raise error.about(video.param) from None
 
     def _of_file(self, file: File, options: VideoOptions, salt: bytes) -> FrameGroups:
         info = file.video_info

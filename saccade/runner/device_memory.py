@@ -106,9 +106,7 @@ def _fp8_params(
 def _int4_bytes(
     model: ModelConfig, quantization: Quantization | None, device: torch.device, dtype: torch.dtype
 ) -> costs.Int4Bytes:
-    if quantization is None or not quantization.is_int4:
-        return costs.NO_INT4
-    if not is_native(model) or not keeps_int4(device):
+    if quantization is None or not quantization.is_int4 or not is_native(model) or not keeps_int4(device):
         return costs.NO_INT4
     has_experts = not quantization.has_order and reads_int4_experts(model, device, dtype)
     return costs.Int4Bytes(quantization.int4_bytes, has_experts)

@@ -12,6 +12,7 @@ import torch
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.models.interface import VisionLanguageModel
+from saccade.models.vision.blocks import vision_config
 from saccade.runner.encoder.graph_capture import blank_patches
 from saccade.types.latency import LatencyCurve
 from saccade.types.media import Grid
@@ -51,12 +52,10 @@ def seconds_per_layer(model: VisionLanguageModel, grid: Grid) -> float:
 
 def encode_seconds(model: VisionLanguageModel, grid: Grid) -> float:
     """The whole tower over an image of this grid."""
-    vision = model.config.vision
-    assert vision is not None
     with torch.inference_mode():
         if blank_patches(model, [grid]).is_cuda:
             return timed(partial(_encode, model, grid)) / 1e3
-        if seconds := seconds_per_layer(model, grid) * vision.num_layers:
+        if seconds := seconds_per_layer(model, grid) * vision_config(model.config).num_layers:
             return seconds
         start = time.perf_counter()  # it cannot be interrupted between layers
         _encode(model, grid)
@@ -107,7 +106,7 @@ def _encode(model: VisionLanguageModel, grid: Grid) -> int:
 
 def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:
     """Squares of several sizes up to the largest; with learned positions one size, or fewer tiles of it."""
-    if config.vision and config.vision.takes_squares:
+    if vision_config(config).takes_squares:
         yield from (Grid(tiles, largest.h, largest.w) for tiles in range(1, largest.t))
     elif _takes_any_size(config):
         yield from (_square(config, slots) for slots in _SLOTS if slots * _merged(config) < largest.patches)
@@ -115,7 +114,7 @@ def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:
 
 
 def _takes_any_size(config: ModelConfig) -> bool:
-    return config.vision is not None and not config.vision.takes_squares and _merged(config) > 1
+    return not vision_config(config).takes_squares and _merged(config) > 1
 
 
 def _square(config: ModelConfig, slots: int) -> Grid:
@@ -126,8 +125,7 @@ def _square(config: ModelConfig, slots: int) -> Grid:
 
 def _merged(config: ModelConfig) -> int:
     """Patches per embedding."""
-    assert config.vision is not None
-    return config.vision.spatial_merge_size**2
+    return vision_config(config).spatial_merge_size ** 2
 
 
 def _rising(points: Iterable[tuple[int, float]]) -> LatencyCurve:

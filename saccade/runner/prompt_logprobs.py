@@ -23,7 +23,7 @@ def prompt_rows(window: ScheduledWindow, state: RequestState, hidden: Tensor, he
     count = min(window.end, state.num_prompt - 1) - window.start
     tokens = state.tokens(window.start + 1, window.start + 1 + count)
     targets = to_device(torch.from_numpy(tokens), hidden.device)
-    num_top = state.request.params.prompt_logprobs or 0
+    num_top = state.request.params.num_prompt_logprobs
     parts = []
     for first in range(0, count, _ROWS):
         end = min(count, first + _ROWS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Runner:
         grammars: Grammars,
         forward: Forward,
         embeddings: MutableMapping[Key, Tensor] | None = None,
-        memory: Mapping[str, Mapping[str, int]] | None = None,
+        memory: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
         on_close: Callable[[], None] | None = None,
         eager_reason: str | None = None,
         host_blocks: HostBlocks | None = None,
@@ -49,7 +50,7 @@ class Runner:
         # [slots, hidden] each; the scheduler decides which keys are resident
         self.embeddings: MutableMapping[Key, Tensor] = {} if embeddings is None else embeddings
         self._coordinates: dict[Key, Ints] = {}  # [2, slots] of pruned ones: row and column of each token
-        self.memory = memory or {}  # bytes planned and measured, by use
+        self.memory = dict(memory)  # bytes planned and measured, by use
         self._states: dict[str, RequestState] = {}
         self.eager_reason = eager_reason  # why a GPU runs it without kernels and CUDA graphs
         self._on_close = on_close
@@ -183,7 +184,7 @@ class Runner:
             if key in self.embeddings:
                 del self.embeddings[key]
             self._coordinates.pop(key, None)
-        if self.encoder and plan.unwanted:
+        if self.encoder:
             self.encoder.end(plan.unwanted)
         for admission in plan.admitted:
             # A preempted request continues with its grammar's state.

@@ -39,7 +39,7 @@ def async_decode_windows(
             continue
         if seq.images_end > end or seq.num_tokens + 1 >= seq.max_total_tokens:
             continue
-        if not end % size and end == len(seq.blocks) * size:
+        if end == len(seq.blocks) * size:
             lacking.append((len(windows), seq))
         windows.append(ScheduledWindow(window.request_id, end, end + 1, (), True))
     if not pool.can_allocate(len(lacking)):

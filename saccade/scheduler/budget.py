@@ -95,7 +95,7 @@ class StepBudget:
 def are_enough(requests: Sequence[ScheduledRequest], config: SchedulerConfig) -> bool:
     """Whether a step of these requests is full, unless much of them is found in the prefix cache."""
     max_prefills = config.latency.max_prefills if config.latency else None
-    max_requests = min(max_prefills or config.max_num_seqs, config.max_num_seqs)
+    max_requests = min(filter(None, (max_prefills, config.max_num_seqs)))
     num_tokens = sum(seq.num_tokens for seq in requests)
     return len(requests) >= max_requests or num_tokens >= config.max_num_batched_tokens
 

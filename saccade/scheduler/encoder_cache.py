@@ -151,8 +151,8 @@ class EncoderCache:
         self._used_slots = self._idle_slots = self.slots_in_flight = 0
 
     def _idle_slots_of(self, keys: Collection[Key]) -> int:
-        entries = (self._entries.get(key) for key in keys)
-        return sum(entry.slots for entry in entries if entry is not None and entry.is_idle)
+        entries = [self._entries[key] for key in self._entries.keys() & keys]
+        return sum(entry.slots for entry in entries if entry.is_idle)
 
     def _evict(self, key: Key) -> None:
         entry = self._entries.pop(key)

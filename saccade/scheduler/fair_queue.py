@@ -37,6 +37,10 @@ class _TenantQueue:
     waiting: list[ScheduledRequest] = field(default_factory=list)  # by priority, then arrival, as is the next
     running: list[ScheduledRequest] = field(default_factory=list)
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.waiting or self.running)
+
 
 class ServingOrder(NamedTuple):
     """Running requests in the order in which a step serves them."""
@@ -122,7 +126,7 @@ class FairQueue:
         else:
             queue.waiting.remove(seq)
             self.num_waiting -= 1
-        if queue.running or queue.waiting:
+        if not queue.is_empty:
             return
         del self._queues[share.name]
         self._idle[share.name] = share
@@ -208,7 +212,7 @@ class FairQueue:
         computing the victim again can cost. `can_start`: the first request of a tenant may wait for its
         grammar or image, which must not keep other tenants waiting.
         """
-        if len(self._queues) < 2 or not running:
+        if len(self._queues) < 2:
             return None
         per_weight = len(running) / sum([queue.share.weight for queue in self._queues.values()])
         with_seats = [self._queues[name] for name in dict.fromkeys(seq.share.name for seq in running)]
@@ -291,7 +295,7 @@ class FairQueue:
 
     def check(self, open_requests: OpenRequests) -> None:
         queues = self._queues.values()
-        assert all(queue.waiting or queue.running for queue in queues), "a queue without requests is open"
+        assert not any(queue.is_empty for queue in queues), "a queue without requests is open"
         assert not self._queues.keys() & self._idle.keys(), "a tenant is open and idle"
         assert len(self._idle) <= MAX_IDLE, "too many tenants are remembered"
         for queue in queues:

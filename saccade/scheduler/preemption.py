@@ -33,9 +33,11 @@ class Preemption:
             return
         draft.lacks_blocks = False
         victim = self._queue.overdue_victim(self._running.in_order, can_start)
-        if victim is not None and draft.async_decode:
+        if victim is None:
+            return
+        if draft.async_decode:
             draft.needs_sync = True
-        elif victim is not None:
+        else:
             self._queue.give_back(victim)
             self._preempt(victim, draft)
 
@@ -50,9 +52,11 @@ class Preemption:
     def end_deadlock(self, draft: StepBuilder) -> None:
         """Running requests may pin images and lack space for more, each that of the other."""
         stuck = deadlocked(self._running.in_order, draft.windows, self._encoder)
-        if stuck and draft.async_decode:
+        if not stuck:
+            return
+        if draft.async_decode:
             draft.needs_sync = True
-        elif stuck:
+        else:
             self._encoder.prefer(stuck[0])
             self._preempt(stuck[-1], draft)
             draft.has_preempted = True

@@ -106,10 +106,8 @@ class PrefixIndex:
 
     def add(self, blocks: Sequence[int], hashes: BlockHashes, first: int) -> None:
         """A request's blocks from number `first` on. Equal blocks that are here already stay."""
-        index = first
         end = first + len(blocks)
-        while index < end and hashes.digest(index) in self.by_digest:
-            index += 1
+        index = next((i for i in range(first, end) if hashes.digest(i) not in self.by_digest), end)
         if index < end:
             pending = _PendingBlocks(tuple(blocks[index - first :]), hashes, index)
             self._pending.setdefault(hashes.digest(index), []).append(pending)

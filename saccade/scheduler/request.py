@@ -172,8 +172,7 @@ class ScheduledRequest:
 
     def has_blocks(self, pool: BlockPool, end: int) -> bool:
         """Whether a running request has blocks up to `end` or can be given them."""
-        num_held = len(self.blocks)
-        return end <= num_held * pool.block_size or pool.can_allocate(pool.blocks_for(end) - num_held)
+        return pool.can_allocate(pool.blocks_for(end) - len(self.blocks))
 
     def attach_cached_blocks(self, pool: BlockPool, prefix: CachedPrefix) -> None:
         """Cached blocks that follow a request's own become its own, computed already."""

@@ -160,7 +160,7 @@ class Scheduler:
         if self._outcome.needs_sync:
             self._outcome = self._outcome._replace(needs_sync=False)
             return None
-        if not self._plans or not all(seq.samples_on_device for seq in self._running.in_order):
+        if not all(seq.samples_on_device for seq in self._running.in_order):
             return None
         windows = async_decode_windows(self._kv_cache, self._plans, self._open)
         return self._planned(decode=windows, encode_layers=0, kind="async_decode") if windows else None
@@ -261,7 +261,7 @@ class Scheduler:
                 continue
             start = seq.num_computed
             limit = self._windows.limit(seq, start, draft)
-            while limit.end > start and not seq.has_blocks(self._kv_cache, limit.end):
+            while not seq.has_blocks(self._kv_cache, limit.end):
                 if draft.async_decode:  # a running step must keep its blocks; the step after it may preempt
                     draft.is_short = True
                     return
@@ -302,7 +302,7 @@ class Scheduler:
             seq.num_computed = end
             if not end % block_size and end > seq.num_cached_blocks * block_size:
                 seq.cache_blocks(self._kv_cache, end)  # async decode: its tokens were not known
-            if seq.spans and seq.has_images_ahead:
+            if seq.has_images_ahead:
                 seq.unpin_computed(self._encoder_cache)
             if request_id in unsampled:
                 events.append(self._finish(seq, "error", now, error=unsampled[request_id]))

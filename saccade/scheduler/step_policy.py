@@ -125,12 +125,12 @@ class BoundedStepPolicy(ThroughputPolicy):
         # A decode step costs a CPU as much for a few requests as for many. Image requests wait for images, so
         # they skip steps that only encode. Text requests never do, and none does beside prefill.
         uses_decoder = demand.prompts + demand.text_decoding > 0
-        only_encodes = min(layers, demand.in_flight.images) > 0 and not uses_decoder
+        encodes = min(layers, demand.in_flight.images) > 0
         return StepLimits(
             self.time.tokens(demand.decoding),
             encode_layers=layers,
             text_first=True,
-            skip_decode=only_encodes and demand.step % IMAGE_SHARE != 0,
+            skip_decode=encodes and not uses_decoder and demand.step % IMAGE_SHARE != 0,
         )
 
     def _layers_now(self, demand: StepDemand) -> int:

@@ -26,12 +26,12 @@ class WindowPlanner:
         """How far the tokens and the encoder of this step let it go. Takes nothing."""
         left = draft.budget.left_for(seq, start)
         end = min(seq.num_tokens, start + left)
-        if seq.wholes and left > 0:
+        if left > 0:
             end = seq.uncut(start, end)
         if not seq.has_images_ahead:
             return WindowLimit(end, ())
         limit = self._encoder.window_limit(seq, start, end)
-        if seq.wholes and limit.end < end:
+        if limit.end < end:
             return limit._replace(end=seq.before_whole(start, limit.end))
         return limit
 

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from saccade.errors import ConfigError, UsageError
+from saccade.errors import ConfigError, UsageError, is_list_of
 from saccade.options.engine import Options
 from saccade.options.fields import defaults_of
 from saccade.options.server import ServerOptions
@@ -195,7 +195,7 @@ def _converted(file: str, name: str, kind: Any, value: Any) -> Any:
     expected = _plain_type(kind)
     if value is None and type(None) in typing.get_args(kind):
         return None
-    if isinstance(value, list) and expected is tuple and all(isinstance(v, str) for v in value):
+    if expected is tuple and is_list_of(value, str):
         return tuple(value)
     if (expected, type(value)) == (float, int):
         return float(value)

@@ -5,6 +5,7 @@ In OpenAI's form; below /v1/messages in Anthropic's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.responses import Response
 
 from saccade.errors import ConfigError, EngineUnavailable, RequestError
 
-_STATUS_OF_CODE = {
+_STATUS_OF_CODE: Mapping[str | None, int] = {
     "overloaded": 429,
     "model_not_found": 404,
     "file_not_found": 404,
@@ -104,7 +105,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        status = _STATUS_OF_CODE.get(error.code or "", 400)
+        status = _STATUS_OF_CODE.get(error.code, 400)
         retry_after = _RETRY_AFTER_OVERLOAD if status == HTTPStatus.TOO_MANY_REQUESTS else None
         return ApiError(status, error.message, code=error.code, param=error.param, retry_after=retry_after)
     if isinstance(error, EngineUnavailable):

@@ -283,7 +283,7 @@ def _max_tokens(service: Service, prompt: Prompt, bill: Bill, options: ResponseO
         advice = "send less, smaller pictures, or raise --max-model-len"
         message = f"{size}{output}, but {limited} may have {context}; {advice}"
         raise RequestError(message, code="context_length_exceeded", param=field if room > 0 else param)
-    return max_tokens or min(room, options.usual_max_tokens or room)
+    return max_tokens or min(filter(None, (room, options.usual_max_tokens)))
 
 
 def _itemised(bill: Bill) -> str:

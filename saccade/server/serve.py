@@ -78,7 +78,7 @@ def serve(settings: Settings) -> int:
         "largest": processor.largest_item(),
         "heartbeat_timeout": server.heartbeat_timeout,
     }
-    low, high = server.replica_range
+    _, high = server.replica_range
     encoders = EncoderSet(
         options, server.encoders, high, bounds=server.encoder_range, **_encoder_launcher(server), **how
     )
@@ -92,7 +92,7 @@ def serve(settings: Settings) -> int:
         kv_events=KVEventEndpoints.of(options, server),
         **how,
     )
-    engine = make_client() if high == 1 else ReplicaSet(make_client, server.replicas, low, high)
+    engine = make_client() if high == 1 else ReplicaSet(make_client, server.replicas, server.replica_range)
     local = server.allowed_local_media_path
     fetch_policy = FetchPolicy(
         allowed_domains=server.allowed_media_domains,

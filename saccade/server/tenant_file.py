@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.errors import ConfigError, quoted
-from saccade.sampling_params import is_int_within
+from saccade.errors import ConfigError, is_int_within, is_number_within, quoted
 from saccade.types.request import OTHER_LABEL
 from saccade.util.plain_files import read_plain
 
@@ -132,7 +131,7 @@ class _Table(NamedTuple):
 
     def _weight(self) -> float:
         weight = self.fields.get("weight", 1)
-        if type(weight) not in (int, float) or not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
+        if not is_number_within(weight, 1 / _MAX_WEIGHT, _MAX_WEIGHT):
             raise self._error("weight", f"must be a number from {1 / _MAX_WEIGHT:g} to {_MAX_WEIGHT}")
         return float(weight)
 

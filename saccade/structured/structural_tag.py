@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from saccade.errors import is_list_of, is_text
 from saccade.structured.schema import JSON_OPTIONS
 
 _TEXT = r"/(.|\n)*/"
@@ -99,7 +100,7 @@ class _Rules:
         ends = form.get("end", "")
         if isinstance(ends, str):
             ends = [ends]
-        if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends) or not ends:
+        if not is_list_of(ends, str, 1):
             raise ValueError("the end of a tag must be a string, or a list of strings")
         end = f"({' | '.join(map(quoted_text, ends))})"
         content = form.get("content")
@@ -155,13 +156,13 @@ def _string(form: Mapping[str, Any], name: str) -> str:
 
 def _list(form: Mapping[str, Any], name: str) -> Sequence[Any]:
     entries = form.get(name)
-    if not isinstance(entries, (list, tuple)) or not 1 <= len(entries) <= _MAX_PARTS:
+    if not is_list_of(entries, object, 1, _MAX_PARTS):
         raise ValueError(f"it needs a list of 1 to {_MAX_PARTS} entries under {name}")
     return entries
 
 
 def _strings(form: Mapping[str, Any], name: str) -> Sequence[str]:
     texts = _list(form, name)
-    if not all(isinstance(text, str) and text for text in texts):
+    if not all(map(is_text, texts)):
         raise ValueError(f"it needs strings that are not empty under {name}")
     return texts

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from saccade.errors import RequestError, quoted
+from saccade.errors import RequestError, is_list_of, is_text, quoted
 from saccade.structured.schema_validation import (
     ANY_OBJECT,
     CHECKS,
@@ -92,7 +92,7 @@ def _from_regex(value: Any, param: str) -> str:
 def _from_choice(value: Any, param: str) -> str:
     """One token of the grammar, not a rule each: of those the library takes few."""
     choices = [value] if isinstance(value, str) else value
-    if not isinstance(choices, (list, tuple)) or not choices or not all(isinstance(c, str) for c in choices):
+    if not is_list_of(choices, str, 1):
         raise _invalid(f"{param} must be a list of strings with at least one, not {quoted(value)}", param)
     check_text_size(sum(map(len, choices)), param)
     return f"start: CHOICE\nCHOICE: {' | '.join(map(quoted_text, choices))}"
@@ -135,7 +135,7 @@ _MAKERS: Mapping[str, Callable[[Any, str], str]] = {
 
 
 def _text(value: Any, param: str) -> str:
-    if not isinstance(value, str) or not value:
+    if not is_text(value):
         raise _invalid(f"{param} must be a string that is not empty, not {quoted(value)}", param)
     check_text_size(len(value), param)
     return value

@@ -10,6 +10,7 @@ Within a client its requests take turns. A client's weight divides what it has u
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -73,7 +74,7 @@ class FairPool:
         self,
         threads: int,
         name: str,
-        max_waiting: int | None = None,
+        max_waiting: float = math.inf,
         max_running: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -104,7 +105,7 @@ class FairPool:
         with self._changed:
             client = self._clients.get(owner.client)
             count = client.num_waiting if client else 0
-            if self._max_waiting is not None and count >= self._max_waiting:
+            if count >= self._max_waiting:
                 raise QueueFull(count)
             if self._is_closed:
                 future.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -13,7 +14,7 @@ import pytest
 from saccade.util.fair_pool import FairPool, Owner, QueueFull
 
 
-def blocked(threads: int = 1, max_waiting: int | None = None) -> tuple[FairPool, threading.Event]:
+def blocked(threads: int = 1, max_waiting: float = math.inf) -> tuple[FairPool, threading.Event]:
     """A pool whose only thread is busy until the event is set."""
     pool, go, is_busy = FairPool(threads, "test", max_waiting), threading.Event(), threading.Event()
     pool.submit("first", lambda: (is_busy.set(), go.wait(120)))

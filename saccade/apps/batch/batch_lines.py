@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from array import array
 from bisect import bisect_left
@@ -95,7 +96,7 @@ def line_helper() -> HelperProcess:
 
 @contextmanager
 def batch_lines(
-    path: Path, helper: HelperProcess, max_lines: int | None = None, in_turn: InTurn = lambda work: work()
+    path: Path, helper: HelperProcess, max_lines: float = math.inf, in_turn: InTurn = lambda work: work()
 ) -> Iterator[BatchLines]:
     """ConfigError if the file cannot be read, or has too many lines."""
     try:
@@ -116,6 +117,6 @@ def batch_lines(
             lines.add(piece)
             start = piece.end
             is_last = piece.is_last
-            if max_lines is not None and start.line - 1 > max_lines:
+            if start.line - 1 > max_lines:
                 raise ConfigError(f"the file has more than {max_lines} lines; split it")
         yield lines

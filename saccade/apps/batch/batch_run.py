@@ -14,7 +14,7 @@ import msgspec
 
 from saccade.apps.batch.batch_file import BatchResult, finished
 from saccade.apps.batch.batch_lines import BatchLines, BatchRequest
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, reason_of
 
 BUSY = (429, 503)
 _MAX_TRIES = 200
@@ -100,7 +100,7 @@ class HttpSender:
             headers = {name.lower(): value for name, value in response.headers}
             if response.status not in BUSY or attempt == _MAX_TRIES - 1:
                 break
-            await asyncio.sleep(retry_seconds(headers.get(b"retry-after"), attempt))
+            await asyncio.sleep(retry_seconds(headers.get(b"retry-after", b""), attempt))
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         return BatchResult(request, response.status, request_id, in_one_line(response.content))
 
@@ -114,14 +114,13 @@ class HttpSender:
                 "POST", f"{self._url}{path}", headers=self._headers, content=body, extensions=timeout
             )
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
-            reason = str(error) or type(error).__name__
             again = "run the same command again to go on"
-            raise ConfigError(f"no answer from {self._url}: {reason}; {again}") from None
+            raise ConfigError(f"no answer from {self._url}: {reason_of(error)}; {again}") from None
 
 
-def retry_seconds(retry_after: bytes | None, attempt: int) -> float:
+def retry_seconds(retry_after: bytes, attempt: int) -> float:
     """What the server asks for, or ever longer."""
-    if retry_after is not None and retry_after.isdigit():
+    if retry_after.isdigit():
         return min(float(retry_after), _MAX_WAIT_SECONDS)
     return min(0.1 * (1 << min(attempt, _MAX_DOUBLINGS)), _MAX_WAIT_SECONDS)
 

@@ -105,7 +105,8 @@ class StreamConnection(asyncio.Protocol):
         self._reset()
 
     async def request(self, data: bytes, timeout: float) -> RequestSample:
-        assert self._transport is not None and self._done is None
+        assert self._transport is not None
+        assert self._done is None
         self._reset()
         self._done = asyncio.get_running_loop().create_future()
         start = time.perf_counter()

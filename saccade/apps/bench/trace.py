@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.apps.bench.workloads import WORKLOADS, ClientJob, RequestShape
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, is_int_within
 from saccade.util.plain_files import read_text
 
 FIELDS = ("at", "words", "input_tokens", "output_tokens", "images")
@@ -88,7 +88,7 @@ def _count(fields: dict[str, Any], name: str) -> int | None:
     if name not in fields:
         return None
     value = fields[name]
-    if type(value) is not int or value < 1:
+    if not is_int_within(value, 1):
         raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more")
     return value
 

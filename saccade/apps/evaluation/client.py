@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import httpcore
 
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, reason_of
 
 _CHAT = "/v1/chat/completions"
 _MODELS = "/v1/models"
@@ -134,8 +134,8 @@ class Client:
         except httpcore.TimeoutException:
             raise ConfigError(f"{self.url} did not answer in time; is the server overloaded?") from None
         except _BROKEN as error:
-            reason = str(error) or type(error).__name__
-            raise _Unreachable(f"{self.url} cannot be reached: {reason}; is the server running?") from None
+            problem = f"{self.url} cannot be reached: {reason_of(error)}"
+            raise _Unreachable(f"{problem}; is the server running?") from None
 
     def _fail(self, status: int, path: str, content: bytes) -> NoReturn:
         hint = "; give the key with --api-key" if status in (401, 403) else ""

@@ -19,7 +19,7 @@ from PIL import Image, UnidentifiedImageError
 
 from saccade.apps.evaluation.image_noise import Field, Grain, add_grain, field_from_image
 from saccade.apps.evaluation.scoring import MATCHES, AnswerRule, Match
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, is_int_within
 from saccade.types.media import Size
 
 BUILTIN = Path(__file__).parent / "held_out.zip"
@@ -193,7 +193,7 @@ def _image(root: Root, entry: Any, at: str) -> ImageRef:
             kinds = "the name of a file, or an object with file and grain"
             raise ConfigError(f"{at}: a picture is {kinds}, not {entry!r}")
     numbers: list[Any] = [grain.get(name) for name in Grain._fields]
-    if set(grain) != {"field", *Grain._fields} or not all(type(n) is int and n >= 0 for n in numbers):
+    if set(grain) != {"field", *Grain._fields} or not all(is_int_within(n, 0) for n in numbers):
         names = ", ".join(Grain._fields)
         message = f"{at}: grain has field, the name of a file, and {names}, whole numbers, not {grain!r}"
         raise ConfigError(message)

@@ -76,7 +76,7 @@ def choose_sizes(options: Sequence[int] | None, info: ServerInfo, questions: Que
     if options is not None:
         return _checked(options, info)
     areas = [size.width * size.height for size in questions.sizes()]
-    top = min(max(areas), info.max_pixels or max(areas))
+    top = min(filter(None, (max(areas), info.max_pixels)))
     sizes = [top >> step for step in range(_MAX_SIZES)]
     count = sum(size > min(areas) for size in sizes) + 1  # the last one shrinks every image
     return sizes[:count]

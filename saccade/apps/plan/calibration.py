@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from saccade.apps.plan.hardware import PRESETS, Hardware, read_hardware
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, is_number_within
 from saccade.util.plain_files import read_text
 
 SHARES = ("gemm", "tower", "bandwidth")
@@ -68,6 +70,6 @@ def read_values(values: Any, file: str) -> Calibration:
 def _is_valid(name: str, value: Any) -> bool:
     if name == "source":
         return isinstance(value, str)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return 0 < value <= 1 if name in SHARES else 0 <= value < float("inf")
+    if name in SHARES:
+        return is_number_within(value, math.ulp(0), 1)
+    return is_number_within(value, 0, sys.float_info.max)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from saccade.checkpoint.config import model_config
@@ -32,13 +33,13 @@ def card_names() -> list[str]:
     return list(_cards()["cards"])
 
 
-def read_card(name: str, changes: Mapping[str, Any] | None = None) -> Checkpoint:
+def read_card(name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Checkpoint:
     """A card as a checkpoint without files. `changes` to its config.json give shapes beside the published."""
     card = _cards()["cards"][name]
     family = _cards()["families"][card["family"]]
     return Checkpoint(
         path=Path(name),
-        config=model_config(overridden(overridden(family["config"], card["config"]), changes or {})),
+        config=model_config(overridden(overridden(family["config"], card["config"]), changes)),
         image_processor=family["image_processor"],
         video_processor=family.get("video_processor", {}),
         processor=family.get("processor", {}),

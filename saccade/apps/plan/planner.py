@@ -264,5 +264,5 @@ def _load(workload: Workload, demand: RequestDemand, copies: int) -> GpuLoad:
     return load_at(demand, workload.rate / copies) or alone
 
 
-def _seconds(ms: float | None) -> float | None:
-    return None if ms is None else ms / 1e3
+def _seconds(ms: float | None) -> float:
+    return math.inf if ms is None else ms / 1e3

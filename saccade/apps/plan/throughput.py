@@ -49,10 +49,10 @@ class GpuLoad(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Service level in seconds, of the first token at p99 and of the mean between tokens; None: none."""
+    """Service level in seconds, of the first token at p99 and of the mean between tokens."""
 
-    first: float | None = None
-    between: float | None = None
+    first: float = math.inf
+    between: float = math.inf
 
 
 def load_at(demand: RequestDemand, rate: float) -> GpuLoad | None:
@@ -112,9 +112,9 @@ def _broken(demand: RequestDemand, level: Level, rate: float) -> str | None:
     load = load_at(demand, rate)
     if load is None:
         return _limit(demand)
-    if level.first is not None and demand.first + load.wait_p99 > level.first:
+    if demand.first + load.wait_p99 > level.first:
         return "first-token service level"
-    if level.between is not None and demand.steps and load.between > level.between:
+    if demand.steps and load.between > level.between:
         return "between-tokens service level"
     return None
 

@@ -47,13 +47,13 @@ class EncoderSet:
         heartbeat_timeout: float = 60.0,
         launch: Launcher = partial(EngineProcess.spawn, WORKER),  # noqa: B008 (immutable)
         name: str | None = None,
-        bounds: tuple[int, int] | None = None,
+        bounds: tuple[int, int],
     ) -> None:
         """`name`: the workers' addresses begin with it. None: they are sockets in a folder.
 
-        `bounds`: how few and how many there may be; None: always `count`. All have an address from the start.
+        `bounds`: how few and how many there may be. All have an address from the start.
         """
-        _, high = bounds or (count, count)
+        _, high = bounds
         self._folder: SocketFolder | None = None
         if high and name is None:
             self._folder = SocketFolder()

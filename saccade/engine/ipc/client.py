@@ -300,7 +300,8 @@ class EngineClient(WorkerSupervisor):
 
     def _take_ready(self, ready: Ready) -> None:
         super()._take_ready(ready)
-        assert ready.limits is not None and self._start_seconds is not None
+        assert ready.limits is not None
+        assert self._start_seconds is not None
         self._info = EngineInfo(ready.limits, ready.reasons, self._start_seconds)
 
     def _worker_ended(self) -> None:

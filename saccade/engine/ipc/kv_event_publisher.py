@@ -75,7 +75,7 @@ class KVEventEndpoints(NamedTuple):
         for name in ("kv_events", "kv_events_replay"):
             endpoint = getattr(server, name)
             if endpoint is not None:
-                _check(name, endpoint, max(server.replicas, server.max_replicas or 1))
+                _check(name, endpoint, server.replica_range[1])
         return cls(server.kv_events, server.kv_events_replay, server.kv_events_topic)
 
 

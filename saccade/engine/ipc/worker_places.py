@@ -22,11 +22,9 @@ Worker = TypeVar("Worker", bound=WorkerSupervisor)
 
 
 class WorkerPlaces(Generic[Worker]):
-    def __init__(
-        self, kind: str, make: Callable[[int], Worker], count: int, bounds: tuple[int, int] | None = None
-    ) -> None:
-        """`count` workers at first; `bounds`: how few and how many there may be. None: always `count`."""
-        low, high = bounds or (count, count)
+    def __init__(self, kind: str, make: Callable[[int], Worker], count: int, bounds: tuple[int, int]) -> None:
+        """`count` workers at first; `bounds`: how few and how many there may be."""
+        low, high = bounds
         self._kind = kind
         self._make = make
         self._autoscaler = Autoscaler(low, high)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,22 +36,17 @@ logger = logging.getLogger("saccade.engine")
 
 class ReplicaSet:
     def __init__(
-        self,
-        make_client: Callable[..., EngineClient],
-        num_replicas: int,
-        min_replicas: int | None = None,
-        max_replicas: int | None = None,
+        self, make_client: Callable[..., EngineClient], num_replicas: int, bounds: tuple[int, int]
     ) -> None:
-        """`make_client` takes `replica` and `watcher`. Without a minimum or maximum the number stays."""
+        """`make_client` takes `replica` and `watcher`. `bounds`: how few and how many there may be."""
         self._make_client = make_client
-        self._num_places = max_replicas or num_replicas
+        _, self._num_places = bounds
         self._router = Router(self._num_places)
         self._placements: dict[Submission, RoutedCall] = {}  # of what is open
         self._is_stopping = False
         self._num_moved = 0
         self._infos: tuple[EngineInfo, ...] = ()  # that `_info` was made from
         self._info: EngineInfo | None = None
-        bounds = (min_replicas or num_replicas, self._num_places)
         self._places = WorkerPlaces("engine", self._new_client, num_replicas, bounds)
 
     def _new_client(self, index: int) -> EngineClient:
@@ -164,7 +160,8 @@ class ReplicaSet:
             wait = min(client.retry_after for client in self._places.used_workers)
             raise EngineUnavailable(f"the engine is {state}; try again later", wait)
         limits = info.limits
-        max_requests = None if limits.max_waiting is None else limits.max_num_seqs + limits.max_waiting
+        max_waiting = math.inf if limits.max_waiting is None else limits.max_waiting
+        max_requests = limits.max_num_seqs + max_waiting
         demand = demand_of(submission.requests, limits)
         placement = self._placements[submission] = self._router.place(demand, live, max_requests)
         try:

@@ -15,6 +15,7 @@ burst of requests with one image goes to one replica.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -169,7 +170,7 @@ class Router:
         self.replicas = tuple(ReplicaState() for _ in range(num_replicas))
         self._next = 0  # goes first where all else is equal
 
-    def place(self, demand: CallDemand, live: Sequence[int], max_requests: int | None = None) -> RoutedCall:
+    def place(self, demand: CallDemand, live: Sequence[int], max_requests: float = math.inf) -> RoutedCall:
         """On one of the `live` replicas, of which there must be one.
 
         `max_requests` may be open in a replica; one that is full is taken only where all are.
@@ -190,8 +191,8 @@ class Router:
         self.replicas[best].add(placement)
         return placement
 
-    def _fits(self, index: int, demand: CallDemand, max_requests: int | None) -> bool:
-        return max_requests is None or self.replicas[index].num_requests + demand.num_requests <= max_requests
+    def _fits(self, index: int, demand: CallDemand, max_requests: float) -> bool:
+        return self.replicas[index].num_requests + demand.num_requests <= max_requests
 
     def _work_on(self, index: int, demand: CallDemand) -> int:
         return sum(prompt.work_on(self.replicas[index]) for prompt in demand.prompts)

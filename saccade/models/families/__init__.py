@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any
 
 from saccade.checkpoint.config import ModelConfig
+from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError
-from saccade.models.settings import setting
 
 # Model type, or model type/tower type -> "module.Class", imported on demand.
 FAMILIES: MutableMapping[str, str] = {

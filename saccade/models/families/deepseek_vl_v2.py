@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
+from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError
 from saccade.models.families.deepseek_v2 import language_rules, make_decoder
 from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.linear import Linear
-from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
+from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError
 from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.activation import activation
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.linear import Linear
-from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size, square_tower

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
+from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError
 from saccade.models.families.llava import PROJECTOR_LEVELS
 from saccade.models.families.mllama_tower import TileTower, are_rising
@@ -18,7 +19,6 @@ from saccade.models.layers.cross_attention import CROSS_RULES, CrossDecoder, pac
 from saccade.models.layers.decoder import decoder_rules, head_rule
 from saccade.models.layers.forward_types import Attention, CrossAttentionRows, Encoding
 from saccade.models.layers.linear import Linear
-from saccade.models.settings import setting
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.weights import Rule, under
@@ -69,7 +69,8 @@ class Mllama(DecoderModel):
     def encoder_weights(self) -> Mapping[str, Tensor]:
         """The tower's, and the decoder's part of `pack`: keys and values of its cross-attention layers."""
         targets = self.params.targets.items()
-        packing = {name: tensor for name, tensor in targets if ".kv." in name or ".k_norm." in name}
+        parts = (".kv.", ".k_norm.")
+        packing = {name: tensor for name, tensor in targets if any(part in name for part in parts)}
         return {**super().encoder_weights(), **packing}
 
     def forward(

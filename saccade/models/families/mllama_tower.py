@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
+from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError
 from saccade.models.layers.activation import activation
 from saccade.models.layers.layernorm import LayerNorm
 from saccade.models.layers.linear import Linear, PatchLinear
-from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
 from saccade.types.media import Grid

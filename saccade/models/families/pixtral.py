@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
+from saccade.checkpoint.settings import setting
 from saccade.models.families.llava import PROJECTOR_LEVELS, PROJECTOR_RULES, Projector, decoder_biases
 from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.decoder import Decoder, decoder_rules, head_rule
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import PatchLinear
-from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks_keeping
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config

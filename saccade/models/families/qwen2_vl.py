@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig, VisionConfig
+from saccade.checkpoint.settings import setting
 from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.layernorm import LayerNorm, RMSNorm
 from saccade.models.layers.linear import Linear, PatchLinear
-from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import RunBlocks, VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config

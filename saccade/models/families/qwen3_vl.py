@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
+from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError
 from saccade.models.families import qwen2_vl
 from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, Merger, Qwen2VL, vision_theta
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.layers.forward_types import Encoding
-from saccade.models.settings import setting
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import by_token

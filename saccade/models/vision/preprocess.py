@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError
-from saccade.models.settings import setting
 from saccade.models.vision.pillow_resize import FILTERS
 from saccade.types.media import Grid, Size, Tiling
 

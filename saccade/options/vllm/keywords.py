@@ -83,9 +83,8 @@ def _said(row: Keyword, value: Any) -> str | None:
 
 
 def _asks_nothing(name: str, value: Any) -> bool:
-    if isinstance(value, (str, list, tuple, dict, set)) and not value:
-        return True
-    return any(value == other for other in (None, False, *NEUTRAL.get(name, ())))
+    neutral = (None, False, "", [], (), {}, set[Any](), *NEUTRAL.get(name, ()))
+    return any(value == other for other in neutral)
 
 
 def with_nearest(name: str, names: Collection[str]) -> str:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from saccade.errors import is_list_of
+
 _MAX_STEPS = 20_000
 _MAX_DEPTH = 100  # of schemas in each other, also where one refers to itself
 _MAX_REFERENCE = 512  # characters
@@ -66,9 +68,7 @@ def types_of(schema: Any, parameters: Mapping[str, Any]) -> frozenset[str]:
                     types.add(kind)
     if types:
         return frozenset(types)
-    values = _listed(schema.get("enum"))
-    is_text = bool(values) and all(isinstance(value, str) for value in values)
-    return frozenset({"string"} if is_text else ())
+    return frozenset({"string"} if is_list_of(schema.get("enum"), str, 1) else ())
 
 
 def as_json(text: str, types: frozenset[str]) -> str:

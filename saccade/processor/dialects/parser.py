@@ -116,7 +116,7 @@ class OutputParser:
     ) -> None:
         self.is_thinking = False  # what comes is thinking
         self.has_thought = False  # the thinking has begun, and may have ended
-        self._is_undecided = markers is not None and thinking is not None  # it may begin
+        self._is_undecided = thinking is not None  # it may begin
         self._reader = TextReader()
         self._sink = sink
         self._calls = calls
@@ -127,8 +127,7 @@ class OutputParser:
     @property
     def is_passive(self) -> bool:
         """All further text is content, just as it comes."""
-        is_thinking = self.is_thinking or self._is_undecided
-        return not is_thinking and self._calls is None and self._sink.is_idle
+        return not self.is_thinking and not self._is_undecided and self._calls is None and self._sink.is_idle
 
     def push(self, text: str) -> list[OutputEvent]:
         self._reader.feed(text)
@@ -143,14 +142,16 @@ class OutputParser:
         return self._sink.take()
 
     def _parse(self) -> Reading[None]:
-        if self._markers is not None and self._thinking is not None:
-            yield from self._parse_thinking(self._markers, self._thinking)
+        if self._thinking is not None:
+            yield from self._parse_thinking(self._thinking)
         if self._calls is not None:
             yield from self._calls.read(self._reader, self._sink)
         yield from self._reader.copy_rest(self._sink.content)
 
-    def _parse_thinking(self, markers: ThinkingDialect, thinking: Thinking) -> Reading[None]:
+    def _parse_thinking(self, thinking: Thinking) -> Reading[None]:
         """The thinking at the beginning of an output, if there is any."""
+        markers = self._markers
+        assert markers is not None, "thinking has markers"
         reader = self._reader
         space: list[str] = []
         while (yield from reader.peek()).isspace():

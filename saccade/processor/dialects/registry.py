@@ -95,16 +95,16 @@ _Dialect = TypeVar("_Dialect", ToolDialect, ThinkingDialect)
 
 def tool_dialect(name: str, template: str | None) -> ToolDialect | None:
     """The dialect by name, or for `auto` by the chat template, else Hermes. None for `none`."""
-    return _find("tool_call_parser", name, TOOL_DIALECTS, _sign(_TOOL_SIGNS, template) or "hermes")
+    return _find("tool_call_parser", name, TOOL_DIALECTS, _sign(_TOOL_SIGNS, template, "hermes"))
 
 
 def thinking_dialect(name: str, template: str | None) -> ThinkingDialect | None:
     """The same for thinking; None where the template knows none."""
-    return _find("reasoning_parser", name, THINKING_DIALECTS, _sign(_THINKING_SIGNS, template))
+    return _find("reasoning_parser", name, THINKING_DIALECTS, _sign(_THINKING_SIGNS, template, None))
 
 
-def _sign(signs: tuple[tuple[str, str], ...], template: str | None) -> str | None:
-    return next((name for sign, name in signs if sign in (template or "")), None)
+def _sign(signs: tuple[tuple[str, str], ...], template: str | None, default: str | None) -> str | None:
+    return next((name for sign, name in signs if sign in (template or "")), default)
 
 
 def _find(option: str, name: str, dialects: Mapping[str, _Dialect], automatic: str | None) -> _Dialect | None:

@@ -282,10 +282,10 @@ class LocalEncoder:
 
     def _prepare(self, item: MediaItem, ticket: Ticket) -> Prepared | Restored:
         with torch.inference_mode():
-            if self.tiers and (restored := self.tiers.load(item, self.place)):
-                return restored
-            if self.remote and (encoded := self.remote.load(item, self.place)):
-                return encoded
+            sources: tuple[EmbeddingTiers | RemoteEncoders | None, ...] = (self.tiers, self.remote)
+            for source in sources:
+                if source and (restored := source.load(item, self.place)):
+                    return restored
             with nullcontext() if item.is_heavy else self._decoders:
                 ticket.check()
                 start = time.perf_counter()

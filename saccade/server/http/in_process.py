@@ -18,7 +18,7 @@ _PIECE = 1 << 16  # as bodies arrive from a socket
 
 class Answer(NamedTuple):
     status: int
-    retry_after: bytes | None
+    retry_after: bytes
     request_id: str
     content: bytes
 
@@ -62,7 +62,7 @@ async def post(app: ASGIApp, account: Account, client: str, path: str, body: byt
             content.extend(message.get("body", b""))
 
     await app(scope, receive, send)
-    return Answer(status, headers.get(b"retry-after"), request_id, bytes(content))
+    return Answer(status, headers.get(b"retry-after", b""), request_id, bytes(content))
 
 
 def _pieces(body: bytes) -> Iterator[Message]:

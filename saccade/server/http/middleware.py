@@ -53,7 +53,7 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = _request_id(headers.get(b"x-request-id"))
+        request_id = _request_id(headers.get(b"x-request-id", b""))
         record = RequestRecord(_address(scope))
         scope[SEND_BODY] = send
         status = 0
@@ -150,8 +150,8 @@ def _connected(scope: Scope) -> str:
     return _host(scope.get("state", {}).get(PEER))
 
 
-def _request_id(header: bytes | None) -> str:
+def _request_id(header: bytes) -> str:
     """The id the client sent, if it is safe to write into a log and a header; otherwise a new one."""
-    if header is not None and _SAFE_ID.fullmatch(header):
+    if _SAFE_ID.fullmatch(header):
         return header.decode()
     return uuid.uuid4().hex

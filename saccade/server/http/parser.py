@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
 from ipaddress import IPv4Address
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import httptools
 import msgspec
@@ -118,7 +118,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """True keeps the connection open: the request is complete and waits for its response."""
-        if self._is_closing or not self._is_busy or self.cycle.more_body or self.scheme == "https":
+        if self._is_closing or not _is_open(self.cycle) or self.cycle.more_body or self.scheme == "https":
             return False  # TLS cannot be half-closed
         self._is_half_closed = True
         self.cycle.keep_alive = False
@@ -135,15 +135,10 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._set_timer(pause, self._probe, min(2 * pause, _MAX_PROBE_SECONDS))
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether a response is not complete."""
-        return self.cycle is not None and not self.cycle.response_complete
-
     def _cancel_requests(self) -> None:
         """Cancels the running request and the pipelined ones: their responses cannot be delivered."""
         self.pipeline.clear()
-        if self._running is not None and not self._running.response_complete:
+        if _is_open(self._running):
             self._running.disconnected = True
             self._running.message_event.set()
 
@@ -154,7 +149,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._unreported += len(data)
         self._feed(data)
-        is_in_body = self._is_busy and self.cycle.more_body
+        is_in_body = _is_open(self.cycle) and self.cycle.more_body
         if not self._is_in_headers and not is_in_body:
             self._unreported = 0
         self._unreported = max(0, self._unreported)
@@ -183,11 +178,14 @@ class BoundedHttp(HttpToolsProtocol):
         if ends:  # a proxy may take what follows for frames, which could hide requests from it
             lines.append(b"connection: close")
         for name, value in self.headers:
+            if name in _UPGRADE:
+                continue
             if name == b"connection":
                 tokens = [token for token in value.split(b",") if token.strip().lower() not in _UPGRADE]
                 value = b",".join(tokens)
-            if name not in _UPGRADE and (value or name != b"connection"):  # the others stay as they came
-                lines.append(name + b": " + value)
+                if not value:
+                    continue
+            lines.append(name + b": " + value)  # the others stay as they came
         head = b"\r\n".join(lines) + b"\r\n\r\n"
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -205,7 +203,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._header_bytes = 0
         self._num_chunks = 0
         self._body_bytes = 0
-        if not self._is_busy:
+        if not _is_open(self.cycle):
             self._set_timer(self._options.header_timeout, self._on_header_timeout)
         super().on_message_begin()
         self.scope["state"][PEER] = self.client
@@ -332,7 +330,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _write_error(self, error: ApiError) -> None:
         """Unless a response has started: it is cut off, and the error would be taken for a part of it."""
         cycle = self._running
-        is_cut_off = cycle is not None and cycle.response_started and not cycle.response_complete
+        is_cut_off = _is_open(cycle) and cycle.response_started
         self._cancel_requests()
         if not is_cut_off and not self.transport.is_closing():
             self.transport.write(_raw(error))
@@ -372,6 +370,11 @@ class BoundedHttp(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _is_open(cycle: RequestResponseCycle | None) -> TypeGuard[RequestResponseCycle]:
+    """Whether its response is not complete."""
+    return cycle is not None and not cycle.response_complete
 
 
 def _raw(error: ApiError) -> bytes:

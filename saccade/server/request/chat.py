@@ -177,7 +177,7 @@ def _echoing(options: ResponseOptions, is_prompt_only: bool) -> ResponseOptions:
     if options.stream and params.n > 1:
         message = f"a stream that echoes prompts with logprobs has one output for each, but n is {params.n}"
         raise RequestError(f"{message}; set stream to false", code="unsupported", param="n")
-    count = max(params.logprobs, params.prompt_logprobs or 0)
+    count = max(params.logprobs, params.num_prompt_logprobs)
     return replace(options, params=replace(params, prompt_logprobs=count))
 
 
@@ -227,7 +227,7 @@ def _response_options(
     if options and not stream:
         raise RequestError("stream_options is only for streams; set stream to true", param="stream_options")
     for name, value in options.items():
-        if value is not None and not isinstance(value, bool):
+        if not isinstance(value, bool | None):
             path = f"stream_options.{name[:64]}"
             raise RequestError(f"{path} must be true or false", param=path)
     continuous = options.get("continuous_usage_stats") is True

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from saccade.errors import RequestError, quoted
+from saccade.errors import RequestError, is_list_of, quoted
 from saccade.processor.input_processor import Processor
 from saccade.processor.late_interaction import QUERY_KWARGS, template_kwargs
 from saccade.processor.pooling import (
@@ -96,7 +96,7 @@ def _sources(
         chat = {name: values[name] for name in values if name in fields.CHAT}
         return [_chat({**chat, "chat_template_kwargs": chat_kwargs}, reader, options)]
     inputs = values["input"]
-    if isinstance(inputs, list) and inputs and all(isinstance(one, dict) for one in inputs):
+    if is_list_of(inputs, dict, 1):
         _check_count(len(inputs), "input")
         return [_side_source(side, values, reader, options, kwargs) for side in sides_of(inputs)]
     texts = prompts_of(inputs, "input")
@@ -154,7 +154,7 @@ def _score_request(
             options = pooling_options(values, no_and_yes(processor))
             sources = [_pair_source(pair, values, reader, options, processor) for pair in pairs]
     except RequestError as error:
-        raise error.renamed(error.param or param) from None
+        raise error.about(param) from None
     pooling = PoolingRequest(options, sources, token_dim=token_dim(processor))
     return ScoreRequest(pooling, len(pairs))
 

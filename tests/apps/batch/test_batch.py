@@ -209,7 +209,7 @@ def test_an_input_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_waits_are_bounded_however_often_a_server_was_busy() -> None:
-    assert retry_seconds(None, 0) == 0.1 and retry_seconds(None, 10**6) == 30
+    assert retry_seconds(b"", 0) == 0.1 and retry_seconds(b"", 10**6) == 30
     assert retry_seconds(b"7", 0) == 7 and retry_seconds(b"9" * 1000, 0) == 30
 
 

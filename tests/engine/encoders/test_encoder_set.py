@@ -21,6 +21,7 @@ from tests.helpers.fakes.fake_worker import NO_FILES, run_bounded, until
 
 
 def make(count: int, **how: object) -> EncoderSet:
+    how = {"bounds": (count, count), **how}
     return EncoderSet(Options(), count, 1, checkpoint=NO_FILES, largest=None, **how)  # type: ignore[arg-type]
 
 

@@ -86,7 +86,7 @@ def test_a_refusal_reaches_the_caller() -> None:
 
 def test_replicas_that_cannot_start_say_why_and_leave_nothing() -> None:
     async def body() -> None:
-        replicas = ReplicaSet(lambda **how: fake_client(options=Options(device="abacus"), **how), 2)
+        replicas = ReplicaSet(lambda **how: fake_client(options=Options(device="abacus"), **how), 2, (2, 2))
         with pytest.raises(ConfigError, match="no device abacus"):
             await replicas.start()
         with pytest.raises(EngineUnavailable):

@@ -126,7 +126,7 @@ def run_replicas(
     """The same against several fake workers as one engine. Nothing may be counted as open at the end."""
 
     async def body() -> None:
-        replicas = ReplicaSet(partial(fake_client, **how), count, *(bounds or ()))
+        replicas = ReplicaSet(partial(fake_client, **how), count, bounds or (count, count))
         pids: list[int] = []
         try:
             await replicas.start()
