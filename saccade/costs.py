@@ -333,7 +333,7 @@ def saved_bytes(text: TextConfig, dtype: str, *, fp8: int, int4: Int4Bytes) -> i
 def fp8_params_of(text: TextConfig, quantization: Quantization | None, option: str | None) -> int:
     """Where FP8 is multiplied: a checkpoint stores it, or the option `quantization` makes it."""
     if quantization is None:
-        return fp8_params(text, in_blocks=False) * (option == "fp8")
+        return fp8_params(text, in_blocks=False) if option == "fp8" else 0
     if quantization.becomes_fp8 or option == "fp8":
         return fp8_params(text, in_blocks=quantization.has_blocks)
     return 0

@@ -42,8 +42,8 @@ class Autoscaler:
         """Workers to add: 1, 0 or -1."""
         is_high = bool(load.num_ready) and _is_high(load)
         is_low = load.num_ready > 1 and _is_low(load, load.num_ready - 1)
-        self._num_high = (self._num_high + 1) * is_high
-        self._num_low = (self._num_low + 1) * is_low
+        self._num_high = self._num_high + 1 if is_high else 0
+        self._num_low = self._num_low + 1 if is_low else 0
         count = load.num_ready + load.num_starting
         if self._num_high >= GROW_AFTER and not load.num_starting and count < self._max:
             self._num_high = 0

@@ -69,7 +69,7 @@ def geometry(checkpoint: Checkpoint, size: tuple[int, int]) -> Geometry:
 
 
 def predicted(name: str) -> Measured:
-    checkpoint = read_card(name, SHAPES.get(name))
+    checkpoint = read_card(name, SHAPES.get(name, {}))
     images = timing(checkpoint)
     text = replace(images, has_images=False)
     photo, hd = (geometry(checkpoint, size) for size in ((1280, 960), (1280, 720)))
