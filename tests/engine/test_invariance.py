@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from saccade import LLM, SamplingParams, costs
-from saccade.checkpoint.hf_processor import Frame
 from saccade.processor.checkpoint_files import open_checkpoint
-from saccade.processor.families import fallback
-from saccade.types.media import Size
 from tests.helpers.engine.engine_runs import GREEDY, Subject, prompts, run
 from tests.helpers.families.families import ModelFamily
 
@@ -34,17 +29,8 @@ of_each_kind = pytest.mark.parametrize("family_name", EACH_KIND, scope="session"
 
 
 @pytest.fixture(scope="module")
-def subject(family: ModelFamily, family_folder: Path) -> Iterator[Subject]:
-    """Where Transformers' processor counts tokens, an image of each size is counted once for all engines."""
-    count, known = fallback._count, dict[tuple[str, Size], fallback.Counted]()
-
-    def count_once(processor: Any, token: str, frame: Frame, size: Size) -> fallback.Counted:
-        if (token, size) not in known:
-            known[token, size] = count(processor, token, frame, size)
-        return known[token, size]
-
-    with patch.object(fallback, "_count", count_once):
-        yield Subject(family_folder, prompts(family.image))
+def subject(family: ModelFamily, family_folder: Path) -> Subject:
+    return Subject(family_folder, prompts(family.image))
 
 
 @pytest.fixture(scope="module")
