@@ -1,6 +1,7 @@
 """Attention of layers with a rule, over the paged KV cache, in Triton: windows, chunks, blocks, soft caps, sinks.
 
-All that a rule hides leaves each query an interval of keys, so one kernel is decode and prefill of any rule:
+Where a rule leaves each query an interval of keys (`eager_reason` names those that do not), one kernel is decode
+and prefill of any:
 
     token              0  1  2  3  4  5  6        window 3: 6 sees [4, 7)     chunk 4: 6 sees [4, 7)
     block              0  1  2  2  2  5  6        2, 3 and 4 see [0, 5)
