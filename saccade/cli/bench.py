@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from saccade.cli.numbers import count, positive, size
+from saccade.cli.numbers import count, counts, positive, size
 from saccade.errors import UsageError
 
-WORKLOADS = ("beside", "catalogue", "conversation", "image", "text", "video")
+WORKLOADS = ("beside", "catalogue", "conversation", "documents", "image", "text", "video")
+DOCUMENTS = "documents"
 MAX_IMAGES = "most-images"  # no load: a search
 NAMES = (*WORKLOADS, MAX_IMAGES)
 _URL = "http://localhost:8000"
@@ -26,7 +27,7 @@ def add(command: argparse.ArgumentParser) -> None:
     command.epilog = (
         "Examples: saccade bench image --clients 32; saccade bench text --rate 20 --beside 4; "
         "saccade bench --trace requests.jsonl --plot times.svg; saccade bench image --goodput; "
-        "saccade bench most-images; saccade bench image --offline"
+        "saccade bench most-images; saccade bench image --offline; saccade bench documents --pdf 4"
     )
     add = command.add_argument
     add(
@@ -39,8 +40,8 @@ def add(command: argparse.ArgumentParser) -> None:
         "--workload",
         choices=NAMES,
         help="what requests hold (default: image); catalogue: images that come again, by Zipf's law; "
-        "beside: text streams beside new images; most-images is no load: it searches the largest number of "
-        "images in one request that works",
+        "beside: text streams beside new images; documents: pages of text; most-images is no load: it "
+        "searches the largest number of images in one request that works",
     )
     where = command.add_mutually_exclusive_group()
     where.add_argument("--url", default=_URL, help=f"of the server (default: {_URL})")
@@ -99,9 +100,10 @@ def _add_load(command: argparse.ArgumentParser) -> None:
         "--concurrency",
         "--clients",
         dest="clients",
-        type=count,
-        default=8,
-        help="closed loop: so many at a time (default: 8)",
+        type=counts,
+        metavar="N[,N]",
+        help="closed loop: so many at a time; several are measured one after the other, in a table "
+        "(default: 8, of documents 1,4,16,32)",
     )
     load.add_argument("--rate", type=positive, help="open loop: requests a second, by a Poisson process")
     load.add_argument(
@@ -114,7 +116,11 @@ def _add_load(command: argparse.ArgumentParser) -> None:
         help="open loop: requests as they came to a service, instead of a workload. A JSON object a line: at "
         "(seconds), words or input_tokens, output_tokens, images (a list of sizes such as 1280x720)",
     )
-    add("--requests", type=count, help="in all (default: 100; of a trace all)")
+    add(
+        "--requests",
+        type=count,
+        help="in all (default: 100; of a trace all; in a table 8 for each at a time, 16 at least)",
+    )
     add(
         "--beside",
         type=positive,
@@ -139,7 +145,7 @@ def _add_shape(add: Callable[..., Any]) -> None:
         type=size,
         action="append",
         metavar="WxH",
-        help="of images and videos (default: 1280x720); repeat for a mix",
+        help="of images and videos (default: 1280x720, of documents 1275x1650); repeat for a mix",
     )
     add("--images", type=count, default=1, help="in a request, or videos (default: 1)")
     add("--frames", type=count, default=16, help="of a video (default: 16)")
@@ -148,6 +154,14 @@ def _add_shape(add: Callable[..., Any]) -> None:
         type=count,
         default=2,
         help="of its frames: 2, which many models sample, keeps all (default: 2)",
+    )
+    add(
+        "--pdf",
+        dest="pages",
+        type=count,
+        metavar="PAGES",
+        default=0,
+        help="documents are PDF files of so many A4 pages, which the server renders; else pages are images",
     )
     add("--max-images", type=count, default=256, help="most-images tries no more (default: 256)")
     add(
@@ -188,7 +202,8 @@ def resolve(args: argparse.Namespace) -> None:
         args.offline = args.what
     if args.workload == "beside":
         args.workload = "text"
-        args.beside = args.beside or _BESIDE_RATE
+        if args.beside is None:
+            args.beside = _BESIDE_RATE
 
 
 def run(args: argparse.Namespace) -> int:

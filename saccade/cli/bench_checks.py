@@ -6,12 +6,15 @@ import argparse
 
 from saccade.apps.bench.trace import TraceRequest, read_trace
 from saccade.apps.bench.video import check_av
-from saccade.cli.bench import MAX_IMAGES, NAMES, engine_options
+from saccade.cli.bench import DOCUMENTS, MAX_IMAGES, NAMES, engine_options
 from saccade.cli.writable import check_plot, check_writable
 from saccade.errors import ConfigError
 
 _WORKLOAD = "image"  # where none is named
 _REQUESTS = 100
+_CLIENTS = (8,)
+_PAGE = (1275, 1650)  # letter paper at 150 dpi
+_LEVELS = (1, 4, 16, 32)  # of clients that read documents
 
 
 def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
@@ -34,11 +37,29 @@ def check(args: argparse.Namespace) -> tuple[TraceRequest, ...]:
     if args.trace:
         trace = read_trace(args.trace)
         args.workload = "trace"
+        args.levels = ()
         args.requests = min(args.requests or len(trace), len(trace))
         return trace
     args.workload = args.workload or _WORKLOAD
-    args.requests = args.requests or _REQUESTS
+    _set_levels(args)
+    if not args.levels:
+        args.requests = args.requests or _REQUESTS
     return ()
+
+
+def _set_levels(args: argparse.Namespace) -> None:
+    """`levels`: of clients, where a table is wanted."""
+    reads = args.workload == DOCUMENTS
+    is_closed = not (args.rate or args.goodput)
+    args.levels = args.clients or (_LEVELS if reads else _CLIENTS)
+    args.clients = args.levels[0]
+    if not is_closed or (len(args.levels) == 1 and not reads):
+        args.levels = ()
+    if reads:
+        args.size = args.size or [_PAGE]
+    for flag in ("csv", "plot", "beside") if args.levels else ():
+        if getattr(args, flag):
+            raise ConfigError(f"a table has several loads: leave out --{flag}, or name one --rate")
 
 
 def _refuse_load_flags(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from saccade.apps.bench.chart import distributions, rates
 from saccade.apps.bench.goodput import FIRST_SHARE, best, find_goodput, saturated, summary
+from saccade.apps.bench.levels import LoadLevel, ms_between, seconds_of, title
 from saccade.apps.bench.load import LoadResult, Part, Server, run_load
 from saccade.apps.bench.max_images import Attempt, send_images
 from saccade.apps.bench.report import (
@@ -34,12 +35,14 @@ from saccade.apps.bench.workloads import RequestShape
 from saccade.cli.bench import MAX_IMAGES
 from saccade.cli.bench_checks import check
 from saccade.cli.bench_max_images import max_images
-from saccade.cli.get_json import get_json
+from saccade.cli.get_json import get_json, get_text
 from saccade.errors import ConfigError
 from saccade.util.plain_files import write_whole
 
 _WARM_UP = 4  # requests before the load, not counted
 _ROUNDS = 3  # of each client in the closed loops before a search for goodput
+_LEVEL_ROUNDS = 8  # requests of each client for a row of a table
+_LEVEL_REQUESTS = 16  # and of all, at least
 _TRIAL_SECONDS = 20.0  # of one load of the search, at least
 _MAX_TRIAL_SECONDS = 120.0
 _MAX_TRIAL_REQUESTS = 5000  # made before they are sent
@@ -56,6 +59,7 @@ class Subject(NamedTuple):
     model: str
     run: Run  # puts a load on it
     attempt: Callable[[RequestShape, int], Attempt]  # one request with so many images
+    seconds: Callable[[], dict[str, float]] = dict  # what it has spent so far, as far as it tells
 
 
 @contextmanager
@@ -67,6 +71,7 @@ def server(args: argparse.Namespace) -> Iterator[Subject]:
         args.model or _served_model(args.url, key),
         lambda parts: run_load(server, parts, args.processes, progress=not args.quiet),
         lambda shape, images: send_images(server, shape, images, args.seed),
+        lambda: seconds_of(get_text(ServerAddress(args.url, key).url("/metrics"), key, args.url)),
     )
 
 
@@ -108,6 +113,8 @@ def _measure(args: argparse.Namespace, subject: Subject, trace: tuple[TraceReque
     slo = Slo(args.slo_ttft_ms, args.slo_itl_ms)
     if args.goodput:
         return _goodput(args, subject.run, shape, slo)
+    if args.levels:
+        return _table(args, subject, shape, slo)
     return _once(args, subject.run, shape, slo, trace)
 
 
@@ -151,6 +158,25 @@ def _once(
     whole = as_json(rows[args.workload])
     _write(args, {**whole, "parts": {name: as_json(row) for name, row in rows.items()}})
     return _complain(load)
+
+
+def _table(args: argparse.Namespace, subject: Subject, shape: RequestShape, slo: Slo) -> int:
+    """A load for each number of clients, with new images."""
+    levels: list[LoadLevel] = []
+    loads: list[LoadResult] = []
+    for number, clients in enumerate(args.levels):
+        before = subject.seconds()
+        if not levels:
+            print(title(before))
+        requests = args.requests or max(_LEVEL_REQUESTS, _LEVEL_ROUNDS * clients)
+        jobs = math.ceil(requests / max(1, shape.pages))
+        part = Part(args.workload, shape, jobs, clients, seed=args.seed + _SEEDS * number)
+        loads.append(subject.run([part]))
+        row = figures(loads[-1].results, slo)
+        levels.append(LoadLevel(clients, row, ms_between(before, subject.seconds(), row.requests)))
+        print(levels[-1].row(), flush=True)
+    _write(args, {"levels": [level.as_json() for level in levels]})
+    return _complain(*loads)
 
 
 def _goodput(args: argparse.Namespace, run: Run, shape: RequestShape, slo: Slo) -> int:
@@ -227,6 +253,7 @@ def _shape(args: argparse.Namespace, model: str) -> RequestShape:
         args.zipf,
         args.frames,
         args.fps,
+        args.pages,
         ignore_eos=not args.stop,
     )
 

@@ -85,7 +85,7 @@ def _chat(body: bytes) -> _Chat:
     fields = json.loads(body)
     for message in fields["messages"]:
         for part in message["content"] if isinstance(message["content"], list) else ():
-            if part["type"] != "text":
+            if part["type"] not in ("text", "file"):
                 link = part[part["type"]]
                 link["url"] = base64.b64decode(link["url"].partition(",")[2])
     params = SamplingParams(

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from saccade.apps.bench.pages import page_jpeg, pages_pdf
 from saccade.apps.bench.video import mp4
 
 WORDS = ("the", "a", "picture", "of", "what", "which", "colour", "is", "there", "how", "many", "people",
          "left", "right", "above", "large", "small", "read", "name", "number", "list", "every")  # fmt: skip
 ANSWER = "It is a picture."  # of the assistant, in conversations
-_TYPES = {"image_url": "image/jpeg", "video_url": "video/mp4"}
+_TYPES = {"image_url": "image/jpeg", "video_url": "video/mp4", "file": "application/pdf"}
 _TILE = 40  # pixels of a random patch of colour
 _QUALITY = 90
 _PAN = 8  # pixels from one frame of a video to the next
@@ -46,6 +47,7 @@ class RequestShape:
     zipf: float = 1.1  # exponent of their popularity
     frames: int = 16  # of a video
     fps: int = 2
+    pages: int = 0  # of a PDF; 0: each page is an image
     ignore_eos: bool = True  # not part of OpenAI's API; without it answers may be shorter
 
 
@@ -88,12 +90,23 @@ def video(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
     return ClientJob([_body(shape, [_question(shape, rng, parts)])], has_images=True)
 
 
+def documents(shape: RequestShape, number: int, rng: random.Random) -> ClientJob:
+    """A request for each page: one that is an image, or all of a new PDF in turn."""
+    if not shape.pages:
+        page = _media("image_url", page_jpeg(_size(shape, number), rng))
+        return ClientJob([_body(shape, [_question(shape, rng, [page])])], has_images=True)
+    file = {"file_data": _url("file", pages_pdf(shape.pages, rng)), "filename": f"{number}.pdf"}
+    parts = [{"type": "file", "file": file, "pages": str(page)} for page in range(1, shape.pages + 1)]
+    return ClientJob([_body(shape, [_question(shape, rng, [part])]) for part in parts], has_images=True)
+
+
 WORKLOADS: dict[str, Workload] = {
     "text": text,
     "image": image,
     "catalogue": catalogue,
     "conversation": conversation,
     "video": video,
+    "documents": documents,
 }
 
 
@@ -125,8 +138,11 @@ def _size(shape: RequestShape, number: int) -> tuple[int, int]:
 
 
 def _media(kind: str, data: bytes) -> dict[str, Any]:
-    url = f"data:{_TYPES[kind]};base64,{base64.b64encode(data).decode()}"
-    return {"type": kind, kind: {"url": url}}
+    return {"type": kind, kind: {"url": _url(kind, data)}}
+
+
+def _url(kind: str, data: bytes) -> str:
+    return f"data:{_TYPES[kind]};base64,{base64.b64encode(data).decode()}"
 
 
 def _question(shape: RequestShape, rng: random.Random, parts: list[dict[str, Any]]) -> dict[str, Any]:
