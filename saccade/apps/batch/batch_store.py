@@ -273,9 +273,10 @@ class BatchStore:
             self.suspend(record, failure)
             return
         record.error = error
-        if self.move(record, status):  # else the next start needs them
-            results.unlink(missing_ok=True)
-        self._count_results(record)
+        with self._lock:  # who sees the end sees its bytes counted
+            if self.move(record, status):  # else the next start needs them
+                results.unlink(missing_ok=True)
+            self._count_results(record)
 
     def suspend(self, record: BatchRecord, failure: OSError) -> None:
         """The disk is full: it has failed for this run of the server. On the disk it stays as it is."""
