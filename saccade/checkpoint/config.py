@@ -33,7 +33,7 @@ _NOT_OF_TEXT = {"text_config", "language_config", "vision_config", "model_type"}
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Linear attention layers (gated delta net), with a recurrent state instead of a KV cache."""
+    """Layers with a recurrent state instead of a KV cache: gated delta nets; without keys, convolutions."""
 
     layers: tuple[int, ...]  # indices
     key_heads: int
@@ -46,6 +46,10 @@ class LinearConfig:
     def channels(self) -> int:
         """Width of the concatenated queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def is_convolution(self) -> bool:
+        return not self.key_heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from saccade.checkpoint.hf_processor import LOCAL, import_transformers, raised, refusal
+from saccade.checkpoint.hf_processor import auto_config, import_transformers, raised, refusal
+from saccade.checkpoint.layouts import reason_not_read
 from saccade.checkpoint.settings import setting
 from saccade.checkpoint.token_blocks import blocks_of
 from saccade.errors import ConfigError
@@ -71,13 +72,18 @@ def readable(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(raw["model_type"])
     transformers = import_transformers(kind)
     if kind not in import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING:
-        raise refusal(kind, f"Transformers {transformers.__version__} has no such model")
+        raise refusal(kind, _unknown(raw, transformers.__version__))
     try:
-        return _translated(kind, raw, transformers.AutoConfig.from_pretrained(path, **LOCAL))
+        return _translated(kind, raw, auto_config(path))
     except ConfigError:
         raise
     except Exception as error:
         raise refusal(kind, f"its config.json cannot be read: {raised(error)}") from error
+
+
+def _unknown(raw: Mapping[str, Any], version: str) -> str:
+    reason = reason_not_read(raw) or f"Transformers {version} has no such model"
+    return f"code that comes with a checkpoint is never run, and {reason}" if "auto_map" in raw else reason
 
 
 def _translated(kind: str, raw: Mapping[str, Any], config: Any) -> dict[str, Any]:

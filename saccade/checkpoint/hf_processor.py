@@ -6,23 +6,26 @@ That import loads torch, so it happens lazily.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from PIL import Image
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.files import check_named_files, read_optional
+from saccade.checkpoint.layouts import config_of, layout_in, processor_settings
 from saccade.errors import ConfigError
 
 LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of every from_pretrained, which may otherwise ask on the terminal whether to run remote code."""
 
 _OPTIONAL = ("torchvision", "timm", "num2words", "sentencepiece", "tiktoken")  # needed by some processors
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+_PROCESSOR_FILES = ("preprocessor_config.json", "tokenizer_config.json")
 _TOKENS = ("image_token", "image_placeholder_token", "boi_token", "image_start_token", "start_image_token")
 _WRAPPERS = ("image_start_token", "image_end_token")
 _MODEL_TABLES = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING")
@@ -69,9 +72,12 @@ def _load(transformers: Any, path: Path) -> Any:
     check_named_files(read_optional(path / "tokenizer_config.json"), path / "tokenizer_config.json")
     kind = _processor_class(transformers, path)
     parts = {
-        "image_processor": transformers.AutoImageProcessor.from_pretrained(path, **LOCAL),
-        "tokenizer": transformers.AutoTokenizer.from_pretrained(path, **LOCAL),
+        "image_processor": _image_processor(transformers, path),
+        "tokenizer": _tokenizer(transformers, path),
     }
+    layout = layout_in(path)
+    if layout is not None and layout.patch is not None:
+        kind = in_patches(kind, layout.patch)
     absent = [name for name in kind.get_attributes() if name not in parts]
     unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows any
     whole = type(kind.__name__, (kind,), unchecked)
@@ -81,14 +87,59 @@ def _load(transformers: Any, path: Path) -> Any:
         return whole(**parts, **dict.fromkeys(absent, parts["image_processor"]), **_settings(kind, path))
 
 
+def auto_config(path: Path) -> Any:
+    """Transformers' config of a checkpoint."""
+    auto = import_module("transformers").AutoConfig
+    if layout_in(path) is None:
+        return auto.from_pretrained(path, **LOCAL)
+    words = config_of(path)
+    return auto.for_model(words.pop("model_type"), **words)
+
+
+def _image_processor(transformers: Any, path: Path) -> Any:
+    auto, layout = transformers.AutoImageProcessor, layout_in(path)
+    if layout is None or layout.processor is None:
+        return auto.from_pretrained(path, **LOCAL)
+    with TemporaryDirectory() as folder:  # that class reads files
+        settings = json.dumps(processor_settings(path)["image_processor"])
+        Path(folder, "preprocessor_config.json").write_text(settings)
+        return auto.from_pretrained(folder, **LOCAL)
+
+
+def _tokenizer(transformers: Any, path: Path) -> Any:
+    layout = layout_in(path)
+    if layout is None or layout.processor is None:
+        return transformers.AutoTokenizer.from_pretrained(path, **LOCAL)
+    kind = transformers.PreTrainedTokenizerFast
+    return kind.from_pretrained(path, extra_special_tokens=dict(layout.tokens), **LOCAL)
+
+
+def in_patches(kind: Any, side: int) -> Any:
+    """A processor whose tiles [n, channels, height, width] become patches [n, values] and their grids."""
+
+    class Patches(kind):  # type: ignore[misc]
+        def __call__(self, *args: Any, **named: Any) -> Any:
+            made = super().__call__(*args, **named)
+            if (tiles := made.pop("pixel_values", None)) is not None:
+                rows, columns = (length // side for length in tiles.shape[-2:])
+                cut = tiles.unflatten(3, (columns, side)).unflatten(2, (rows, side))
+                made["pixel_values"] = cut.permute(0, 2, 4, 1, 3, 5).flatten(0, 2).flatten(1)
+                made["image_grid_hw"] = tiles.new_tensor(
+                    [[rows, columns]] * len(tiles), dtype=import_module("torch").int64
+                )
+            return made
+
+    return Patches
+
+
 def _processor_class(transformers: Any, path: Path) -> Any:
     """The one that the checkpoint names, else that of its config."""
-    for file in _PROCESSOR_FILES:
-        named = read_optional(path / file).get("processor_class")
+    for settings in (processor_settings(path), *(read_optional(path / file) for file in _PROCESSOR_FILES)):
+        named = settings.get("processor_class")
         if isinstance(named, str) and hasattr(transformers, named):
             return getattr(transformers, named)
     kinds = import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING
-    config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
+    config = auto_config(path)
     if type(config) not in kinds:
         raise refusal(str(config.model_type), "its files name no processor (processor_class)")
     return kinds[type(config)]
@@ -96,7 +147,7 @@ def _processor_class(transformers: Any, path: Path) -> Any:
 
 def _settings(kind: Any, path: Path) -> dict[str, Any]:
     """The processor's own, without those of its parts."""
-    config = read_optional(path / "processor_config.json")
+    config = processor_settings(path)
     parameters = inspect.signature(kind.__init__).parameters.keys() - set(kind.get_attributes())
     return {
         name: value
@@ -304,7 +355,7 @@ def _expanded(processor: Any, token: str) -> int:
 def model_class(path: Path, model_type: str) -> Any:
     """The class that answers about images, and its config."""
     tables = import_module("transformers.models.auto.modeling_auto")
-    config = import_transformers(model_type).AutoConfig.from_pretrained(path, **LOCAL)
+    config = auto_config(path)
     for table in _MODEL_TABLES:
         kinds = getattr(tables, table, {})
         if type(config) in kinds:

@@ -26,7 +26,7 @@ def blocks_of(model_type: str, text: Any) -> Blocks | None:
     """`text`: the decoder's config in Transformers. Gemma 4 has sizes of both kinds."""
     if model_type.startswith("gemma4") and text.use_bidirectional_attention != "vision":
         return None
-    if model_type == "unlimited_ocr" and text.sliding_window is None:
+    if model_type == "unlimited_ocr" and "reference_sliding_attention" not in text.layer_types:
         return None
     return _BLOCKS.get(model_type)
 

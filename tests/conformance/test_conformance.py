@@ -11,6 +11,7 @@ from saccade.processor.checkpoint_files import open_checkpoint
 from tests.helpers.conformance.markdown import names_in
 from tests.helpers.conformance.modes import compare
 from tests.helpers.families.zoo import ZOO, second_half
+from tests.helpers.families.zoo.wide import WIDE
 
 pytestmark = pytest.mark.transformers
 
@@ -39,6 +40,26 @@ def _case(name: str) -> object:
 @pytest.mark.parametrize("name", [_case(name) for name in SERVED])
 def test_a_family_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     result = compare(name, ZOO[name], tmp_path)
+    assert len(result.prompts) >= 3 and not result.differences
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("gemma3", "compressed-fp8"),
+        ("gemma3", "compressed-w4-32"),
+        ("glm4v_moe", "fp8-blocks"),
+        ("glm4v_moe", "gptq-order"),
+        ("internvl", "awq"),
+        ("internvl", "fp8-tensor"),
+        ("internvl@glm", "modelopt-nvfp4"),
+    ],
+)
+def test_a_quantised_family_answers_as_transformers_does_with_what_it_means(
+    name: str, how: str, tmp_path: Path
+) -> None:
+    result = compare(name, WIDE[name], tmp_path, stored_as=how)
     assert len(result.prompts) >= 3 and not result.differences
 
 

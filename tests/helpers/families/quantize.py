@@ -258,7 +258,7 @@ def quantize(source: Path, target: Path, name: str) -> dict[str, Tensor]:
     chosen = FORMATS[name]
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if "safetensors" not in file.name:
+        if file.is_file() and "safetensors" not in file.name:
             shutil.copy(file, target / file.name)
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": chosen.config}))

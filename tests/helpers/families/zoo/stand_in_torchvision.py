@@ -25,6 +25,7 @@ from torch.nn import functional
 MODULES = {  # where Transformers looks for a class, and the file that has it
     "inkling": "image_processing_inkling.InklingImageProcessor",
     "inkling2": "image_processing_inkling2.Inkling2ImageProcessor",
+    "kimi_k25": "image_processing_kimi_k25.Kimi_K25ImageProcessor",
     "molmo2": "image_processing_molmo2.Molmo2ImageProcessor",
     "nemotron_h_omni": "image_processing_nemotron_h_omni.NemotronH_Omni_Reasoning_V3ImageProcessor",
     "perception_lm": "image_processing_perception_lm.PerceptionLMImageProcessor",
@@ -32,6 +33,7 @@ MODULES = {  # where Transformers looks for a class, and the file that has it
     "pixtral": "processing_pixtral.PixtralProcessor",
     "pp_formulanet": "image_processing_pp_formulanet.PPFormulaNetImageProcessor",
     "step3p7": "image_processing_step3p7.Step3p7ImageProcessor",
+    "unlimited_ocr": "image_processing_unlimited_ocr.UnlimitedOcrImageProcessor",
 }
 
 
