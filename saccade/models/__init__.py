@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from saccade.checkpoint.config import ModelConfig
+from saccade.checkpoint.layouts import layout_in
 from saccade.checkpoint.quantization import Quantization, quantization_of
 from saccade.errors import ConfigError
 from saccade.models.families import FAMILIES, family_class
@@ -21,11 +22,13 @@ from saccade.models.int4_weights import Int4Format, Int4Weights, keeps_int4
 from saccade.models.interface import ModelParts, VisionLanguageModel
 from saccade.models.quantized.kv_scales import kv_scales
 from saccade.models.quantized.tensors import DequantizedTensors
-from saccade.models.state_dict import Parameters
+from saccade.models.state_dict import Parameters, Whole
 from saccade.models.tensor_files import StoredTensors, TensorFiles
 from saccade.models.vision.backend import TorchVision, VisionOps
 from saccade.models.weights import (
+    Place,
     Rule,
+    by_rules,
     fill_random,
     fp8_targets,
     int4_targets,
@@ -57,22 +60,22 @@ def load_model(
     left without memory. The fallback is always whole.
     `quantize`: "fp8" for the decoder's layers, if the checkpoint is not quantised.
     """
-    is_ours = is_native(config) or path is None
-    if not is_ours and quantize is not None:
-        why = f"{config.model_type!r} runs through Transformers' code, whose weights are not quantised"
-        raise ConfigError(f"--quantization {quantize} cannot be used: {why}; leave it out")
     tensors = None if load_format == "dummy" else _tensors(path, config, device, load_format)
-    if not is_ours:
-        how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len, "tensors": tensors}
+    stays = partial(_quantized_weights, tensors, path, config, device, dtype, quantize)
+    if path is not None and not is_native(config):
+        quantized = stays(lambda: (str, {}))  # by names of the checkpoint
+        how = {"seed": seed, "max_model_len": max_model_len, "tensors": tensors, "quantized": quantized}
         other = import_module("saccade.models.bridge.load")
-        return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
+        model = other.load(path, config, dtype=dtype, ops=_vision_ops(device), device=device, **how)
+        _log_apart(quantized)
+        return model  # type: ignore[no-any-return]
     build = partial(_build, config, dtype, device, image_processor)
     if is_encoder:
         model = build(left_out="decoder")
         if any(weight.is_meta for weight in model.encoder_weights().values()):
             model = build()
     else:
-        quantized = _quantized_weights(tensors, path, config, device, dtype, quantize, build)
+        quantized = stays(partial(_places, build, config))
         model = build(quantized=quantized)
         _log_apart(quantized)
     params: Parameters = model.params
@@ -112,16 +115,25 @@ def _build(
     left_out: str | None = None,
     quantized: Fp8Weights | Int4Weights | None = None,
 ) -> Any:
-    ops: VisionOps = TorchVision()
-    if device.type == "cuda":
-        ops = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
     params = Parameters(dtype, device, left_out, quantized)
-    return family_class(config)(ModelParts(config, params, image_processor, ops))
+    return family_class(config)(ModelParts(config, params, image_processor, _vision_ops(device)))
+
+
+def _vision_ops(device: torch.device) -> VisionOps:
+    if device.type != "cuda":
+        return TorchVision()
+    ops: VisionOps = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
+    return ops
 
 
 def _rules(model: Any, config: ModelConfig) -> Sequence[Rule]:
     rules: Sequence[Rule] = model.rules()
     return rules if config.text.token_dim is None else projected_rules(rules)
+
+
+def _places(build: Callable[..., Any], config: ModelConfig) -> tuple[Place, Mapping[str, Whole]]:
+    probe = build(left_out="decoder")
+    return by_rules(_rules(probe, config)), probe.params.wholes
 
 
 def _quantized_weights(
@@ -131,7 +143,7 @@ def _quantized_weights(
     device: torch.device,
     dtype: torch.dtype,
     quantize: str | None,
-    build: Callable[..., Any],
+    places: Callable[[], tuple[Place, Mapping[str, Whole]]],
 ) -> Fp8Weights | Int4Weights | None:
     """What stays quantised: what the checkpoint has so, or what is to be quantised. INT4 before FP8."""
     quantization = quantization_of(config.raw, path) if path else None
@@ -143,16 +155,15 @@ def _quantized_weights(
         return None
     if not isinstance(tensors, DequantizedTensors):
         return _quantized_at_random(quantization, config, device, dtype)
-    probe = build(left_out="decoder")
     int4 = tensors.int4_weights() if keeps_int4(device) else {}
     if int4:
         has_experts = reads_int4_experts(config, device, dtype)
-        return int4_targets(int4, _rules(probe, config), probe.params.wholes, has_experts=has_experts)
+        return int4_targets(int4, *places(), has_experts=has_experts)
     if not multiplies_fp8(device):
         return None
     fp8 = tensors.fp8_weights()
     fp4 = dict.fromkeys(tensors.fp4_weights(), any(fp8.values()))
-    return fp8_targets({**fp8, **fp4}, _rules(probe, config), probe.params.wholes)
+    return fp8_targets({**fp8, **fp4}, *places())
 
 
 def reads_int4_experts(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -178,7 +189,8 @@ def _tensors(path: Path | None, config: ModelConfig, device: torch.device, load_
     if path is None:
         problem = "needs a folder to load from; only 'dummy' works without one"
         raise ConfigError(f"load_format={load_format!r} {problem}")
-    files = TensorFiles(path)
+    layout = layout_in(path)
+    files = TensorFiles(path, layout.left_out if layout else ())
     quantization = quantization_of(config.raw, path)
     return files if quantization is None else DequantizedTensors(files, quantization, device)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,8 +41,12 @@ class GroupScales(NamedTuple):
 
     def at(self, where: Any) -> GroupScales:
         """Those of some experts or rows of the weight, by their index."""
-        zeros = None if self.zeros is None else self.zeros[where]
-        return self._replace(scales=self.scales[where], zeros=zeros)
+        return self.changed(lambda numbers: numbers[where])
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> GroupScales:
+        """With scales and zero points that became something else."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        return self._replace(scales=change(self.scales), zeros=zeros)
 
 
 class Int4Format(NamedTuple):
@@ -148,7 +152,7 @@ def group_of(weight: Tensor, scales: GroupScales) -> int:
 
 def inputs_of(weight: Tensor) -> int:
     """The columns of a packed weight."""
-    return weight.shape[1] * _PLANES
+    return weight.shape[-1] * _PLANES
 
 
 def pack(values: Tensor) -> Tensor:

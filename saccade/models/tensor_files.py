@@ -46,12 +46,14 @@ class Int4Tensors(Protocol):
 
 
 class TensorFiles:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, left_out: tuple[str, ...] = ()) -> None:
+        """`left_out`: beginnings of names."""
         self._handles: dict[Path, Any] = {}
         self._read_bytes = 0  # since files were last closed
         self.file_of: dict[str, Path] = {}
         for file in _files(folder):
-            self.file_of |= dict.fromkeys(self._open(file).keys(), file)
+            names = self._open(file).keys()
+            self.file_of |= {name: file for name in names if not name.startswith(left_out)}
 
     def read(self, name: str) -> Tensor:
         if self._read_bytes > _MAPPED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -23,6 +23,7 @@ from saccade.models.tensor_files import Int4Tensors, StoredTensors, some
 
 OF_QUANTISED = (".qweight", ".weight_packed", "_scale_inv", ".weight_scale", ".pre_quant_scale")
 _IGNORED = ""  # our name of a tensor that is ignored
+Place = Callable[[str], str | None]  # our name of a checkpoint's tensor; None: it has none
 _SHOWN = 5  # missing names that are looked up for an error
 
 
@@ -75,11 +76,8 @@ def load_weights(
     for name in tqdm(names, desc="Loading weights", unit=" tensors", disable=not progress):
         target = targets[plan[name]]
         beside = scales.get(plan[name])
-        if isinstance(beside, GroupScales):
-            _copy_int4(tensors, name, target, beside)
-            continue
         if beside is not None:
-            _copy_fp8(tensors, name, target, beside)
+            copy_quantized(tensors, name, target, beside)
             continue
         assert target.dtype != FP8, f"{name} has no scales"
         tensor = tensors.read(name)
@@ -193,6 +191,14 @@ def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
     target.copy_(tensor.view(target.shape))  # converts the dtype and moves to the device
 
 
+def copy_quantized(tensors: StoredTensors, name: str, target: Tensor, scales: Scales) -> None:
+    """One of the checkpoint's tensors into a weight in float8 or INT4."""
+    if isinstance(scales, GroupScales):
+        _copy_int4(tensors, name, target, scales)
+    else:
+        _copy_fp8(tensors, name, target, scales)
+
+
 def _copy_fp8(tensors: StoredTensors, name: str, target: Tensor, scales: Tensor) -> None:
     in_blocks = has_blocks(target, scales)
     pair = tensors.read_fp8(name, in_blocks)
@@ -218,26 +224,24 @@ def _copy_int4(tensors: StoredTensors, name: str, target: Tensor, scales: GroupS
             ours.copy_(_as_shaped(theirs, ours).view(ours.shape))
 
 
+def by_rules(rules: Sequence[Rule]) -> Place:
+    return lambda name: _translate(name, rules)
+
+
 def int4_targets(
-    tensors: Mapping[str, Int4Format],
-    rules: Sequence[Rule],
-    wholes: Mapping[str, Whole],
-    *,
-    has_experts: bool,
+    tensors: Mapping[str, Int4Format], place: Place, wholes: Mapping[str, Whole], *, has_experts: bool
 ) -> Int4Weights | None:
     """What a checkpoint stores in INT4, by our names. `has_experts`: kernels read experts, too."""
-    formats = {target: tensors[name] for name in tensors if (target := _translate(name, rules))}
+    formats = {target: tensors[name] for name in tensors if (target := place(name))}
     for name in wholes.keys() & formats.keys():
         formats |= dict.fromkeys(wholes[name].parts, formats[name])
     return Int4Weights(formats, has_experts=has_experts) if formats else None
 
 
-def fp8_targets(
-    tensors: Mapping[str, bool], rules: Sequence[Rule], wholes: Mapping[str, Whole]
-) -> Fp8Weights | None:
+def fp8_targets(tensors: Mapping[str, bool], place: Place, wholes: Mapping[str, Whole]) -> Fp8Weights | None:
     """What a checkpoint stores in float8, by our names. Layouts are not mixed: blocks if it has any."""
     in_blocks = any(tensors.values())
-    hits = (_translate(name, rules) for name, blocks in tensors.items() if blocks == in_blocks)
+    hits = (place(name) for name, blocks in tensors.items() if blocks == in_blocks)
     names = set(filter(None, hits))
     parts = [wholes[name].parts for name in names if name in wholes]
     return Fp8Weights(in_blocks, frozenset(names.union(*parts))) if names else None

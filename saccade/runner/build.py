@@ -77,7 +77,7 @@ def build_runner(
     with memory.part("staging"):
         host = HostBlocks(kv, sizes.block_size, sizes.host_blocks) if sizes.host_blocks else None
     with memory.part("states"):
-        states = _states(config, sizes, plan)
+        states = _states(model.config, sizes, plan)
     with memory.part("embeddings"):
         embeddings = _embeddings(model, plan)
     memory.reserve_work()

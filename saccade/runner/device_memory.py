@@ -11,6 +11,7 @@ import torch
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig
+from saccade.checkpoint.layouts import PUBLISHED
 from saccade.checkpoint.quantization import Quantization
 from saccade.errors import ConfigError
 from saccade.helpers.free_memory import free_ram
@@ -94,11 +95,15 @@ def check_gpu_jpeg(options: Options, device: torch.device) -> None:
     load_library()
 
 
+def _kept(model: ModelConfig, quantization: Quantization | None) -> Quantization | None:
+    return None if model.is_bridged and PUBLISHED in model.raw else quantization
+
+
 def _fp8_params(
     options: Options, model: ModelConfig, quantization: Quantization | None, device: torch.device
 ) -> int:
-    params = costs.fp8_params_of(model.text, quantization, options.quantization)
-    if not params or not is_native(model) or not multiplies_fp8(device):
+    params = costs.fp8_params_of(model, _kept(model, quantization), options.quantization)
+    if not params or not multiplies_fp8(device):
         return 0
     return params
 
@@ -106,7 +111,8 @@ def _fp8_params(
 def _int4_bytes(
     model: ModelConfig, quantization: Quantization | None, device: torch.device, dtype: torch.dtype
 ) -> costs.Int4Bytes:
-    if quantization is None or not quantization.is_int4 or not is_native(model) or not keeps_int4(device):
+    quantization = _kept(model, quantization)
+    if quantization is None or not quantization.is_int4 or not keeps_int4(device):
         return costs.NO_INT4
     has_experts = not quantization.has_order and reads_int4_experts(model, device, dtype)
     return costs.Int4Bytes(quantization.int4_bytes, has_experts)

@@ -125,6 +125,7 @@ def size_memory(
         max_model_len=length,
         num_blocks=blocks,
         encoder_budget=budget,
+        steps_ahead=costs.HOST_PASSES if model.is_bridged else 1,
         encoder_cache_slots=slots,
         keep_idle_embeddings=keep_idle,
         state_rows=_num_checkpoints(options) if model.text.linear else None,
@@ -169,6 +170,8 @@ def _beside_kv(
     if machine.fp8_params:
         token_bytes += costs.fp8_input_bytes_per_token(model.text)
     scratch = costs.int4_scratch_bytes(model.text, dtype) if machine.int4 else 0
+    if machine.fp8_params or (machine.int4 and machine.int4.experts):
+        scratch += costs.expert_scratch_bytes(model, dtype)
     graphs = _graph_bytes(options, model, dtype, token_bytes)
     return MemoryParts(
         weights=weights,
@@ -214,7 +217,7 @@ def _work_bytes(
 def image_bytes(
     options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, *, restores: bool
 ) -> int:
-    """One image at a time is resized; two passes may wait, as patches or embeddings, while a third runs.
+    """One image at a time is resized; others wait, as patches or embeddings, while a pass runs.
 
     `restores`: embeddings also come from tiers or encoder workers.
     """
@@ -226,7 +229,8 @@ def image_bytes(
     prepared = costs.prepared_bytes_per_patch(model.vision, dtype)
     slot_bytes = costs.embedding_bytes_per_slot(model.text, dtype)
     restored = -(-largest.slots * slot_bytes // largest.grid.patches) if restores else 0
-    patch_bytes = patches * (prepared + 2 * max(prepared, restored))
+    waiting = costs.passes_ahead(prepares_on_host=model.is_bridged) * max(prepared, restored)
+    patch_bytes = patches * (prepared + waiting)
     return patch_bytes + costs.prepare_bytes(Size(source, source), Size(resized, resized))
 
 

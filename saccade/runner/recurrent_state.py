@@ -26,11 +26,8 @@ class RecurrentStates:
     def __init__(
         self, linear: LinearConfig, requests: int, checkpoints: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        rows = (len(linear.layers), requests + 1 + checkpoints)
-        conv = torch.zeros(*rows, linear.kernel - 1, linear.channels, dtype=dtype, device=device)
-        self.conv = conv.transpose(2, 3)  # channels are dense in memory: kernels read them together
-        shape = (*rows, linear.value_heads, linear.key_dim, linear.value_dim)
-        self.recurrent = torch.zeros(shape, dtype=torch.float32, device=device)
+        rows = requests + 1 + checkpoints
+        self.conv, self.recurrent, _ = States.zeros(linear, rows, dtype, device)
         self._states: dict[str, _StateRow] = {}
         self._requests = requests
         self._first_checkpoint = requests + 1

@@ -203,10 +203,10 @@ class Runner:
             return StepResult({})
         if plan.encode:
             self.encoder.submit(plan.encode)
+        if plan.encode_layers != 0:  # otherwise the encoder pauses and earlier prefetches stay
+            self.encoder.prefetch(plan.prefetch)  # before a tower whose code waits for the device
         may_wait = plan.kind == "sync" and not plan.windows
         advanced = self.encoder.advance(plan.encode_layers, may_wait=may_wait)
-        if plan.encode_layers != 0:  # otherwise the encoder pauses and earlier prefetches stay
-            self.encoder.prefetch(plan.prefetch)
         if plan.decode_first:
             self.encoder.decode_first(plan.decode_first)
         images = self.encoder.poll()

@@ -14,7 +14,7 @@ from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.launch.varlen_tiles import Launch, Tiles, power_of_two
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
-from saccade.kernels.ops.norm import add_rms_norm, rms_norm, silu_and_mul
+from saccade.kernels.ops.norm import Added, add_rms_norm, rms_norm, silu_and_mul
 from saccade.kernels.ops.prepare_inputs import (
     DecodeMetadata,
     PrefillInputs,
@@ -329,6 +329,16 @@ def test_the_norm_without_a_sum_equals_that_of_adding_nothing(hidden: int, dtype
     assert torch.equal(rms_norm(x, weight, 1e-6).flatten(0, 1), expected)
 
 
+@pytest.mark.parametrize("parts", [(), (3,)], ids=["whole", "in parts"])
+def test_what_is_added_may_have_a_norm_of_its_own_and_the_sum_several(parts: tuple[int, ...]) -> None:
+    x, residual = random(*parts, 5, 200), random(5, 200, seed=3)
+    weight, added = random(3, 200, seed=1), Added(random(200, seed=2), 1e-5, 0.3)
+    found = add_rms_norm(x, residual, weight, 1e-6, added=added)
+    assert found[0].shape == (3, 5, 200)
+    for ours, expected in zip(found, reference.add_rms_norm(x, residual, weight, 1e-6, added=added), strict=True):
+        assert_close(ours, expected)
+
+
 def test_the_norm_takes_float32_weights_for_half_rows() -> None:
     x, residual = random(2, 3, 200, dtype=torch.bfloat16)
     weight = 1 + random(200, seed=1) / 8
@@ -349,6 +359,7 @@ def test_the_norm_of_some_rows_alone_equals_theirs_among_all() -> None:
 def test_gate_and_up_of_a_merged_projection_are_multiplied(wide: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * wide, dtype=dtype)
     assert_close(silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+    assert_close(silu_and_mul(gate_up, gelu=True), reference.gelu_and_mul(gate_up))
 
 
 # --- the ends of a decode step ------------------------------------------------------------------------------------

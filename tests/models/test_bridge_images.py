@@ -88,6 +88,15 @@ def test_threads_prepare_at_once(family: Family) -> None:
     assert all(map(torch.equal, together, alone * 3))
 
 
+@pytest.mark.parametrize("family", ["phi4_multimodal"], indirect=True)
+def test_a_blank_image_has_the_masks_of_its_size(family: Family) -> None:
+    images = family.inputs()
+    blank = Leaves.of(images.blank(rows=10_000))
+    sizes = [Size(512, 384), Size(1280, 720), Size(64, 64)]
+    wholes = [rows_of(family.whole(Image.new("RGB", size))) for size in sizes]
+    assert any(torch.equal(rows_of(blank), whole) for whole in wholes)
+
+
 @pytest.mark.parametrize("family", ["glm4v"], indirect=True)
 def test_a_processor_whose_sizes_follow_from_pixels_is_refused(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(family.processor.image_processor)

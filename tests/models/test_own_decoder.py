@@ -12,24 +12,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from saccade import LLM, SamplingParams
 from saccade.models import load_model
 from saccade.models.bridge import own_decoder, own_modules
 from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.model import ModelBridge
-from saccade.models.bridge.own_rotation import Rotation, rotation_of
+from saccade.models.bridge.own_rotation import Rotation, rotations_of
 from saccade.models.bridge.text_model import TextModel
 from saccade.models.layers.decoder import Decoder
+from saccade.models.layers.forward_types import States, WindowGroup
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.moe import MoE
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.models.state_dict import Parameters
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner import weight_packing
+from tests.helpers.engine.async_engine import OPTIONS, overlapped
 from tests.helpers.families.bridged import transformers_layers
 from tests.helpers.families.packing import needs_onednn
 from tests.helpers.families.zoo import ZOO
 from tests.helpers.families.zoo.first_half_makers import Recipe, build
 from tests.helpers.families.zoo.first_half_tiles import INTERNVL_GPT_OSS
+from tests.helpers.media.images import make_photo
 
 pytestmark = pytest.mark.transformers
 
@@ -60,12 +64,21 @@ KINDS: dict[str, Callable[[Path], Path]] = {
         is_tied=True,
         rope_parameters={**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     ),
+    "norms of what is added": ZOO["glm_ocr"].build,
+    "the same, sections on three axes": ZOO["glm4v"].build,
+    "windows, two RoPEs, pictures in both directions, scaled embeddings, GELU": ZOO["gemma3"].build,
+    "heads that differ, values normed and shared with keys, a soft cap": ZOO["gemma4"].build,
+    "experts beside an MLP": ZOO["gemma4@moe"].build,
     "fused queries, keys and values": internvl("phi3", pad_token_id=0),
     "scaled embeddings, sums and logits": ZOO["llava_next@granite"].build,
     "the same with deep features": ZOO["granite_docling"].build,
     "experts": ZOO["qwen3_omni_moe_thinker"].build,
     "experts by sigmoid, in groups, with a bias and a shared one": ZOO["glm4v_moe"].build,
     "experts after a dense layer": ZOO["deepseek_ocr2"].build,
+    "delta nets, gates after attention": ZOO["minicpmv4_7"].build,
+    "short convolutions": ZOO["lfm2_vl"].build,
+    "transposed experts": ZOO["aria"].build,
+    "prompts in both directions, scaled embeddings, GELU": ZOO["paligemma"].build,
 }
 
 
@@ -89,7 +102,12 @@ def logits(model: ModelBridge) -> Tensor:
     attention = PagedAttention(kv, batch, model.decoder.scale)
     positions = torch.stack([torch.arange(TOKENS) * (axis + 1) for axis in range(model.axes)])
     ids = torch.arange(TOKENS) + 5
-    return model.logits(model.forward(model.embed(ids), positions, attention))
+    linear = model.config.text.linear
+    states = None
+    if linear is not None:
+        group = WindowGroup(torch.arange(TOKENS)[None], torch.tensor([0]))
+        states = States.zeros(linear, 1, model.dtype, CPU)._replace(groups=[group])
+    return model.logits(model.forward(model.embed(ids), positions, attention, states))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,12 +129,12 @@ def test_in_bfloat16_it_is_found_as_well(tmp_path: Path) -> None:
 )
 def test_axes_of_frequencies_are_found_by_numbers(family: str, axes: list[int], tmp_path: Path) -> None:
     model = theirs(ZOO[family].build(tmp_path))
-    rotation = rotation_of(model)
+    rotation = rotations_of(model)[0]
     assert rotation.axes.tolist() == axes and rotation.order.tolist() == list(range(16))
 
 
 def test_what_is_not_rotated_has_no_frequency(tmp_path: Path) -> None:
-    rotation = rotation_of(theirs(HALF(tmp_path)))
+    rotation = rotations_of(theirs(HALF(tmp_path)))[0]
     assert rotation.order.tolist() == [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15]
     assert rotation.frequencies[4:].tolist() == [0.0] * 4 and not rotation.is_ordered
 
@@ -125,14 +143,17 @@ def test_what_is_not_rotated_has_no_frequency(tmp_path: Path) -> None:
     ("made", "reason"),
     [
         (ZOO["granite4_vision"].build, "with our layers its logits differ by"),
-        (ZOO["chameleon"].build, "its logits are capped, or of tokens that it never says"),
-        (internvl("gemma", hidden_activation="gelu_pytorch_tanh"), "its embeddings are more than a table"),
-        (internvl("llama", hidden_act="gelu"), "its MLPs activate by GELUActivation, ours by SiLU"),
+        (internvl("llama", hidden_act="gelu"), "its MLPs activate by GELUActivation, ours by SiLU or by GELU's tanh"),
         (ZOO["hunyuan_vl"].build, "its layers have self_attn.query_layernorm.weight, which ours have not"),
-        (ZOO["glm_ocr"].build, "its layers have post_self_attn_layernorm.weight, which ours have not"),
-        (ZOO["aria"].build, "its experts are stored in another way"),
-        (ZOO["gemma3"].build, "its attention is more than causal"),
-        (ZOO["lfm2_vl"].build, "its layers keep states"),
+        (
+            internvl("lfm2", conv_bias=True, layer_types=["conv", "full_attention"]),
+            "its layers have conv.conv.bias, which ours have not",
+        ),
+        (ZOO["gemma4@e2b"].build, "its decoder takes more than embeddings and deep features"),
+        (
+            ZOO["aya_vision"].build,
+            "its layers have no pre_feedforward_layernorm or post_attention_layernorm or ffn_norm",
+        ),
         (internvl("smollm3", no_rope_layers=[1, 0]), "its queries and keys are not rotated as ours are"),
     ],
 )
@@ -144,6 +165,15 @@ def test_what_ours_cannot_compute_stays_with_its_reason(
     assert f"slower than a known model's ({reason}" in caplog.text
 
 
+def test_states_of_another_kind_stay_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(own_modules, "_KEEPS_STATES", {})
+    with caplog.at_level(logging.WARNING, "saccade.models"):
+        assert isinstance(loaded(ZOO["lfm2_vl"].build(tmp_path)).decoder, TextModel)
+    assert "its layers keep states in another way than ours" in caplog.text
+
+
 def test_the_log_says_which_decoder_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "saccade.models"):
         loaded(KINDS["llama"](tmp_path))
@@ -153,13 +183,13 @@ def test_the_log_says_which_decoder_runs(tmp_path: Path, caplog: pytest.LogCaptu
 def test_other_numbers_keep_transformers_layers_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(model: ModelBridge) -> Rotation:
-        right = rotation_of(model)
-        return right._replace(frequencies=2 * right.frequencies)
+    def wrong(model: ModelBridge) -> dict[int, Rotation]:
+        right = rotations_of(model)
+        return dict.fromkeys(right, right[0]._replace(frequencies=2 * right[0].frequencies))
 
     folder = HALF(tmp_path)
     expected = logits(theirs(folder))
-    monkeypatch.setattr(own_decoder, "rotation_of", wrong)
+    monkeypatch.setattr(own_decoder, "rotations_of", wrong)
     with caplog.at_level(logging.WARNING, "saccade.models"):
         model = loaded(folder)
     assert isinstance(model.decoder, TextModel) and "with our layers its logits differ by" in caplog.text
@@ -179,7 +209,16 @@ def memory(model: ModelBridge) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("kind", ["llama", "fused queries, keys and values", "yarn, tied", "experts"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        "fused queries, keys and values",
+        "yarn, tied",
+        "experts",
+        "delta nets, gates after attention",
+    ],
+)
 def test_each_weight_is_held_once(kind: str, tmp_path: Path) -> None:
     folder = KINDS[kind](tmp_path)
     before, after = theirs(folder), loaded(folder)
@@ -220,3 +259,19 @@ def test_on_a_cpu_its_weights_are_packed(kind: str, tmp_path: Path, monkeypatch:
     assert all(linear.weight.is_mkldnn for linear in model.params.linears)
     assert model.decoder.head.is_mkldnn != is_tied
     torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["glm4v", "gemma3", "gemma4@moe"])
+def test_its_kernels_give_the_tokens_of_its_pytorch_pass(family: str, tmp_path: Path) -> None:
+    entry = ZOO[family]
+    folder = str(entry.build(tmp_path))
+    imaged = {"prompt": f"{entry.image}What is it?", "multi_modal_data": {"image": make_photo(60, 50)}}
+    prompts = [imaged, {"prompt": "The quick brown fox jumps."}]
+    sizes = {"max_model_len": 1024, "max_num_batched_tokens": 1024, **entry.options}
+    sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with LLM(folder, **{**OPTIONS, **sizes}) as llm:
+        assert isinstance(llm.engine.core.runner.model.decoder, Decoder)
+        expected = [out.outputs[0].token_ids for out in llm.generate(prompts, sampling, use_tqdm=False)]
+    with overlapped(tmp_path, **sizes) as llm:
+        found = [out.outputs[0].token_ids for out in llm.generate(prompts, sampling, use_tqdm=False)]
+    assert found == expected

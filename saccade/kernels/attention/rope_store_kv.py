@@ -34,11 +34,12 @@ def rotary_and_store(
     v: Tensor,
     cos: Tensor,  # [T, rotary_dim] or [T, 1, rotary_dim], contiguous; dimensions from rotary_dim on do not rotate
     sin: Tensor,  # the same; carries the sign of its half
-    k_cache: Tensor,  # [slots, kv_heads, d], contiguous; so is v_cache
+    k_cache: Tensor,  # [slots, kv_heads, d], slots may be apart; v_cache is strided alike
     v_cache: Tensor,
     slots: Tensor,  # int64 or int32 [T]; -1: the row's queries are rotated, nothing is stored
     query_scales: Tensor | None = None,  # float32 [T]: factors of the queries (attention temperature)
     scales: tuple[float, float] = UNSCALED,  # of FP8 keys and values
+    turn: slice | None = None,  # the columns of each half of cos and sin that these heads rotate by; None: all
 ) -> Tensor:
     """The rotated queries. Dimensions i and i + rotary_dim / 2 rotate as a pair.
 
@@ -46,10 +47,14 @@ def rotary_and_store(
     """
     tokens, heads, dim = q.shape[-3:]
     kv_heads = k.shape[-2]
-    rotary = cos.shape[-1]
+    angles = rotary = cos.shape[-1]
+    assert cos.is_contiguous() and sin.is_contiguous()
+    if turn is not None:
+        rotary = 2 * (turn.stop - turn.start)
+        cos, sin = cos[..., turn.start :], sin[..., turn.start :]
     parts = q.shape[0] if q.dim() == 4 else 1
     pdl = supports_pdl(q)
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride()[1:] == (dim, 1), k_cache.stride()
     assert q.stride() == k.stride() == v.stride() and q.stride(-2) == dim, "queries, keys, values of one GEMM"
     rotated = q if q.dim() == 3 else torch.empty((tokens, heads, dim), dtype=cos.dtype, device=q.device)
     _rotary_kernel[(tokens, 2)](
@@ -57,7 +62,7 @@ def rotary_and_store(
         *launched(scales)[:2], q.stride(-3), rotated.stride(0), q.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED_HEADS=power_of_two(heads),
         PADDED_KV_HEADS=power_of_two(kv_heads), PADDED_HALF=power_of_two(rotary // 2), PARTS=parts, PDL=pdl,
-        ROTARY=rotary,
+        ROTARY=rotary, ANGLES=angles, SLOT=k_cache.stride(0),
         num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
     return rotated
@@ -73,17 +78,19 @@ class Pairs(NamedTuple):
 HALVES = Pairs()
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = HALVES) -> None:
-    """q [T, heads, d] and k [T, kv_heads, d] rotated in place, where the cache is written by others.
+def rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, pairs: Pairs = HALVES) -> None:
+    """q [T, heads, d] and k [T, kv_heads, d], if there is one, in place, where the cache is written by others.
 
     cos and sin [T, rotary_dim], contiguous, without a sign.
     """
     tokens, heads, dim = q.shape
+    tensors = 1 if k is None else 2
+    k = q if k is None else k
     kv_heads = k.shape[1]
     width = cos.shape[-1]
     pdl = supports_pdl(q)
     assert cos.is_contiguous() and sin.is_contiguous() and q.stride(2) == k.stride(2) == 1 and width <= dim
-    _rotary_in_place_kernel[(tokens, 2)](
+    _rotary_in_place_kernel[(tokens, tensors)](
         q, k, cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), heads, kv_heads,
         PADDED_HEADS=power_of_two(max(heads, kv_heads)), PADDED_HALF=power_of_two(width // 2), ROTARY=width, PDL=pdl,
         PAIR=2 if pairs.are_neighbours else width, ANGLE=2 if pairs.angles_are else width,
@@ -124,12 +131,13 @@ def _rotary_kernel(
     k_by: tl.tensor, v_by: tl.tensor, row_step: tl.tensor, rotated_step: tl.tensor, part: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PADDED_HEADS: tl.constexpr, PADDED_KV_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr, ROTARY: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr, ROTARY: tl.constexpr, ANGLES: tl.constexpr, SLOT: tl.constexpr,
 ) -> None:  # fmt: skip
+    """ANGLES: columns of cos and sin, of which the heads have ROTARY."""
     row = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, PADDED_HALF)[None, :]
-    angles = _load_pair(cos + row * ROTARY + half, half < ROTARY // 2, ROTARY, 0, 1)
-    signed = _load_pair(sin + row * ROTARY + half, half < ROTARY // 2, ROTARY, 0, 1)
+    angles = _load_pair(cos + row * ANGLES + half, half < ROTARY // 2, ANGLES, 0, 1)
+    signed = _load_pair(sin + row * ANGLES + half, half < ROTARY // 2, ANGLES, 0, 1)
     slot = tl.load(slots + row).to(tl.int64)
     pdl_release_then_wait(PDL)
     kind: tl.constexpr = rotated.dtype.element_ty
@@ -149,7 +157,7 @@ def _rotary_kernel(
     elif slot >= 0:
         heads = tl.arange(0, PADDED_KV_HEADS)[:, None]
         inside = (heads < KV_HEADS) & (half < ROTARY // 2)
-        target = (slot * KV_HEADS + heads) * DIM + half
+        target = slot * SLOT + heads * DIM + half
         pair = _load_pair(k + row * row_step + heads * DIM + half, inside, ROTARY, part, PARTS)
         _rotate(pair, k_cache + target, inside, angles, signed, kind, k_by, ROTARY)
         if ROTARY == DIM:
@@ -157,7 +165,7 @@ def _rotary_kernel(
             tl.store(v_cache + target, as_stored(low.to(kind), v_by, v_cache.dtype.element_ty), mask=inside)
             tl.store(v_cache + target + DIM // 2, as_stored(high.to(kind), v_by, v_cache.dtype.element_ty), mask=inside)
         else:
-            own, cell = row * row_step + heads * DIM, (slot * KV_HEADS + heads) * DIM
+            own, cell = row * row_step + heads * DIM, slot * SLOT + heads * DIM
             _copy(k + own, k_cache + cell, heads < KV_HEADS, 1.0, part, kind, k_by, ROTARY, DIM, PARTS)
             _copy(v + own, v_cache + cell, heads < KV_HEADS, 1.0, part, kind, v_by, 0, DIM, PARTS)
 

@@ -29,6 +29,7 @@ from saccade.kernels.launch.device import num_sms, precision_of, shared_memory
 from saccade.kernels.launch.varlen_tiles import Tiles, power_of_two
 
 _MIN_SHARE = 256  # keys of a split: shorter ones cost more than they save
+_MIN_FEW_SHARE = 64  # where programs are few, and each would read many tiles one after the other
 _ROWS = 64
 _MANY_BYTES = 160 << 10  # of shared memory, which wide heads take
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -77,7 +78,8 @@ def ruled_attention(
     parts = -(-tiles.rows // (rows // share))
     longest = block_tables.shape[1] * block_size
     programs = heads // share * parts * len(tiles.index)
-    splits = splits or _splits(programs, min(longest, rule.window or longest), num_sms(q.device))
+    share_keys = _MIN_FEW_SHARE if 4 * programs < num_sms(q.device) else _MIN_SHARE
+    splits = splits or _splits(programs, min(longest, rule.window or longest) // share_keys, num_sms(q.device))
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if out is None else out
     partials = new_partials(splits, out) if splits > 1 else None
     keys, stages = _keys(q, rows)
@@ -88,7 +90,7 @@ def ruled_attention(
         q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
         HEADS=heads, Q_HEAD=q.stride(1), K_HEAD=k_cache.stride(1), V_HEAD=v_cache.stride(1), BLOCK_SIZE=block_size,
         GROUP=group, SHARE=share, DIM=dim, PADDED_DIM=power_of_two(dim, minimum=16), ROWS=rows, KEYS=keys,
-        TILE=tiles.rows, PARTS=parts, MIN_SHARE=triton.cdiv(_MIN_SHARE, keys),
+        TILE=tiles.rows, PARTS=parts, MIN_SHARE=triton.cdiv(share_keys, keys),
         WINDOW=rule.window or 0, CHUNK=rule.chunk or 0, IS_BLOCK_WHOLE=rule.is_block_whole,
         HAS_CAP=rule.softcap is not None, IS_SPLIT=splits > 1, PRECISION=precision_of(q),
         num_warps=8 if rows * dim > 64 * 128 else 4, num_stages=stages,
@@ -124,9 +126,9 @@ def _keys(q: Tensor, rows: int) -> tuple[int, int]:
     return keys, stages
 
 
-def _splits(programs: int, longest: int, sms: int) -> int:
+def _splits(programs: int, shares: int, sms: int) -> int:
     """A power of two: a program for each SM, where tiles alone give fewer. It depends on shapes alone."""
-    useful = min(2 * sms // programs, longest // _MIN_SHARE, MAX_SPLITS)
+    useful = min(2 * sms // programs, shares, MAX_SPLITS)
     return 1 << (max(useful, 1).bit_length() - 1)
 
 

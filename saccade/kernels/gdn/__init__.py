@@ -1,1 +1,1 @@
-"""Kernels of gated delta nets: decode, and prefill in chunks."""
+"""Kernels of layers that keep states: gated delta nets, and short convolutions between gates."""

@@ -124,14 +124,19 @@ class GDNPrefill(NamedTuple):
         )  # fmt: skip
 
     def store_past(self) -> None:
-        plan, shape = self.plan, self.shape
-        pieces = len(plan.rows)
-        past_kernel[(triton.cdiv(shape.channels, _PAST_CHANNELS), pieces)](
-            self.projected, self.states.conv, plan.starts, plan.rows, plan.keep, self.projected.stride(0), pieces,
-            shape.channels, shape.kernel, power_of_two(shape.kernel - 1), _PAST_CHANNELS, power_of_two(pieces),
-            **self._options(4),
-        )  # fmt: skip
+        store_past(self.projected, self.states.conv, self.plan)
 
     def _options(self, warps: int, registers: int | None = None) -> dict[str, Any]:
         pdl = supports_pdl(self.projected)
         return {"PDL": pdl, "num_warps": warps, "maxnreg": registers, **pdl_options(pdl)}
+
+
+def store_past(projected: Tensor, past: Tensor, plan: ChunkPlan, gate: int = 0) -> None:
+    """Inputs of a convolution, for the next window: [rows, channels, kernel - 1]. `gate`: see `gated_input`."""
+    _, channels, taps = past.shape
+    pieces = len(plan.rows)
+    pdl = supports_pdl(projected)
+    past_kernel[(triton.cdiv(channels, _PAST_CHANNELS), pieces)](
+        projected, past, plan.starts, plan.rows, plan.keep, projected.stride(0), pieces, channels, taps + 1,
+        power_of_two(taps), _PAST_CHANNELS, power_of_two(pieces), gate, PDL=pdl, num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip

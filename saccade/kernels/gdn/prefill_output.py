@@ -73,7 +73,7 @@ def past_kernel(
     projected: tl.tensor, past: tl.tensor, starts: tl.tensor, rows: tl.tensor, keep: tl.tensor,
     stride: tl.tensor, pieces: tl.tensor,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-    PDL: tl.constexpr,
+    GATE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     piece = tl.program_id(1)
     row = tl.load(rows + piece).to(tl.int64)
@@ -91,22 +91,32 @@ def past_kernel(
     for index in range(piece, last):
         copy = tl.load(keep + index).to(tl.int64)
         if copy >= 0:
-            taps = _last_inputs(projected, inputs, start, tl.load(starts + index + 1), channel, tap, inside, stride,
-                                 CHANNELS, KERNEL)  # fmt: skip
+            taps = last_inputs(projected, inputs, start, tl.load(starts + index + 1), channel, tap, inside, stride,
+                               CHANNELS, KERNEL, GATE)  # fmt: skip
             tl.store(past + copy * CHANNELS * (KERNEL - 1) + places, taps, mask=inside)
-    taps = _last_inputs(projected, inputs, start, tl.load(starts + last), channel, tap, inside, stride,
-                                 CHANNELS, KERNEL)  # fmt: skip
+    taps = last_inputs(projected, inputs, start, tl.load(starts + last), channel, tap, inside, stride,
+                       CHANNELS, KERNEL, GATE)  # fmt: skip
     tl.debug_barrier()  # all old inputs are read
     tl.store(past + row * CHANNELS * (KERNEL - 1) + places, taps, mask=inside)
 
 
 @triton.jit
-def _last_inputs(
+def gated_input(place: tl.tensor, inside: tl.tensor, GATE: tl.constexpr) -> tl.tensor:
+    """What a convolution reads: what was projected, times what stands GATE values after it; 0: as it is."""
+    x = tl.load(place, mask=inside, other=0.0)
+    if GATE:
+        gate = tl.load(place + GATE, mask=inside, other=0.0)
+        x = (x.to(tl.float32) * gate.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
+def last_inputs(
     projected: tl.tensor, inputs: tl.tensor, start: tl.tensor, end: tl.tensor, channel: tl.tensor, tap: tl.tensor,
-    inside: tl.tensor, stride: tl.tensor, CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
+    inside: tl.tensor, stride: tl.tensor, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, GATE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The KERNEL - 1 inputs of the convolution before the token `end` of a window that begins at `start`."""
     token = end - (KERNEL - 1) + tap
-    new = tl.load(projected + token.to(tl.int64) * stride + channel, mask=inside & (token >= start), other=0.0)
+    new = gated_input(projected + token.to(tl.int64) * stride + channel, inside & (token >= start), GATE)
     old = tl.load(inputs + (token - start + KERNEL - 1) * CHANNELS, mask=inside & (token < start), other=0.0)
     return tl.where(token >= start, new, old)

@@ -24,9 +24,9 @@ from saccade.kernels.launch.gluon_compat import gl, gluon, mbarrier, tma
 from saccade.kernels.launch.hopper_pipeline import next_stage
 from saccade.kernels.launch.launch_cache import launch_for_any_size
 
-ACTS = ("quick_gelu", "tanh_gelu", "silu_and_mul")  # the last takes a weight of the gate's rows and those of `up`
+ACTS = ("quick_gelu", "tanh_gelu", "silu_and_mul", "gelu_and_mul")  # the last two take rows of the gate and of `up`
 _QUICK_GELU = gl.constexpr(0)
-_SILU_AND_MUL = gl.constexpr(2)
+_SILU_AND_MUL = gl.constexpr(2)  # the first with a gate
 _OPTIONS = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
 _MIN_UTILIZATION = 0.75  # of the SMs; below, two launches with smaller tiles are faster
 
@@ -41,7 +41,7 @@ def hopper_linear_act(
 ) -> Tensor:
     """act(x @ weight.T + bias): [M, N]."""
     rows, inputs = x.shape
-    is_gated = act == "silu_and_mul"
+    is_gated = act.endswith("_and_mul")
     has_bias = bias is not None
     outputs = len(weight) // 2 if is_gated else len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and inputs % gemm.ALIGNED == 0 and outputs % gemm.ALIGNED == 0
@@ -107,9 +107,9 @@ def _load_tiles(
     """TMA fills rows and columns after the end with zeros."""
     BOXES: gl.constexpr = WIDE // 64
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row, output = gemm.tile_start(unit, shape, WIDE, ACT == _SILU_AND_MUL)
+        row, output = gemm.tile_start(unit, shape, WIDE, ACT >= _SILU_AND_MUL)
         second = output + WIDE // 2
-        if ACT == _SILU_AND_MUL:
+        if ACT >= _SILU_AND_MUL:
             second = output + shape.N
         for k in range(0, shape.K, 64):
             full = ring.bars.full(stage)
@@ -143,7 +143,7 @@ def _compute_tiles(
     results = ring.results
     stage, phase, buffer = cursor
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row, output = gemm.tile_start(unit, shape, WIDE, ACT == _SILU_AND_MUL)
+        row, output = gemm.tile_start(unit, shape, WIDE, ACT >= _SILU_AND_MUL)
         acc, stage, phase = gemm.multiply(ring, shape, stage, phase, WIDE, GROUP)
         if HAS_BIAS:
             SUMS: gl.constexpr = acc.type.layout
@@ -153,7 +153,7 @@ def _compute_tiles(
         if HAS_BIAS:
             acc += more.to(gl.float32)
         left_half, right = gemm.left_right(acc)
-        if ACT == _SILU_AND_MUL:
+        if ACT >= _SILU_AND_MUL:
             buffer = _finish(results, out, left_half, right, row, output, buffer, GROUP, ACT)
         else:
             buffer = _finish(results, out, left_half, left_half, row, output, buffer, GROUP, ACT)
@@ -168,7 +168,7 @@ def _biases(
 ) -> gl.tensor:  # fmt: skip
     """Of a tile's columns: [1, WIDE]."""
     columns = gl.arange(0, WIDE, layout=gl.SliceLayout(0, SUMS))
-    if ACT == _SILU_AND_MUL:
+    if ACT >= _SILU_AND_MUL:
         columns = gl.where(columns < WIDE // 2, columns, columns - WIDE // 2 + end)
         end = 2 * end
     return gl.load(bias + output + columns, mask=output + columns < end, other=0.0)[None, :]
@@ -204,7 +204,10 @@ def _activate(y: gl.tensor, up: gl.tensor, ACT: gl.constexpr) -> gl.tensor:
         return (half * _tanh(half) + half) * up
     if ACT == _QUICK_GELU:
         return half * _tanh(y * 0.851) + half
-    return half * _tanh(y * (0.7978845608028654 + 0.035677408136300125 * y * y)) + half
+    gelu = half * _tanh(y * (0.7978845608028654 + 0.035677408136300125 * y * y)) + half
+    if ACT > _SILU_AND_MUL:
+        gelu *= up
+    return gelu
 
 
 @gluon.jit

@@ -89,24 +89,24 @@ def split_k_linear(
 ) -> Tensor:
     """x [M, K], weight [N, K] -> float32 [splits, M, N], which add up to x @ weight.T + bias."""
     partials = torch.empty((config.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    _launch(x, weight, scales, partials, bias, config, gated=False)
+    _launch(x, weight, scales, partials, bias, config, gated=0)
     return partials
 
 
 def split_k_gated_linear(
-    x: Tensor, gate_up_weight: Tensor, config: PipelineConfig, scales: Tensor | None = None
+    x: Tensor, gate_up_weight: Tensor, config: PipelineConfig, scales: Tensor | None = None, *, gelu: bool = False
 ) -> Tensor:
-    """x [M, K], weight [2 wide, K] with the gate's rows first -> silu(x @ gate.T) * (x @ up.T): [M, wide]."""
+    """x [M, K], weight [2 wide, K], the gate's rows first -> silu(x @ gate.T) * (x @ up.T): [M, wide]; or with GELU."""
     wide = len(gate_up_weight) // 2
     assert wide % _OUTPUTS == 0 and config.splits == 1, (wide, config)
     out = torch.empty((len(x), wide), dtype=x.dtype, device=x.device)
-    _launch(x, gate_up_weight, scales, out, None, config, gated=True)
+    _launch(x, gate_up_weight, scales, out, None, config, gated=2 if gelu else 1)
     return out
 
 
 def _launch(
     x: Tensor, weight: Tensor, scales: Tensor | None, out: Tensor, bias: Tensor | None, config: PipelineConfig, *,
-    gated: bool,
+    gated: int,
 ) -> None:  # fmt: skip
     assert weight.is_contiguous() and x.stride(1) == 1 and (scales is not None or x.dtype == weight.dtype)
     assert scales is None or (scales.is_contiguous() and weight.itemsize == 1)
@@ -117,7 +117,7 @@ def _launch(
         box_of(weight, _OUTPUTS, _INPUTS), box_of(x, rows, _INPUTS), scales, target, bias, len(x), outputs,
         K=x.shape[1], BLOCK=block_of(weight, scales), ROWS=rows, OUTPUTS=_OUTPUTS, STAGES=config.stages,
         SPLITS=config.splits, GATED=gated,
-        num_warps=4, maxnreg=_registers(rows, gated, weight.itemsize), launch_pdl=True,
+        num_warps=4, maxnreg=_registers(rows, gated > 0, weight.itemsize), launch_pdl=True,
     )  # fmt: skip
 
 
@@ -185,7 +185,10 @@ def _consume(
         stage, phase = next_stage(stage, phase, sizes.STAGES)
     acc, up = scale_rows(acc, up, scales, N, sizes)
     if GATED:
-        few.index(0).permute((1, 0)).store((acc / (1.0 + gl.exp(-acc)) * up).to(few.dtype))
+        inner = acc
+        if GATED == 2:  # GELU by tanh: see `ops.gate`
+            inner = acc * (1.5957691216057308 + 0.07135481627260025 * acc * acc)
+        few.index(0).permute((1, 0)).store((acc / (1.0 + gl.exp(-inner)) * up).to(few.dtype))
         hopper.fence_async_shared()
         hopper.tma_store(out, [0, gl.program_id(0) * OUTPUTS], few.index(0))
         tma.store_wait(0)

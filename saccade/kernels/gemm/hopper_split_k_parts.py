@@ -30,7 +30,7 @@ class Sizes:
     OUTPUTS: gl.constexpr
     ROWS: gl.constexpr
     STAGES: gl.constexpr
-    GATED: gl.constexpr
+    GATED: gl.constexpr  # 1: by SiLU, 2: by GELU
     K: gl.constexpr
     BLOCK: gl.constexpr
     COLUMNS: gl.constexpr  # of a box of the weight, which TMA loads at a time

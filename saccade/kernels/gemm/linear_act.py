@@ -13,15 +13,15 @@ from saccade.kernels.ops import reference
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str, out: Tensor | None = None) -> Tensor | None:
     """act(x @ weight.T + bias): [M, N], in `out` if given; None where two launches are as fast, or no kernel does it.
 
-    x is [M, K], the weight [N, K]. For "silu_and_mul" it is [2 N, K], the gate's rows first; "quick_gelu" and
-    "tanh_gelu" have no gate.
+    x is [M, K], the weight [N, K]. For "silu_and_mul" and "gelu_and_mul" it is [2 N, K], the gate's rows first;
+    "quick_gelu" and "tanh_gelu" have no gate.
     """
     if x.dtype == torch.float32 or not _has_kernel(x.device):
         return None
     from saccade.kernels.gemm import hopper_act  # Gluon is experimental: only where used
 
     rows, inputs = x.shape
-    is_gated = act == "silu_and_mul"
+    is_gated = act.endswith("_and_mul")
     outputs = len(weight) // 2 if is_gated else len(weight)
     programs = num_sms(x.device)
     if not hopper_act.suits(rows, inputs, outputs, is_gated, programs):

@@ -136,14 +136,15 @@ def norm_linear(
 
 
 def gated_linear(
-    x: Tensor, gate_up_weight: Tensor, *, scales: Tensor | None = None, config: Config | None = None
-) -> Tensor:
-    """x [M, K], weight [2 wide, K] with the gate's rows first -> silu(x @ gate.T) * (x @ up.T): [M, wide]."""
+    x: Tensor, gate_up_weight: Tensor, *,
+    scales: Tensor | None = None, config: Config | None = None, gelu: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [M, K], weight [2 wide, K], the gate's rows first -> silu(x @ gate.T) * (x @ up.T): [M, wide]; or with GELU."""
     wide, inputs = len(gate_up_weight) // 2, x.shape[1]
     config = config or choose(len(x), wide, inputs, x.dtype, gated=True, scaled=scales is not None)
     if config is None:
-        return silu_and_mul(_library_linear(x, gate_up_weight, scales, None, None))
-    return _launch(_Gemm(x, gate_up_weight, gated=True, scales=scales), config, None, None)
+        return silu_and_mul(_library_linear(x, gate_up_weight, scales, None, None), gelu=gelu)
+    return _launch(_Gemm(x, gate_up_weight, gated=2 if gelu else 1, scales=scales), config, None, None)
 
 
 def norm_gated_linear(
@@ -155,7 +156,7 @@ def norm_gated_linear(
     config = config or choose(len(x), wide, inputs, x.dtype, gated=True, scaled=scales is not None)
     if config is None or not norms(config, x.dtype):
         return gated_linear(_normed(x, norm_weight, eps), gate_up_weight, scales=scales, config=config)
-    gemm = _Gemm(x, gate_up_weight, None, None, norm_weight, eps, gated=True, scales=scales)
+    gemm = _Gemm(x, gate_up_weight, None, None, norm_weight, eps, gated=1, scales=scales)
     return _launch(gemm, config, None, None)
 
 
@@ -263,7 +264,7 @@ class _Gemm(NamedTuple):
     residual: Tensor | None = None
     norm_weight: Tensor | None = None  # norm x first
     eps: float = 0.0
-    gated: bool = False
+    gated: int = 0  # 1: by SiLU, 2: by GELU
     scales: Tensor | None = None  # of a float8 weight
 
     @property

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from saccade.kernels.launch.pdl import prefetch_l2
+from saccade.kernels.ops.gate import gated
 
 
 @triton.jit
@@ -37,13 +38,13 @@ def scale_and_gate(
     acc: tl.tensor, up: tl.tensor, squares: tl.tensor, norm: tl.tensor, eps: tl.tensor,
     K: tl.constexpr, GATED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """[OUTPUTS, ROWS]: the norm's divisor, and silu(gate) * up."""
+    """[OUTPUTS, ROWS]: the norm's divisor, and silu(gate) * up; with GELU where GATED is 2."""
     if norm is not None:
         scale = tl.rsqrt(squares / K + eps)[None, :]
         acc *= scale
         up *= scale
     if GATED:
-        acc = acc * tl.sigmoid(acc) * up
+        acc = gated(acc, up, GATED == 2)
     return acc
 
 

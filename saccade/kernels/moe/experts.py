@@ -34,6 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from saccade.kernels.launch.device import precision_of
 from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
 from saccade.kernels.moe.sorting import SortedPairs
+from saccade.kernels.ops.gate import gated
 from saccade.kernels.ops.scaled_weight import BLOCK, block_of, convert_weights
 
 _LINE = 128  # bytes
@@ -54,9 +55,9 @@ class TileConfig(NamedTuple):
 
 def moe_gate_up(
     x: Tensor, weight: Tensor, pairs: SortedPairs, config: TileConfig, scales: Tensor | None = None,
-    x_scales: Tensor | None = None, dtype: torch.dtype | None = None,
+    x_scales: Tensor | None = None, dtype: torch.dtype | None = None, gelu: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, H], weight [E, 2 I, H] with gates first -> silu(gate) * up: [pairs, I], in sorted order.
+    """x [T, H], weight [E, 2 I, H] with gates first -> silu(gate) * up: [pairs, I], in sorted order; or with GELU.
 
     `x_scales` are those of float8 rows, float32 [H / 128, T or more]; `dtype` is then that of the result.
     """
@@ -69,7 +70,7 @@ def moe_gate_up(
     _gate_up_kernel[grid_of(pairs, outputs, config)](
         x, _weights(weight, config), scales, x_scales, pairs.order, pairs.blocks, out, outputs,
         pairs.blocks.shape[1], x.stride(0), pairs.slots, _row_of(x_scales), K=inputs, BLOCK=block_of(weight, scales),
-        ROWS=pairs.rows, **_sizes(config, x, pdl),
+        ROWS=pairs.rows, GELU=gelu, **_sizes(config, x, pdl),
     )  # fmt: skip
     return out
 
@@ -142,6 +143,7 @@ def _gate_up_kernel(
     out: tl.tensor, N: tl.tensor, capacity: tl.tensor, x_row: tl.tensor, slots: tl.tensor, group_row: tl.tensor,
     K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GROUP: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    GELU: tl.constexpr = False,
 ) -> None:  # fmt: skip
     block, tile = block_and_tile(N, OUTPUTS, GROUP)
     pdl_wait_then_release(PDL)
@@ -168,12 +170,12 @@ def _gate_up_kernel(
         up = _dot(here, by, weights, up, scales, gates + N, k, K, BLOCK, SWAPPED, PRECISION)
     gate = _scale_rows(gate, scales, gates, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
     up = _scale_rows(up, scales, gates + N, N - tile * OUTPUTS, BLOCK, OUTPUTS, SWAPPED)
-    gated = gate * tl.sigmoid(gate) * up
+    rows_out = gated(gate, up, GELU)
     if SWAPPED:
-        gated = tl.trans(gated)
+        rows_out = tl.trans(rows_out)
     columns = tile * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
     target = out + (first + rows)[:, None].to(tl.int64) * N + columns
-    tl.store(target, gated.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N))
+    tl.store(target, rows_out.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N))
 
 
 @triton.jit(do_not_specialize=["capacity"])

@@ -25,6 +25,7 @@ from saccade.kernels.moe.combine import add_and_store
 from saccade.kernels.moe.experts_gemv_scaled import scaled_down_kernel, scaled_gate_up_kernel
 from saccade.kernels.moe.prefetch_experts import LINE, prefetch_experts
 from saccade.kernels.moe.topk_routing import Routed
+from saccade.kernels.ops.gate import gated
 from saccade.kernels.ops.load_columns import load_columns
 from saccade.kernels.ops.scaled_weight import BLOCK, block_of
 
@@ -40,9 +41,9 @@ class VectorConfig(NamedTuple):
 
 
 def vector_gate_up(
-    x: Tensor, weight: Tensor, routed: Routed, config: VectorConfig, scales: Tensor | None = None
+    x: Tensor, weight: Tensor, routed: Routed, config: VectorConfig, scales: Tensor | None = None, *, gelu: bool = False
 ) -> Tensor:
-    """x [T, H], weight [E, 2 I, H] -> silu(gate) * up: [pairs, I], in pair order."""
+    """x [T, H], weight [E, 2 I, H] -> silu(gate) * up: [pairs, I], in pair order; or with GELU."""
     _, both, inputs = weight.shape
     outputs = both // 2
     pairs = routed.experts.numel()
@@ -53,7 +54,8 @@ def vector_gate_up(
     args = (routed.experts, out, outputs, x.stride(0))
     sizes = {
         "K": inputs, "SLOTS": routed.experts.shape[1], "OUTPUTS": config.outputs, "INPUTS": config.inputs,
-        "STAGES": config.stages, "PDL": pdl, "num_warps": config.warps, "num_stages": config.stages, **pdl_options(pdl),
+        "STAGES": config.stages, "GELU": gelu, "PDL": pdl, "num_warps": config.warps, "num_stages": config.stages,
+        **pdl_options(pdl),
     }  # fmt: skip
     if scales is not None:
         scaled_gate_up_kernel[grid](x, weight, scales, *args, BLOCK=_checked_block(weight, scales, config), **sizes)
@@ -105,7 +107,7 @@ def _checked_block(weight: Tensor, scales: Tensor, config: VectorConfig) -> int:
 def _gate_up_kernel(
     x: tl.tensor, weight: tl.tensor, experts: tl.tensor, out: tl.tensor, N: tl.tensor, x_row: tl.tensor,
     K: tl.constexpr, SLOTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, GELU: tl.constexpr = False,
 ) -> None:  # fmt: skip
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     pair = tl.program_id(1)
@@ -121,9 +123,8 @@ def _gate_up_kernel(
         here = load_columns(row, inputs, K, K % INPUTS != 0, "").to(tl.float32)
         gate += load_columns(gates, inputs, K, K % INPUTS != 0, "evict_first").to(tl.float32) * here
         up += load_columns(ups, inputs, K, K % INPUTS != 0, "evict_first").to(tl.float32) * here
-    gated = tl.sum(gate, 1)
-    gated = gated * tl.sigmoid(gated) * tl.sum(up, 1)
-    tl.store(out + pair * N + columns, gated.to(out.dtype.element_ty), mask=columns < N)
+    row_out = gated(tl.sum(gate, 1), tl.sum(up, 1), GELU)
+    tl.store(out + pair * N + columns, row_out.to(out.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit

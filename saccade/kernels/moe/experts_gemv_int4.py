@@ -22,10 +22,13 @@ from saccade.kernels.moe.combine import add_and_store
 from saccade.kernels.moe.experts_gemv import VectorConfig
 from saccade.kernels.moe.prefetch_experts import LINE, prefetch_experts
 from saccade.kernels.moe.topk_routing import Routed
+from saccade.kernels.ops.gate import gated
 
 
-def int4_vector_gate_up(x: Tensor, packed: Int4Weight, routed: Routed, config: VectorConfig) -> Tensor:
-    """x [T, H], weight [E, 2 I, H / 4] -> silu(gate) * up: [pairs, I], in pair order."""
+def int4_vector_gate_up(
+    x: Tensor, packed: Int4Weight, routed: Routed, config: VectorConfig, *, gelu: bool = False
+) -> Tensor:
+    """x [T, H], weight [E, 2 I, H / 4] -> silu(gate) * up: [pairs, I], in pair order; or with GELU."""
     packed.check(x)
     pairs, outputs = routed.experts.numel(), packed.weight.shape[1] // 2
     out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
@@ -33,7 +36,8 @@ def int4_vector_gate_up(x: Tensor, packed: Int4Weight, routed: Routed, config: V
     int4_gate_up_kernel[(triton.cdiv(outputs, config.outputs), pairs)](
         x.view(torch.int32), packed.weight.view(torch.int32), packed.scales, packed.zeros, routed.experts, out, outputs,
         x.stride(0) // 2, K=packed.inputs, SLOTS=routed.experts.shape[1], GROUP=packed.group, OUTPUTS=config.outputs,
-        INPUTS=config.inputs, BF16=x.dtype == torch.bfloat16, PDL=pdl, num_warps=config.warps, **pdl_options(pdl),
+        INPUTS=config.inputs, BF16=x.dtype == torch.bfloat16, GELU=gelu, PDL=pdl, num_warps=config.warps,
+        **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -67,7 +71,7 @@ def int4_vector_down(
 def int4_gate_up_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, experts: tl.tensor, out: tl.tensor,
     N: tl.tensor, x_row: tl.tensor, K: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, BF16: tl.constexpr, PDL: tl.constexpr,
+    INPUTS: tl.constexpr, BF16: tl.constexpr, PDL: tl.constexpr, GELU: tl.constexpr = False,
 ) -> None:  # fmt: skip
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     pair = tl.program_id(1)
@@ -80,9 +84,8 @@ def int4_gate_up_kernel(
     acc, acc_up, _ = multiply_row(
         here, weight, scales, zeros, None, None, None, rows, gate, up, N, K, 1, GROUP, INPUTS, True, BF16
     )
-    gated = tl.sum(acc, 1)
-    gated = gated * tl.sigmoid(gated) * tl.sum(acc_up, 1)
-    tl.store(out + pair * N + columns, gated.to(out.dtype.element_ty), mask=columns < N)
+    row_out = gated(tl.sum(acc, 1), tl.sum(acc_up, 1), GELU)
+    tl.store(out + pair * N + columns, row_out.to(out.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton.language as tl
 from saccade.kernels.launch.pdl import pdl_wait_then_release
 from saccade.kernels.moe.combine import add_and_store
 from saccade.kernels.moe.prefetch_experts import prefetch_experts
+from saccade.kernels.ops.gate import gated
 from saccade.kernels.ops.load_columns import load_columns
 
 
@@ -18,7 +19,7 @@ from saccade.kernels.ops.load_columns import load_columns
 def scaled_gate_up_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, experts: tl.tensor, out: tl.tensor, N: tl.tensor,
     x_row: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    INPUTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, GELU: tl.constexpr = False,
 ) -> None:  # fmt: skip
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     pair = tl.program_id(1)
@@ -28,8 +29,7 @@ def scaled_gate_up_kernel(
     none = tl.zeros([OUTPUTS, INPUTS // 128, 128], tl.float32)
     gate = _sum(_accumulate(none, row, weight, scales, gates, 1.0, K, BLOCK, INPUTS, STAGES))
     up = _sum(_accumulate(none, row, weight, scales, gates + N, 1.0, K, BLOCK, INPUTS, STAGES))
-    gated = gate * tl.sigmoid(gate) * up
-    tl.store(out + pair * N + columns, gated.to(out.dtype.element_ty), mask=columns < N)
+    tl.store(out + pair * N + columns, gated(gate, up, GELU).to(out.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit

@@ -17,18 +17,21 @@ from saccade.kernels.gemm.int4_tiles import add_chunk
 from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, supports_pdl
 from saccade.kernels.moe.experts import TileConfig, block_and_tile, grid_of
 from saccade.kernels.moe.sorting import SortedPairs
+from saccade.kernels.ops.gate import gated
 
 _CHUNK = 128
 
 
-def int4_moe_gate_up(x: Tensor, packed: Int4Weight, pairs: SortedPairs, config: TileConfig) -> Tensor:
-    """x [T, H], weight [E, 2 I, H / 4] with gates first -> silu(gate) * up: [pairs, I], in sorted order."""
+def int4_moe_gate_up(
+    x: Tensor, packed: Int4Weight, pairs: SortedPairs, config: TileConfig, *, gelu: bool = False
+) -> Tensor:
+    """x [T, H], weight [E, 2 I, H / 4] gates first -> silu(gate) * up: [pairs, I], in sorted order; or with GELU."""
     packed.check(x)
     outputs = packed.weight.shape[1] // 2
     out = torch.empty((len(pairs.order), outputs), dtype=x.dtype, device=x.device)
     int4_gate_up_tile_kernel[grid_of(pairs, outputs, config)](
         x, packed.weight, packed.scales, packed.zeros, pairs.order, pairs.blocks, out, outputs, pairs.blocks.shape[1],
-        x.stride(0), pairs.slots, **_sizes(x, packed, pairs, config),
+        x.stride(0), pairs.slots, GELU=gelu, **_sizes(x, packed, pairs, config),
     )  # fmt: skip
     return out
 
@@ -63,7 +66,7 @@ def int4_gate_up_tile_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, zeros: tl.tensor, order: tl.tensor, blocks: tl.tensor,
     out: tl.tensor, N: tl.tensor, capacity: tl.tensor, x_row: tl.tensor, slots: tl.tensor,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    BLOCKS: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr, GELU: tl.constexpr = False,
 ) -> None:  # fmt: skip
     """BLOCKS blocks run tile by tile."""
     block, tile = block_and_tile(N, OUTPUTS, BLOCKS)
@@ -80,9 +83,9 @@ def int4_gate_up_tile_kernel(
     gate, up = _multiply_rows(
         here, weight, scales, zeros, weight_rows, N, K, GROUP, ROWS, OUTPUTS, INPUTS, True, PAIRED
     )
-    gated = tl.trans(gate * tl.sigmoid(gate) * up)  # [ROWS, OUTPUTS]
+    rows_out = tl.trans(gated(gate, up, GELU))  # [ROWS, OUTPUTS]
     target = out + (first + rows)[:, None].to(tl.int64) * N + columns[None, :]
-    tl.store(target, gated.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N)[None, :])
+    tl.store(target, rows_out.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["capacity"])

@@ -40,6 +40,8 @@ class MoEWeights(NamedTuple):
     down_scales: Tensor | None = None
     gate_up_zeros: Tensor | None = None  # of weights in INT4
     down_zeros: Tensor | None = None
+    gelu: bool = False  # gates, by tanh; not SiLU
+    expert_scales: Tensor | None = None  # float32 [E]: of routing weights
 
     @property
     def int4_gate_up(self) -> Int4Weight | None:
@@ -75,9 +77,11 @@ def fused_moe(
     launch: MoELaunch | None = None,
     addend: Tensor | None = None,  # [T, H]: the residual, or a shared expert that is not among the experts
     gate: Tensor | None = None,  # [T]: that expert's gate, before the sigmoid
+    routed_by: Tensor | None = None,  # [T, H]: what the router reads, if not x
 ) -> Tensor:
     """[T, H] -> [T, H]"""
-    routed = route(router_logits(x, weights.router), rules, weights.bias)
+    logits = router_logits(x if routed_by is None else routed_by, weights.router)
+    routed = route(logits, rules, weights.bias, weights.expert_scales)
     return run_experts(x, weights, routed, launch=launch, addend=addend, gate=gate)
 
 
@@ -102,9 +106,10 @@ def _run_vector(
     gate_up, down = weights.int4_gate_up, weights.int4_down
     assert isinstance(launch.gate_up, VectorConfig) and isinstance(launch.down, VectorConfig)
     if gate_up is not None:
-        wide = int4_vector_gate_up(x, gate_up, routed, launch.gate_up)
+        wide = int4_vector_gate_up(x, gate_up, routed, launch.gate_up, gelu=weights.gelu)
     else:
-        wide = vector_gate_up(x, weights.gate_up, routed, launch.gate_up, weights.gate_up_scales)
+        args = (weights.gate_up, routed, launch.gate_up, weights.gate_up_scales)
+        wide = vector_gate_up(x, *args, gelu=weights.gelu)
     if down is not None:
         return int4_vector_down(wide, down, routed, launch.down, addend, gate)
     return vector_down(wide, weights.down, routed, launch.down, addend, gate, weights.down_scales)
@@ -114,10 +119,10 @@ def _gate_up(x: Tensor, weights: MoEWeights, pairs: SortedPairs, launch: MoELaun
     packed = weights.int4_gate_up
     assert isinstance(launch.gate_up, TileConfig)
     if packed is not None:
-        return int4_moe_gate_up(x, packed, pairs, launch.gate_up)
+        return int4_moe_gate_up(x, packed, pairs, launch.gate_up, gelu=weights.gelu)
     rows = _rows(x, launch)
     args = (weights.gate_up, pairs, launch.gate_up, weights.gate_up_scales)
-    return moe_gate_up(rows.values, *args, rows.scales, x.dtype)
+    return moe_gate_up(rows.values, *args, rows.scales, x.dtype, weights.gelu)
 
 
 def _down(wide: Tensor, weights: MoEWeights, pairs: SortedPairs, shares: Tensor, launch: MoELaunch) -> Tensor:

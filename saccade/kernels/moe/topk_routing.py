@@ -52,8 +52,11 @@ class Routed(NamedTuple):
     experts: Tensor  # int32 [T, slots]
 
 
-def route(logits: Tensor, rules: RoutingRules, bias: Tensor | None = None) -> Routed:
-    """logits, float32 [T, E] or split-K partials [splits, T, E], contiguous; bias, float32 [E], selects only."""
+def route(logits: Tensor, rules: RoutingRules, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
+    """logits, float32 [T, E] or split-K partials [splits, T, E], contiguous; bias, float32 [E], selects only.
+
+    `scales`, float32 [E], multiply the weights of each expert, once they are normalised.
+    """
     tokens, columns = logits.shape[-2:]
     count = columns - int(rules.shared_gate)
     _check(logits, rules, bias, count)
@@ -63,7 +66,7 @@ def route(logits: Tensor, rules: RoutingRules, bias: Tensor | None = None) -> Ro
     padded = power_of_two(rules.groups) * power_of_two(size)
     pdl = supports_pdl(logits)
     _route_kernel[(tokens,)](
-        logits, bias, weights, experts, tokens * columns, rules.scale,
+        logits, bias, weights, experts, tokens * columns, rules.scale, scales,
         SPLITS=logits.numel() // max(1, tokens * columns), COLUMNS=columns, GROUPS=rules.groups, SIZE=size,
         GROUPS_PADDED=power_of_two(rules.groups), SIZE_PADDED=power_of_two(size), KEPT=rules.groups_kept,
         TOP_K=rules.top_k, SHARED=rules.shared, SLOTS=power_of_two(rules.slots), IS_SIGMOID=rules.sigmoid,
@@ -87,6 +90,7 @@ def _check(logits: Tensor, rules: RoutingRules, bias: Tensor | None, count: int)
 @triton.jit(do_not_specialize=["part"])
 def _route_kernel(
     logits: tl.tensor, bias: tl.tensor, weights: tl.tensor, experts: tl.tensor, part: tl.tensor, scale: tl.tensor,
+    scales: tl.tensor,
     SPLITS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     GROUPS_PADDED: tl.constexpr, SIZE_PADDED: tl.constexpr, KEPT: tl.constexpr, TOP_K: tl.constexpr,
     SHARED: tl.constexpr, SLOTS: tl.constexpr, IS_SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
@@ -116,6 +120,8 @@ def _route_kernel(
     if NORMALISE:
         routing = routing / (tl.sum(routing, 0) + 1e-20)
     routing *= scale
+    if scales is not None:
+        routing *= tl.load(scales + experts_of_slots, mask=is_routed, other=0.0)
     if SHARED > 0:
         by = 1.0
         if HAS_GATE:

@@ -16,14 +16,20 @@ from saccade.kernels.launch.varlen_tiles import power_of_two
 _HEADS = 8  # of a program: few enough that a decode step of one token runs on more than one SM
 
 
-def qk_rms_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
-    """Each head divided by its root mean square and multiplied by its kind's weight [d], which may be float32."""
+def qk_rms_norm(
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, heads: int, eps: float, *, has_v: bool = False
+) -> None:
+    """Each head divided by its root mean square and multiplied by its kind's weight [d], or ones.
+
+    `has_v`: values are divided, too.
+    """
     rows, both, dim = qkv.shape
     assert qkv.stride()[1:] == (dim, 1) and qkv.stride(0) % dim == 0, f"strides {qkv.stride()} of heads of {dim}"
-    normed = (both + heads) // 2  # heads + kv_heads
+    keys = (both + heads) // 2  # heads + kv_heads
+    normed = both if has_v else keys
     pdl = supports_pdl(qkv)
     _head_norm_kernel[(rows, triton.cdiv(normed, _HEADS))](
-        qkv, q_weight, k_weight, heads, normed, qkv.stride(0) // dim, eps,
+        qkv, q_weight, k_weight, heads, keys, normed, qkv.stride(0) // dim, eps,
         DIM=dim, COLUMNS=power_of_two(dim), HEADS=_HEADS, PDL=pdl, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
 
@@ -31,18 +37,21 @@ def qk_rms_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps
 @triton.jit
 def _head_norm_kernel(
     qkv: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor,
-    heads: tl.tensor, normed: tl.tensor, row: tl.tensor, eps: tl.tensor,
+    heads: tl.tensor, keys: tl.tensor, normed: tl.tensor, row: tl.tensor, eps: tl.tensor,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, COLUMNS)
     valid = column < DIM
-    of_q = tl.load(q_weight + column, mask=valid, other=0.0).to(tl.float32)
-    of_k = tl.load(k_weight + column, mask=valid, other=0.0).to(tl.float32)
-    by = tl.where((head < heads)[:, None], of_q[None, :], of_k[None, :])
+    by = 1.0
+    if q_weight is not None:
+        of_q = tl.load(q_weight + column, mask=valid, other=0.0).to(tl.float32)
+        of_k = tl.load(k_weight + column, mask=valid, other=0.0).to(tl.float32)
+        by = tl.where((head < heads)[:, None], of_q[None, :], of_k[None, :])
+        by = tl.where((head < keys)[:, None], by, 1.0)
     inside = (head < normed)[:, None] & valid[None, :]
     offsets = (tl.program_id(0).to(tl.int64) * row + head[:, None]) * DIM + column[None, :]
     pdl_release_then_wait(PDL)
     x = tl.load(qkv + offsets, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
-    tl.store(qkv + offsets, (x * scale[:, None] * by).to(qkv.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+    tl.store(qkv + offsets, (x * scale * by).to(qkv.dtype.element_ty), mask=inside)

@@ -17,6 +17,7 @@ from saccade.kernels.ops.unpack_int4 import unpack_without_kernel
 if TYPE_CHECKING:
     from saccade.kernels.gemm.hopper_split_k import PipelineConfig
     from saccade.kernels.gemm.int4_linear import Int4Weight
+    from saccade.kernels.ops.norm import Added
     from saccade.kernels.ops.quantize_rows import Fp8Rows
 
 
@@ -31,17 +32,25 @@ def rotary_and_store(
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, only: Tensor | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, only: Tensor | None = None, added: Added | None = None
 ) -> tuple[Tensor, Tensor]:
-    total = (x.sum(0) if x.dim() == 3 else x).to(residual.dtype) + residual
+    x = x.sum(0) if x.dim() == 3 else x
+    if added is not None:
+        x = F.rms_norm(x.float(), x.shape[-1:], added.weight.float(), added.eps)
+    total = x.to(residual.dtype) + residual
+    total = total if added is None else total * added.scale
     total = total if only is None else total.index_select(0, only)
-    return F.rms_norm(total.float(), weight.shape, weight.float(), eps).to(total.dtype), total
+    normed = F.rms_norm(total.float(), total.shape[-1:], None, eps)
+    return (normed * weight.float().unsqueeze(-2)).to(total.dtype), total
 
 
-def qk_rms_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
+def qk_rms_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float, *, has_v: bool = False
+) -> None:
     kv_heads = (qkv.shape[1] - heads) // 2
-    for weight, part in ((q_weight, qkv[:, :heads]), (k_weight, qkv[:, heads : heads + kv_heads])):
-        part.copy_(F.rms_norm(part.float(), weight.shape, weight.float(), eps))
+    weights = [q_weight.float(), k_weight.float(), *[torch.ones_like(k_weight, dtype=torch.float32)] * has_v]
+    for weight, part in zip(weights, torch.split(qkv, [heads, kv_heads, kv_heads], dim=1), strict=False):
+        part.copy_(F.rms_norm(part.float(), weight.shape, weight, eps))
 
 
 def split_k_linear(
@@ -57,10 +66,11 @@ def split_k_linear(
 
 
 def split_k_gated_linear(
-    x: Tensor, gate_up_weight: Tensor, config: PipelineConfig, scales: Tensor | None = None
+    x: Tensor, gate_up_weight: Tensor, config: PipelineConfig, scales: Tensor | None = None, *, gelu: bool = False
 ) -> Tensor:
     assert config.splits == 1
-    return silu_and_mul(F.linear(x.float(), scaled_weight(gate_up_weight, scales))).to(x.dtype)
+    wide = F.linear(x.float(), scaled_weight(gate_up_weight, scales))
+    return (gelu_and_mul(wide) if gelu else silu_and_mul(wide)).to(x.dtype)
 
 
 def fp8_split_k_linear(
@@ -120,6 +130,11 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
 def sigmoid_gate(out: Tensor, gate: Tensor) -> Tensor:
     return out.copy_(out.float() * torch.sigmoid(gate.float()))
 
@@ -134,6 +149,7 @@ _ACTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "tanh_gelu": lambda x: F.gelu(x, approximate="tanh"),
     "silu_and_mul": silu_and_mul,
+    "gelu_and_mul": gelu_and_mul,
 }
 
 

@@ -83,6 +83,7 @@ class Entrance:
         self._arguments: dict[str, Any] = {}
         self._masks: dict[str, tuple[int, ...]] = {}  # paths of masks of image tokens, and their shapes
         self._parameters = inspect.signature(model.forward).parameters
+        self._is_placed = False  # pictures come with positions, of any kind
         self._ignored = _OURS | (_KINDS - inspect.signature(text.forward).parameters.keys())
 
     def arrive(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,9 +137,22 @@ class Entrance:
         needed = self.hidden + sum(extra.columns for extra in self.extras)
         if needed > self.width:
             raise Unfit(f"its decoder takes {needed} values of a token, and its config tells of {self.width}")
+        self._is_placed = "position_ids" in self._parameters and self._needs_no_positions(inputs)
+
+    def _needs_no_positions(self, inputs: Mapping[str, Any]) -> bool:
+        """To find those of a picture its code would ask the device, which waits for the tower."""
+        expected = self.rows(inputs)
+        self._is_placed = True
+        try:
+            return torch.equal(self.rows(inputs), expected)
+        except Exception:  # it takes others, or wants none
+            return False
 
     def rows(self, inputs: Mapping[str, Any]) -> Tensor:
         """[T, width] of a prompt with an image, or of text."""
+        if self._is_placed and len(inputs) > 1:
+            ids = inputs["input_ids"]
+            inputs = {**inputs, "position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
         arguments = self.arrive(inputs)
         embeds = _embeds(arguments)[0]
         parts = [embeds]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -32,6 +32,7 @@ Made = Callable[[Pixels], dict[str, Any]]
 
 _KEPT = 256  # sizes, of at most so many bytes
 _KEPT_BYTES = 1 << 28
+_PLACED = 8  # sizes of which masks and ids stay on the device
 _BLANKS = (Size(512, 384), Size(1280, 1280), Size(1280, 720), Size(720, 1280), Size(2048, 2048), Size(64, 64))
 _NOISE = (Size(300, 211), Size(37, 90), Size(1280, 960), Size(1200, 200))
 
@@ -49,6 +50,8 @@ class ImageInputs:
         self._runs = SizeRuns(processor, place.written)
         self._lock = Lock()  # of what is kept; images are prepared by several threads
         self._by_size: OrderedDict[Size, Leaves] = OrderedDict()  # without content, which is of one image
+        self._blank: dict[Size, Tensor] = {}  # one, on the device
+        self._on_device: Callable[[Size], Leaves] = lru_cache(maxsize=_PLACED)(self._placed)
         self._made = self._proven()
 
     def rows(self, image: Pixels) -> Tensor:
@@ -63,15 +66,26 @@ class ImageInputs:
         rest.zero_()
         return flat.view(-1, self.patch_dim)
 
-    def inputs(self, rows: Tensor, size: Size | None) -> dict[str, Any]:
-        """Of the model. `size`: of the image; None for blank rows: then one of about so many rows."""
-        leaves = self._of_size(self._blank_size(len(rows)) if size is None else size)
+    def inputs(self, rows: Tensor, size: Size) -> dict[str, Any]:
+        """Of the model, for an image of this size."""
+        leaves = self._on_device(size)
         lengths = [tensor.numel() for tensor in leaves.content]
-        flat = rows.reshape(-1)
-        flat = F.pad(flat, (0, max(0, sum(lengths) - len(flat))))  # blank rows may be too few
-        parts = torch.split(flat[: sum(lengths)], lengths)
+        parts = torch.split(rows.reshape(-1)[: sum(lengths)], lengths)
         content = [part.view(tensor.shape) for part, tensor in zip(parts, leaves.content, strict=True)]
-        return on_device(leaves.joined(content), self.device)
+        return leaves.joined(content)
+
+    def _placed(self, size: Size) -> Leaves:
+        """On the device, but for content. A copy from memory that is not pinned waits for the last tower."""
+        leaves = self._of_size(size)
+        return Leaves.of(on_device(leaves.joined(leaves.content), self.device))
+
+    def blank(self, rows: int) -> dict[str, Any]:
+        """Inputs of the model for a black image of about so many rows; its masks are those of its size."""
+        size = min(_BLANKS, key=lambda size: abs(_values(self._of_size(size)) - rows * self.patch_dim))
+        if size not in self._blank:
+            black = self.rows(np.zeros((size.height, size.width, 3), np.uint8))
+            self._blank = {size: black.to(self.device)}
+        return self.inputs(self._blank[size], size)
 
     def _whole(self, image: Pixels) -> dict[str, Any]:
         return dict(processed(self.processor, self.place.written, Image.fromarray(image)))
@@ -110,9 +124,6 @@ class ImageInputs:
             raise RequestError(message, code="invalid_image")
         return leaves
 
-    def _blank_size(self, rows: int) -> Size:
-        return min(_BLANKS, key=lambda size: abs(_values(self._of_size(size)) - rows * self.patch_dim))
-
     def _of_size(self, size: Size) -> Leaves:
         with self._lock:
             kept = self._by_size.get(size)
@@ -137,7 +148,7 @@ def _noise(size: Size) -> Pixels:
 
 
 def on_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+    moved = pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(device), inputs)
     placed: dict[str, Any] = moved
     return placed
 

@@ -1,25 +1,34 @@
-"""Loads a Transformers model: its weights by Transformers, or dequantised by us, and the proof."""
+"""Loads a Transformers model: its weights by Transformers, those that are quantised by us, and the proof."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from saccade.checkpoint import hf_processor
 from saccade.checkpoint.config import ModelConfig
+from saccade.checkpoint.files import read_json
 from saccade.checkpoint.hf_processor import LOCAL, refusal
+from saccade.checkpoint.layouts import layout_in
 from saccade.errors import ConfigError, RequestError
 from saccade.models.bridge import attention
 from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.own_decoder import use_own_decoder
+from saccade.models.bridge.own_tower import use_own_tower
 from saccade.models.bridge.proof import check_against_own_forward
+from saccade.models.bridge.published import weights_of
+from saccade.models.bridge.stored import has_experts
+from saccade.models.bridge.stored_load import Quantized, load_stored, quantize_layers
 from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.tensor_files import StoredTensors, some
+from saccade.models.vision.backend import VisionOps
 from saccade.models.weights import OF_QUANTISED
 
 logger = logging.getLogger("saccade.models")
@@ -31,21 +40,26 @@ def load(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    load_format: str,
     seed: int,
     max_model_len: int | None,
     tensors: StoredTensors | None,
+    ops: VisionOps,
+    quantized: Quantized | None = None,
 ) -> ModelBridge:
     """Load and check a model. Anything that Transformers raises becomes a ConfigError.
 
-    `tensors`: weights of the checkpoint. Quantised ones are dequantised here, as for other models.
+    `tensors`: weights of the checkpoint; None: they are random. `quantized`: which of its layers stay so, by
+    the checkpoint's names, or are to be.
     """
     kind = config.model_type
     processor = hf_processor.load_processor(path, kind)
     window = max_model_len or config.text.max_context
+    if dtype == torch.float32:
+        torch.backends.cudnn.allow_tf32 = False  # convolutions of towers would round as bfloat16 nearly does
     try:
-        model = _model(kind, path, dtype, tensors, seed, device)
+        model = _model(kind, path, dtype, tensors, seed, device, quantized)
         bridge = ModelBridge(config, model.to(device).eval(), processor, device, dtype, window)
+        bridge.is_random = tensors is None
         probes = check_against_own_forward(bridge)
     except ConfigError:
         raise
@@ -53,12 +67,15 @@ def load(
         raise refusal(kind, str(error)) from None
     except Exception as error:
         raise refusal(kind, hf_processor.raised(error)) from error
-    _log(kind, use_own_decoder(bridge, probes))
+    _log(kind, use_own_decoder(bridge, probes), use_own_tower(bridge, ops))
+    if has_experts(bridge.text):
+        logger.warning("its experts stay quantised, and are dequantised whenever a layer runs: that is slow")
     return bridge
 
 
-def _log(kind: str, reason: str | None) -> None:
-    """`reason`: why its decoder is none of ours."""
+def _log(kind: str, reason: str | None, of_tower: str | None) -> None:
+    """`reason`: why its decoder is none of ours; `of_tower`: why its tower's layers are not."""
+    logger.info("layers of its tower: %s", "ours" if of_tower is None else f"Transformers' ({of_tower})")
     unknown = f"model_type {kind} is not one that Saccade knows: it runs through Transformers' code"
     encoding = "a picture is encoded in one piece, in which others wait"
     if reason is None:
@@ -75,6 +92,7 @@ def _model(
     tensors: StoredTensors | None,
     seed: int,
     device: torch.device,
+    quantized: Quantized | None,
 ) -> Any:
     attention.register(hf_processor.import_transformers(kind))
     model_class, shape = hf_processor.model_class(path, kind)
@@ -84,19 +102,44 @@ def _model(
     if tensors is None:
         torch.manual_seed(seed)
         with device:  # a host takes minutes for many weights
-            return model_class._from_config(shape, dtype=dtype)
-    return _loaded(model_class, path, shape, dtype, tensors)
-
-
-def _loaded(kind: Any, path: Path, shape: Any, dtype: torch.dtype, tensors: StoredTensors) -> Any:
-    how = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, "config": shape, **LOCAL}
-    if isinstance(tensors, DequantizedTensors):
-        weights = {name: tensors.read(name).to("cpu", dtype) for name in tensors.file_of}
-        model, info = kind.from_pretrained(None, state_dict=weights, **how)
-        logger.info("%s", tensors.summary())
+            model = model_class._from_config(shape, dtype=dtype)
     else:
-        model, info = kind.from_pretrained(path, **how)
-    _check_loaded(info["missing_keys"], info["unexpected_keys"])
+        model = _filled(model_class, path, shape, dtype, tensors, quantized, device)
+        if isinstance(tensors, DequantizedTensors):
+            logger.info("%s", tensors.summary())
+            return model
+    if quantized is not None:
+        quantize_layers(model, quantized, dtype, device)
+    return model
+
+
+def _filled(
+    kind: Any,
+    path: Path,
+    shape: Any,
+    dtype: torch.dtype,
+    tensors: StoredTensors,
+    quantized: Quantized | None,
+    device: torch.device,
+) -> Any:
+    layout = layout_in(path)
+    load = partial(_loaded, kind, path, shape, dtype, "" if layout is None else layout.unread)
+    if layout is not None:
+        return load(weights_of(tensors, layout, read_json(path / "config.json"), dtype))
+    if isinstance(tensors, DequantizedTensors):
+        return load_stored(load, tensors, quantized, dtype, device)
+    return load(None)
+
+
+def _loaded(
+    kind: Any, path: Path, shape: Any, dtype: torch.dtype, unread: str, weights: Mapping[str, Tensor] | None
+) -> Any:
+    """`weights`: instead of those in the folder. `unread`: part of the names of those that may be absent."""
+    how = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, "config": shape, **LOCAL}
+    source = path if weights is None else None
+    model, info = kind.from_pretrained(source, state_dict=weights, **how)
+    absent = [name for name in info["missing_keys"] if not unread or unread not in name]
+    _check_loaded(absent, info["unexpected_keys"])
     return model
 
 

@@ -22,6 +22,8 @@ from saccade.models.bridge.tail import Tail
 from saccade.models.bridge.text_model import TextModel
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.forward_types import Attention, Encoding, States
+from saccade.models.layers.hybrid_decoder import HybridDecoder
+from saccade.models.layers.ruled_decoder import RuledDecoder
 from saccade.models.layers.torch_attention import PagedAttention
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.preprocess import ImagePixels
@@ -30,6 +32,8 @@ from saccade.types.media import Geometry, Grid, Size
 
 class ModelBridge:
     """`window`: tokens of the longest request."""
+
+    is_random = False  # its weights: what it computes is not compared with much then
 
     def __init__(
         self,
@@ -100,7 +104,8 @@ class ModelBridge:
         """Pauses after each image, as Transformers' layers cannot be interrupted."""
         embeddings = []
         for rows, size in zip(torch.split(patches, list(counts)), sizes, strict=True):
-            embeddings.append(self.images.frame.inside(self.entrance.rows(self.images.inputs(rows, size))))
+            inputs = self.images.blank(len(rows)) if size is None else self.images.inputs(rows, size)
+            embeddings.append(self.images.frame.inside(self.entrance.rows(inputs)))
             yield 1
         return embeddings
 
@@ -126,6 +131,10 @@ class ModelBridge:
     ) -> Tensor:
         """Positions as `fallback_positions` makes them: RoPE axes, a row of blocks, a row of lengths."""
         rope, blocks, lengths = self._rows_of(positions)
+        if isinstance(self.decoder, RuledDecoder):
+            return self.decoder.forward(embeds, rope, attention, blocks)
+        if isinstance(self.decoder, HybridDecoder):
+            return self.decoder.forward(embeds, rope, attention, states)
         if isinstance(self.decoder, Decoder):
             return self.decoder.forward(embeds, rope, attention)
         if states is not None:

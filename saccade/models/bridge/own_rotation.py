@@ -43,9 +43,24 @@ class _Fit(NamedTuple):
 
 
 @torch.inference_mode()
-def rotation_of(model: ModelBridge) -> Rotation:
+def rotations_of(model: ModelBridge) -> dict[int, Rotation]:
+    """Of each layer with attention. Those of one kind, with the same heads, are rotated alike."""
     positions = _positions(model)
-    heads = _heads(model, positions)
+    states = () if model.states is None else model.states.layers
+    attends = [layer for layer in range(len(model.text.layers)) if layer not in states]
+    heads = dict(zip(attends, _heads(model, positions), strict=True))
+    kinds = getattr(model.text.config, "layer_types", None) or [None] * len(model.text.layers)
+    groups: dict[object, list[int]] = {}
+    for layer, values in heads.items():
+        groups.setdefault((kinds[layer], values.shape), []).append(layer)
+    rotations = {}
+    for layers in groups.values():
+        rotation = _rotation(model, torch.stack([heads[layer] for layer in layers]), positions)
+        rotations.update(dict.fromkeys(layers, rotation))
+    return {layer: rotations[layer] for layer in attends}
+
+
+def _rotation(model: ModelBridge, heads: Tensor, positions: Tensor) -> Rotation:
     dim = heads.shape[-1]
     for table, gain in _tables(model):
         rotated = 2 * len(table)
@@ -76,23 +91,21 @@ def _positions(model: ModelBridge) -> Tensor:
     return torch.cat([alone.new_zeros(model.axes, 1), alone], 1)
 
 
-def _heads(model: ModelBridge, positions: Tensor) -> Tensor:
-    """[layers, T, heads of queries and of keys, d], of largest value 1 each."""
-    found: list[Tensor] = []
+def _heads(model: ModelBridge, positions: Tensor) -> list[Tensor]:
+    """Of each layer with attention: [T, heads of queries and of keys, d], of largest value 1 each."""
+    heads: list[Tensor] = []
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor, rule: object = None) -> Tensor:
-        found.append(torch.cat([part.float() / part.float().abs().max() for part in (q, k)], 1))
+        heads.append(torch.cat([part.float() / part.float().abs().max() for part in (q, k)], 1))
         return q.new_zeros(*q.shape[:2], v.shape[2])
 
     table = model.decoder.table
     row = torch.randn(table.shape[1], generator=torch.Generator().manual_seed(0)).to(table)
-    embeds = table.new_zeros(1, positions.shape[1], model.config.text.embedding_size)
+    embeds = table.new_zeros(positions.shape[1], 1, model.config.text.embedding_size)  # each token by itself
     embeds[..., : len(row)] = row * table[:256].float().std().to(table)
     with model.attention.of_step(attend, None):
-        model.decode(embeds, positions[:, None])
-    if len({heads.shape for heads in found}) != 1:
-        raise Unfit("its layers differ in their heads")
-    return torch.stack(found)
+        model.decode(embeds, positions[..., None])
+    return heads
 
 
 def _fit(heads: Tensor, pairs: Tensor, table: Tensor, positions: Tensor) -> _Fit:

@@ -62,7 +62,7 @@ def _embedding_scale(model: ModelBridge, layers: Sequence[nn.Module]) -> float:
     embeds[..., : table.shape[1]] = torch.linspace(-1, 1, table.shape[1])
     hook = layers[0].register_forward_pre_hook(first_layer, with_kwargs=True)
     try:
-        with model.attention.of_step(lambda _, q, k, v: q.new_zeros(*q.shape[:2], v.shape[2]), None):
+        with model.attention.of_step(_nothing, None):
             model.decode(embeds, torch.zeros(model.axes, 1, 1, dtype=torch.int64, device=model.device))
     finally:
         hook.remove()
@@ -71,3 +71,7 @@ def _embedding_scale(model: ModelBridge, layers: Sequence[nn.Module]) -> float:
     if not torch.allclose(reached[0], scale * given, rtol=1e-2, atol=1e-3 * abs(scale)):
         raise Unfit("its decoder changes embeddings before its first layer")
     return scale if abs(scale - 1) > 1e-3 else 1.0
+
+
+def _nothing(layer: int, q: Tensor, k: Tensor, v: Tensor, rule: object = None) -> Tensor:
+    return q.new_zeros(*q.shape[:2], v.shape[2])

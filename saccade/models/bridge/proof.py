@@ -93,7 +93,9 @@ def difference_in_steps(model: ModelBridge, probes: Sequence[Probe]) -> float:
 
 
 def limit_of(model: ModelBridge, probes: Sequence[Probe]) -> float:
-    """The largest difference that may be rounding."""
+    """The largest difference that may be rounding. Random weights may turn that into anything."""
+    if model.is_random:
+        return math.inf
     rounding = 2 * max(probe.rounding for probe in probes)
     return max(TOLERANCE[model.dtype], min(_MAX_ROUNDING, rounding))
 
@@ -257,6 +259,8 @@ def _difference(model: ModelBridge, probes: Sequence[Probe], steps: Sequence[Seq
         if states is None:
             hidden = model.forward(*given)
         else:
+            for tensor in (states.conv, states.recurrent):
+                tensor[:, [chunk.probe for chunk in chunks if chunk.start == 0]] = 0
             hidden = model.forward(*given, states._replace(groups=_groups(chunks, model.device)))
         ours = model.logits(hidden)
         for chunk, logits in zip(chunks, torch.split(ours, [len(part) for part in embeds]), strict=True):
@@ -270,15 +274,14 @@ def _states(model: ModelBridge, requests: int) -> States | None:
     linear = model.config.text.linear
     if model.states is None or linear is None:
         return None
-    cache = model.states.new_cache()
-    rows = torch.zeros(1, 3, model.config.text.embedding_size, dtype=model.dtype, device=model.device)
-    rope = torch.arange(3, device=model.device).expand(model.axes, 1, 3)
-    with model.attention.of_step(_nothing, None):
-        model.decode(rows, rope, cache)
-    model.states.learn(cache)
-    shape = (len(linear.layers), requests, linear.value_heads, linear.key_dim, linear.value_dim)
-    recurrent = torch.zeros(shape, device=model.device)
-    return States(torch.empty(0), recurrent, ())
+    if not model.states.parts:
+        cache = model.states.new_cache()
+        rows = torch.zeros(1, 3, model.config.text.embedding_size, dtype=model.dtype, device=model.device)
+        rope = torch.arange(3, device=model.device).expand(model.axes, 1, 3)
+        with model.attention.of_step(_nothing, None):
+            model.decode(rows, rope, cache)
+        model.states.learn(cache)
+    return States.zeros(linear, requests, model.dtype, model.device)
 
 
 def _nothing(layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule | None = None) -> Tensor:

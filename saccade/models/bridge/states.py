@@ -21,10 +21,11 @@ from saccade.models.bridge.errors import Unfit
 from saccade.models.layers.forward_types import States, WindowGroup
 from saccade.models.layers.torch_attention import AttentionBatch
 
-_KINDS = ("conv_states", "recurrent_states")
+RECURRENT = "recurrent_states"
+_KINDS = ("conv_states", RECURRENT)
 
 
-class _StateTensor(NamedTuple):
+class StateTensor(NamedTuple):
     """A tensor of a layer's states."""
 
     kind: str
@@ -71,7 +72,7 @@ class StateLayers:
         self.config = config
         self.layers = tuple(layers)
         self.values = values
-        self.parts: dict[int, list[_StateTensor]] = {}
+        self.parts: dict[int, list[StateTensor]] = {}
 
     def new_cache(self) -> Any:
         cache = import_module("transformers").DynamicCache(config=self.config)
@@ -83,7 +84,7 @@ class StateLayers:
         for layer in self.layers:
             held = cache.layers[layer]
             self.parts[layer] = [
-                _StateTensor(kind, number, tuple(state.shape[1:]), state.dtype, self._start(state))
+                StateTensor(kind, number, tuple(state.shape[1:]), state.dtype, self._start(state))
                 for kind in _KINDS
                 for number, state in getattr(held, kind).items()
                 if state is not None

@@ -25,10 +25,12 @@ from saccade.models.layers.decoder import Decoder, SelfAttention
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.moe import MoE
+from saccade.models.layers.ruled_decoder import RuledHeads, RuledSelfAttention
+from saccade.models.layers.short_convolution import ShortConvolution
 from saccade.models.layers.torch_attention import PagedKV
 
 T = TypeVar("T")
-_WITHOUT_KV = (GatedDeltaNet, CrossAttention)  # kinds of layers whose states are elsewhere
+_WITHOUT_KV = (GatedDeltaNet, ShortConvolution, CrossAttention)  # kinds of layers whose states are elsewhere
 
 
 class Mixing(Protocol):
@@ -37,7 +39,7 @@ class Mixing(Protocol):
         attention     [T, heads + 2 kv_heads, d]: queries, keys and values before norms of heads and RoPE
                       [splits, T, ...]: split-K partials of them, if the pass asks for `in_parts`
         MLA           [T, heads * (nope + rope) + rank + rope]: queries, latent, the key's part with RoPE
-        delta net     [T, width of its projection]
+        with states   [T, width of its projection]: delta nets, short convolutions
         cross         [T, heads, d]: normed queries
 
     The result, [T, inputs of the output projection], is written to `out` if given.
@@ -65,6 +67,7 @@ class FusedDecoder:
 
     def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
         self.decoder = decoder
+        self.is_table = decoder.embedding_gain == 1
         self.kv = kv
         module = next(
             layer.attention for layer in decoder.layers if not isinstance(layer.attention, _WITHOUT_KV)
@@ -93,15 +96,17 @@ class FusedDecoder:
             if mixer is None:
                 continue
             # Functions: their memory is free before the MLP begins.
-            x = _LAYERS[kind](x, layer, index, mixer, gemms)
+            x = _LAYERS[kind](x, layer, index, mixer, gemms).added_by(layer, "attention_sum")
             scales = None if mixer.rows is None else mixer.rows * layer.mlp_gate.tanh()
-            x = gemms.mlp(x, layer.mlp_norm, layer.mlp, scales)
+            x = gemms.mlp(x, layer.mlp_norm, layer.mlp, scales).added_by(layer, "mlp_sum")
             if number < len(deep):
-                (x.rows if x.added is None else x.added.view(-1, *x.rows.shape)[0]).add_(deep[number])
+                x.addend.add_(deep[number])
         return x
 
     def finish(self, logits: Tensor) -> None:
         """What follows the head's GEMM, in place."""
+        if self.decoder.tail is not None:
+            logits.copy_(self.decoder.tail(logits.float()))
 
     def first(self, kind: type[T]) -> T | None:
         """The first attention of this kind."""
@@ -114,6 +119,11 @@ class FusedDecoder:
         heads = self.heads
         q, k, v = torch.split(qkv, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=-2)
         return q, k, v
+
+    @property
+    def block_row(self) -> int | None:
+        """Of a prompt's positions, if it has one: which block each token is in."""
+        return -1 if getattr(self.decoder, "has_blocks", False) else None
 
     @property
     def temperature(self) -> Temperature | None:
@@ -131,7 +141,14 @@ class FusedDecoder:
 
 def _one_of_each_kind(layers: Sequence[Any]) -> list[Any]:
     """Layers of a kind launch the same kernels."""
-    return list({(type(layer.attention), type(layer.mlp)): layer for layer in layers}.values())
+    return list({(_shape_of(layer.attention), type(layer.mlp)): layer for layer in layers}.values())
+
+
+def _shape_of(attention: Any) -> tuple[object, ...]:
+    form = getattr(attention, "form", None)
+    if isinstance(form, RuledHeads):
+        return (type(attention), *form[:3], form.rule.window, form.turn.start)
+    return (type(attention),)
 
 
 def _derive_weights(decoder: Decoder) -> None:
@@ -143,8 +160,9 @@ def _derive_weights(decoder: Decoder) -> None:
         norms += [heads.q, heads.k] if heads else []
         for norm in norms:
             getattr(norm, "weight", None)
-        if isinstance(layer.mlp, MoE):
-            prepare_moe(layer.mlp)
+        experts = getattr(layer.mlp, "experts", layer.mlp)
+        if isinstance(experts, MoE):
+            prepare_moe(experts)
     getattr(decoder.norm, "weight", None)
 
 
@@ -152,7 +170,8 @@ def _self_attention(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Ge
     module = layer.attention
     count = module.heads + 2 * module.kv_heads
     has_gate = len(module.qkv.weight) > count * module.head_dim
-    qkv, x = gemms.project(x, layer.attention_norm, module.qkv, in_parts=not has_gate)
+    in_parts = not has_gate and not isinstance(module, RuledSelfAttention)
+    qkv, x = gemms.project(x, layer.attention_norm, module.qkv, in_parts=in_parts)
     projected = qkv.view(*qkv.shape[:-1], -1, module.head_dim)
     mixed = mixer.mix(projected[..., :count, :], module, index)
     if has_gate:
@@ -169,7 +188,7 @@ def _latent_attention(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: 
     return gemms.add(mixer.mix(projected, module, index), module.out, x)
 
 
-def _delta_net(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
+def _with_states(x: Residual, layer: Any, index: int, mixer: Mixer, gemms: Gemms) -> Residual:
     module = layer.attention
     projected, x = gemms.project(x, layer.attention_norm, module.inputs, module.gates)
     return gemms.add(mixer.mix(projected, module, index), module.out, x)
@@ -187,8 +206,10 @@ def _cross_attention(x: Residual, layer: CrossLayer, index: int, mixer: Mixer, g
 
 _LAYERS: Mapping[type, Callable[[Residual, Any, int, Mixer, Gemms], Residual]] = {
     SelfAttention: _self_attention,
+    RuledSelfAttention: _self_attention,
     LatentAttention: _latent_attention,
-    GatedDeltaNet: _delta_net,
+    GatedDeltaNet: _with_states,
+    ShortConvolution: _with_states,
     CrossAttention: _cross_attention,
 }
 """From the residual to the residual with a layer's mixed tokens added, before its MLP."""

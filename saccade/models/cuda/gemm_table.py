@@ -147,6 +147,14 @@ def _multiplies_fp8(weight: Fp8Blocks, outputs: int, x: Inputs) -> bool:
     return x.rows > MAX_SCALED_ROWS and has_fp8_gemm(weight.weight, x.dtype, in_blocks=True)
 
 
+def _multiplies_and_gates_fp8(weight: Fp8Blocks, outputs: int, x: Inputs) -> bool:
+    return not weight.gelu and _multiplies_fp8(weight, outputs, x)
+
+
+def _gates_int4(weight: Int4, outputs: int, x: Inputs) -> bool:
+    return not weight.gelu and _reads_int4(weight, outputs, x)
+
+
 def _reads_fp8(weight: Fp8Blocks, outputs: int, x: Inputs) -> bool:
     if x.rows <= MAX_SCALED_ROWS:
         return True
@@ -247,7 +255,7 @@ def _unpack(gemms: Launches, weight: Int4) -> Tensor:
 
 
 def _gated(gemms: Launches, weight: Plain, x: Tensor) -> Tensor:
-    return gated_linear(x, weight.weight, scales=weight.scales)
+    return gated_linear(x, weight.weight, scales=weight.scales, gelu=weight.gelu)
 
 
 def _gated_fp8(gemms: Launches, weight: Fp8Blocks, x: Fp8Rows) -> Fp8Rows:
@@ -256,23 +264,25 @@ def _gated_fp8(gemms: Launches, weight: Fp8Blocks, x: Fp8Rows) -> Fp8Rows:
 
 def _gated_act(gemms: Launches, weight: Plain, x: Tensor) -> Tensor:
     out = gemms.scratch(len(x), weight.outputs // 2)
-    gated = linear_act(x, weight.weight, weight.bias, "silu_and_mul", out)
+    gated = linear_act(x, weight.weight, weight.bias, weight.act, out)
     return _gated_after(gemms, weight, x) if gated is None else gated
 
 
 def _gated_unpacked(gemms: Launches, weight: Int4, x: Tensor) -> Tensor:
     wide = _unpack(gemms, weight)
     x = weight.in_order(x)
-    gated = linear_act(x, wide, weight.bias, "silu_and_mul", gemms.scratch(len(x), weight.outputs // 2))
+    gated = linear_act(x, wide, weight.bias, weight.act, gemms.scratch(len(x), weight.outputs // 2))
     if gated is not None:
         return gated
     out = gemms.scratch(len(x), weight.outputs)
-    return silu_and_mul(library_linear(x, wide, weight.bias, out), over_gate=out is not None)
+    wide = library_linear(x, wide, weight.bias, out)
+    return silu_and_mul(wide, over_gate=out is not None, gelu=weight.gelu)
 
 
 def _gated_after(gemms: Launches, weight: Plain, x: Tensor) -> Tensor:
     out = gemms.scratch(len(x), weight.outputs)
-    return silu_and_mul(gemms.run(WHOLE, weight, x, out=out), over_gate=out is not None)
+    wide = gemms.run(WHOLE, weight, x, out=out)
+    return silu_and_mul(wide, over_gate=out is not None, gelu=weight.gelu)
 
 
 # --- the tables ---
@@ -315,14 +325,14 @@ LARGE: Table = {
     GATED: (
         Way(
             FP8[:1],
-            _multiplies_fp8,
+            _multiplies_and_gates_fp8,
             _gated_fp8,
             "cuBLAS, float8 by float8",
             in_fp8=True,
             bias=False,
         ),
         Way(PLAIN + FP8, _gates, _gated, "`skinny` has the gate"),
-        Way(INT4, _reads_int4, _int4_gated, "the kernel that reads INT4 has the gate", bias=False),
+        Way(INT4, _gates_int4, _int4_gated, "the kernel that reads INT4 has the gate", bias=False),
         Way(PLAIN, _any, _gated_act, "`linear_act` where it is faster, else two launches"),
         Way(INT4, _unpacks, _gated_unpacked, "INT4 is unpacked, then as if it were plain"),
         Way(FP8 + INT4, _any, _gated_after, "two launches"),

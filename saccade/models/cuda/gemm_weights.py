@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,24 @@ class Plain:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
+        self.gelu = False  # of gate and up: what gates is GELU by tanh, not SiLU
         self.outputs, self.inputs = weight.shape
-        self.key = (type(self), weight.shape, bias is None)  # what a choice depends on, beside the rows
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a choice depends on, beside the rows."""
+        return type(self), self.weight.shape, self.bias is None, self.gelu
+
+    @property
+    def act(self) -> str:
+        """Of gate and up."""
+        return ("silu_and_mul", "gelu_and_mul")[self.gelu]
+
+    def gated_by(self, gelu: bool) -> Plain:
+        """The same weight, of gate and up."""
+        other = copy(self)
+        other.gelu = gelu
+        return other
 
     @property
     def elements(self) -> int:

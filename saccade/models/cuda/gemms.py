@@ -28,7 +28,7 @@ from saccade.kernels.gemm.skinny import (
     skinny_linear,
 )
 from saccade.kernels.moe.experts_gemv import MAX_TOKENS as MAX_VECTOR_TOKENS
-from saccade.kernels.ops.norm import add_rms_norm, norm_fp8, rms_norm
+from saccade.kernels.ops.norm import Added, add_rms_norm, norm_fp8, rms_norm
 from saccade.kernels.ops.quantize_rows import Fp8Rows
 from saccade.models.cuda.gemm_self_tests import can_split_k, can_split_k_fp8, can_split_k_int4
 from saccade.models.cuda.gemm_table import ADDED, GATED, LARGE, SKINNY, WHOLE, Inputs, Launches, Table
@@ -38,11 +38,13 @@ from saccade.models.cuda.residual import Gemms, Residual
 from saccade.models.layers.cross_attention import CrossAttention
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
+from saccade.models.layers.hybrid_decoder import KEEPS_STATES
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
 from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.mlp import GatedMLP
 from saccade.models.layers.moe import MoE
+from saccade.models.layers.ruled_decoder import MLPBesideExperts
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,9 @@ class DecoderGemms:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.weights = {linear: weight_of(linear) for linear in _linears(decoder)}
+        for layer in decoder.layers:
+            if isinstance(layer.mlp, GatedMLP):
+                self.weights[layer.mlp.gate_up].gelu = layer.mlp.gelu
         together = [[self.weights[linear] for linear in group] for group in _wide_linears(decoder)]
         self.first = [group[0] for group in together]
         self.wide = [weight for group in together for weight in group]
@@ -116,6 +121,8 @@ class NormedGemms(Launches):
         return Residual(x.rows, self.run(ADDED, self.weights[linear], rows))
 
     def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
+        if isinstance(mlp, MLPBesideExperts):
+            return self._beside_experts(x, mlp)
         if isinstance(mlp, MoE):
             assert scales is None, "layers with a gate have no experts"
             rows, x = self._norm(x, norm)
@@ -127,6 +134,16 @@ class NormedGemms(Launches):
         rows, x = self._norm(x, norm)
         return self.add(self.run(GATED, gate_up, rows).mul_(scales), mlp.down, x)
 
+    def _beside_experts(self, x: Residual, mlp: MLPBesideExperts) -> Residual:
+        assert x.added is not None
+        normed, rows = add_rms_norm(x.added, x.rows, mlp.in_norms, mlp.eps, added=x.how)
+        dense = self.run(ADDED, self.weights[mlp.down], self.run(GATED, self.weights[mlp.gate_up], normed[0]))
+        dense = rms_norm(dense, mlp.mlp_out.weight, mlp.mlp_out.eps, like=rows)
+        routed = run_moe(normed[1], mlp.experts, routed_by=normed[2])
+        norm = mlp.experts_out
+        _, both = add_rms_norm(routed, dense, norm.weight, norm.eps, added=Added(norm.weight, norm.eps))
+        return Residual(rows, both)
+
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         return self._norm(x, decoder.norm, only)[0]
 
@@ -136,7 +153,7 @@ class NormedGemms(Launches):
     def _norm(self, x: Residual, norm: RMSNorm, only: Tensor | None = None) -> tuple[Tensor, Residual]:
         if x.added is None:
             return norm(x.rows_at(only)), x
-        normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps, only)
+        normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps, only, x.how)
         return normed, Residual(rows)
 
     def _norm_for(
@@ -145,7 +162,7 @@ class NormedGemms(Launches):
         """In float8, if all of these operations with these weights read it."""
         if any(self.way(operation, weight, in_fp8=True) is None for operation, weight in gemms):
             return self._norm(x, norm)
-        normed, rows = norm_fp8(x.added, x.rows, norm.weight, norm.eps)
+        normed, rows = norm_fp8(x.added, x.rows, norm.weight, norm.eps, x.how)
         return normed, Residual(rows)
 
 
@@ -181,13 +198,13 @@ class SkinnyGemms(Launches):
         return norm_linear(x.rows, norm.weight, norm.eps, decoder.head, workspace=self.workspace, out=out)
 
 
-def gated_rows(x: Tensor, gate_up: Plain, workspace: SplitWorkspace) -> Tensor:
-    """silu(gate) * up: [T, outputs / 2], for layers that are not a decoder's of ours."""
-    is_small = gate_up.elements <= MAX_ELEMENTS
-    splits = 1 < len(x) <= _max_split_rows(is_small) and can_split_k(x.device)
+def rows_by(operation: str, x: Tensor, weight: Plain, workspace: SplitWorkspace) -> Tensor:
+    """[T, outputs], for layers that are not a decoder's of ours. Of gate and up silu(gate) * up."""
+    max_rows = _max_split_rows(weight.elements <= MAX_ELEMENTS, type(weight) is not Plain)
+    splits = 1 < len(x) <= max_rows and can_split_k(x.device)
     table = _split_k_table() if splits else LARGE
     rows = Inputs(len(x), x.dtype, x.device)
-    return Launches(table, rows, workspace, {}).run(GATED, gate_up, x)  # type: ignore[no-any-return]
+    return Launches(table, rows, workspace, {}).run(operation, weight, x)  # type: ignore[no-any-return]
 
 
 def _linears(decoder: Decoder) -> Iterator[Linear]:
@@ -201,7 +218,7 @@ def _wide_linears(decoder: Decoder) -> Iterator[list[Linear]]:
     """The first GEMM of every attention, with one beside it, and of every MLP without experts."""
     for layer in decoder.layers:
         attention = layer.attention
-        if isinstance(attention, GatedDeltaNet):
+        if isinstance(attention, KEEPS_STATES):
             gates = attention.gates
             yield [attention.inputs] if gates is None else [attention.inputs, gates]
         elif isinstance(attention, LatentAttention):
@@ -263,6 +280,8 @@ def _is_whole_int4(weight: Plain) -> bool:
 
 def _is_skinny(gemms: DecoderGemms, rows: int) -> bool:
     for layer in gemms.decoder.layers:
+        if getattr(layer, "attention_sum", None) is not None:
+            return False
         if isinstance(layer.mlp, MoE):
             if rows > MAX_VECTOR_TOKENS or not runs_in_one(layer.mlp):
                 return False

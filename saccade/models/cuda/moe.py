@@ -23,11 +23,13 @@ def runs_in_one(experts: MoE) -> bool:
     return experts.shared is None
 
 
-def run_moe(x: Tensor, experts: MoE, residual: Tensor | None = None) -> Tensor:
+def run_moe(
+    x: Tensor, experts: MoE, residual: Tensor | None = None, routed_by: Tensor | None = None
+) -> Tensor:
     """[T, H] -> [T, H], plus `residual`. A shared expert that is not stacked with them runs by itself."""
     weights = prepare_moe(experts)
     if runs_in_one(experts):
-        return fused_moe(x, weights, routing_rules(experts), addend=residual)
+        return fused_moe(x, weights, routing_rules(experts), addend=residual, routed_by=routed_by)
     assert residual is None, "the shared expert takes its place"
     assert experts.shared is not None
     gate = x.float() @ experts.routers[-1] if experts.rules.shared_gate else None
@@ -56,6 +58,8 @@ def _weights_of(experts: MoE) -> MoEWeights:
         down_scales,
         gate_up_zeros,
         down_zeros,
+        experts.gelu,
+        experts.expert_scales,
     )
 
 

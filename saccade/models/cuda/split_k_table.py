@@ -49,6 +49,14 @@ def _suits_int4(weight: Int4, outputs: int, x: Inputs) -> bool:
     return is_whole and can_split_k_int4(x.device, x.dtype)
 
 
+def _gates_fp8(weight: Fp8Blocks, outputs: int, x: Inputs) -> bool:
+    return not weight.gelu and _suits_fp8(weight, outputs, x)
+
+
+def _gates_int4(weight: Int4, outputs: int, x: Inputs) -> bool:
+    return not weight.gelu and _suits_int4(weight, outputs, x)
+
+
 def _fills_by_fp8(weight: Fp8Blocks, outputs: int, x: Inputs) -> bool:
     return x.rows != 1 and hopper_fp8_split_k.fills_device(outputs) and _suits_fp8(weight, outputs, x)
 
@@ -67,7 +75,7 @@ def _added(gemms: Launches, weight: Plain, x: Tensor) -> Tensor:
 
 def _gated(gemms: Launches, weight: Plain, x: Tensor) -> Tensor:
     config = hopper_split_k.choose_gated(len(x), weight.weight.itemsize)
-    return hopper_split_k.split_k_gated_linear(x, weight.weight, config, weight.scales)
+    return hopper_split_k.split_k_gated_linear(x, weight.weight, config, weight.scales, gelu=weight.gelu)
 
 
 def _whole_fp8(gemms: Launches, weight: Fp8Blocks, x: Tensor, out: Out = None) -> Tensor:
@@ -122,8 +130,8 @@ SPLIT_K: Table = {
         *_WHOLE,
     ),
     GATED: (
-        Way(FP8, _suits_fp8, _gated_fp8, "float8 by float8, with the gate", in_fp8=True, bias=False),
-        Way(INT4, _suits_int4, _gated_int4, "INT4, with the gate", bias=False),
+        Way(FP8, _gates_fp8, _gated_fp8, "float8 by float8, with the gate", in_fp8=True, bias=False),
+        Way(INT4, _gates_int4, _gated_int4, "INT4, with the gate", bias=False),
         Way(PLAIN + FP8, _suits, _gated, "with the gate; float8 is converted", bias=False),
         *_ON_ALL_GPUS[GATED],
     ),

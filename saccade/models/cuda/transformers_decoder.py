@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -82,11 +81,15 @@ class TransformersDecoder(FusedDecoder):
 
         return self.text.forward(embeds, positions, attend).float()
 
+    @property
+    def block_row(self) -> int | None:
+        return self.text.block_row
+
     def first(self, kind: type[T]) -> T | None:
         return None  # its layers are of no kind of ours
 
     def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
-        return _Head(self._workspace, self.text.finish)  # type: ignore[return-value]
+        return _Head(self._workspace)  # type: ignore[return-value]
 
     def finish(self, logits: Tensor) -> None:
         self.text.finish(logits)
@@ -134,14 +137,11 @@ def _difference(rows: Tensor, expected: Tensor) -> float:
 class _Head:
     """What `Gemms` has for the end of a pass. Transformers' model ends with the norm."""
 
-    def __init__(self, workspace: SplitWorkspace, finish: Callable[[Tensor], None]) -> None:
+    def __init__(self, workspace: SplitWorkspace) -> None:
         self.workspace = workspace
-        self.finish = finish
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         return x.rows_at(only)
 
     def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
-        logits = skinny_linear(x.rows, decoder.head, workspace=self.workspace, out=out)
-        self.finish(logits)
-        return logits
+        return skinny_linear(x.rows, decoder.head, workspace=self.workspace, out=out)

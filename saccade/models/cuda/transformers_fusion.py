@@ -3,8 +3,9 @@
     module                             launches    fused                                              launches
     q_proj, k_proj, v_proj                3        one GEMM; each returns its slice                      1
     RMS norm                              6        `rms_norm`; of q and k in place                       1
-    apply_rotary_pos_emb                 10        `rotary`, in place                                    1
-    down(act(gate(x)) * up(x))            5        gate and up in one GEMM, with SiLU inside; down       2
+    apply_rotary_pos_emb                 10        `rotary`, in place, also of one tensor                1
+    down(act(gate(x)) * up(x))            5        gate and up in one GEMM, with the gate inside; down   2
+    experts of tokens                  many        `run_experts`                                     2 to 6
     any other linear                      1        the GEMM that suits the number of rows                1
 
 A norm, an MLP or RoPE that gives something else on a few rows stays as it is. Modules compute in this way
@@ -17,23 +18,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from saccade.kernels.attention.rope_store_kv import HALVES, Pairs, rotary
-from saccade.kernels.gemm.skinny import SplitWorkspace, skinny_linear
+from saccade.kernels.gemm.skinny import SplitWorkspace
 from saccade.kernels.ops.norm import rms_norm
 from saccade.kernels.ops.qk_norm import qk_rms_norm
-from saccade.models.cuda.gemm_weights import Plain
-from saccade.models.cuda.gemms import gated_rows
+from saccade.models.bridge.own_modules import linear_of
+from saccade.models.bridge.stored import dtype_of, is_matrix, kind_of
+from saccade.models.cuda.gemm_table import GATED, WHOLE
+from saccade.models.cuda.gemm_weights import Int4, Plain, weight_of
+from saccade.models.cuda.gemms import rows_by
+from saccade.models.cuda.transformers_experts import are_experts, fused_experts
 
 _ROTARY = "apply_rotary_pos_emb"  # the function of Transformers' modeling files
 _PAIRS = (HALVES, Pairs(are_neighbours=True), Pairs(are_neighbours=True, angles_are=True))
 _QKV = ("q_proj", "k_proj", "v_proj")
-_QK_NORMS = ("q_norm", "k_norm")
+_HEAD_NORMS = ("q_norm", "k_norm", "v_norm")
 _OTHER = "another formula"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the largest value
 
@@ -49,12 +54,13 @@ class Fusion:
         self._reasons: dict[str, str] = {}  # why some are not
         self._rotaries: list[_Rotary] = []
         self._head_norms = set[Any]()
+        self._like = next(layers.parameters())  # in dtype and device
         modules = [module for module in layers.modules() if "forward" not in vars(module)]
         for module in modules:
             self._fuse_parts(module)
         for module in modules:
-            if type(module) is nn.Linear:
-                self._forwards.setdefault(module, partial(self._linear, module))
+            if is_matrix(module) and module not in self._forwards:
+                self._forwards[module] = partial(self._linear, self._weight_of([module]))
         if workspace.partials.is_cuda:
             torch.cuda.empty_cache()  # weights as they were: the memory of CUDA graphs is apart from others'
 
@@ -85,19 +91,29 @@ class Fusion:
             if module in self._head_norms:
                 norms = [partial(_norm_heads, norm) for norm in norms]
             self._fuse("RMS norms", module, norms)
-        if isinstance(getattr(module, "down_proj", None), nn.Linear):
+        if are_experts(module):
+            experts = list(fused_experts(module))
+            self._fuse("experts", module, experts, next((one.example() for one in experts), None))
+        if is_matrix(getattr(module, "down_proj", None)):
             self._fuse("MLPs", module, self._mlps(module))
         if all(hasattr(module, linear) for linear in _QKV):
             self._fuse_qkv(module)
         if name.endswith("Attention"):
             self._fuse_rotary(module)
 
-    def _fuse(self, kind: str, module: nn.Module, candidates: Sequence[_Forward]) -> None:
-        """The first that computes the same."""
+    def _fuse(
+        self,
+        kind: str,
+        module: nn.Module,
+        candidates: Sequence[Callable[..., Tensor]],
+        given: tuple[Tensor, ...] | None = None,
+    ) -> None:
+        """The first that computes the same of what is given, else of a few random rows."""
         self._found[kind] += 1
+        given = given or (_rows_of(module, self._like),)
         reason: str | None = "other parts"
         for forward in candidates:
-            reason = _difference(module, forward)
+            reason = _difference(module, forward, given)
             if reason is None:
                 self._forwards[module] = forward
                 self._fused[kind] += 1
@@ -105,27 +121,26 @@ class Fusion:
         self._reasons[kind] = str(reason)
 
     def _mlps(self, mlp: Any) -> Sequence[_Forward]:
-        both = getattr(mlp, "gate_up_proj", None)
-        if type(both) is not nn.Linear:
-            both = _merged(mlp, ("gate_proj", "up_proj"))
+        both = self._merged(mlp, ("gate_up_proj",)) or self._merged(mlp, ("gate_proj", "up_proj"))
         if both is None:
             return ()
-        gate_up = Plain(both.weight, both.bias)
+        down = self._weight_of([mlp.down_proj])
 
-        def silu(x: Tensor) -> Tensor:
-            gated = gated_rows(x.reshape(-1, x.shape[-1]), gate_up, self.workspace)
-            return self._linear(mlp.down_proj, gated).view(x.shape)
+        def usual(gate_up: Plain, x: Tensor) -> Tensor:
+            gated = rows_by(GATED, x.reshape(-1, x.shape[-1]), gate_up, self.workspace)
+            return self._linear(down, gated).view(x.shape)
 
         def other(act: _Forward, x: Tensor) -> Tensor:
             gate, up = self._linear(both, x).chunk(2, dim=-1)
-            return self._linear(mlp.down_proj, act(gate) * up)
+            return self._linear(down, act(gate) * up)
 
         acts = [child for child in mlp.children() if not isinstance(child, nn.Linear)]
-        return [silu, *(partial(other, act) for act in acts)]
+        usuals = [partial(usual, both.gated_by(gelu)) for gelu in (False, True)]
+        return [*usuals, *(partial(other, act) for act in acts)]
 
     def _fuse_qkv(self, attention: nn.Module) -> None:
         self._found["q/k/v"] += 1
-        merged = _merged(attention, _QKV)
+        merged = self._merged(attention, _QKV)
         if merged is None:
             self._reasons["q/k/v"] = "other inputs or biases"
             return
@@ -134,7 +149,7 @@ class Fusion:
         shared = _SharedGemm(partial(self._linear, merged), [linear.out_features for linear in linears])
         for index, linear in enumerate(linears):
             self._forwards[linear] = partial(shared.part, index)
-        self._head_norms.update(getattr(attention, name, None) for name in _QK_NORMS)
+        self._head_norms.update(getattr(attention, name, None) for name in _HEAD_NORMS)
 
     def _fuse_rotary(self, attention: nn.Module) -> None:
         """A copy of its `forward` that finds our function under the name of Transformers'."""
@@ -152,10 +167,28 @@ class Fusion:
         self._forwards[attention] = MethodType(copy, attention)
         self._rotaries.append(stand_in)
 
-    def _linear(self, linear: Any, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        outputs = skinny_linear(rows, linear.weight, linear.bias, workspace=self.workspace)
+    def _linear(self, weight: Plain, x: Tensor) -> Tensor:
+        outputs = rows_by(WHOLE, x.reshape(-1, x.shape[-1]), weight, self.workspace)
         return outputs.view(*x.shape[:-1], -1)
+
+    def _merged(self, module: nn.Module, names: Sequence[str]) -> Plain | None:
+        """One weight for these of a module, whose own become views of it; None: they do not fit."""
+        linears: list[Any] = [getattr(module, name, None) for name in names]
+        if any(not is_matrix(linear) or "forward" in vars(linear) for linear in linears):
+            return None
+        if len({(linear.in_features, linear.bias is None, kind_of(linear)) for linear in linears}) > 1:
+            return None
+        return self._weight_of(linears)
+
+    def _weight_of(self, linears: Sequence[Any]) -> Plain:
+        """Of one or several side by side. One in INT4 may need memory to be unpacked in."""
+        weight = weight_of(linear_of(linears))
+        weight.decide(weight.weight.device, dtype_of(linears[0]))
+        unpacked = self.workspace.unpacked
+        if isinstance(weight, Int4) and (unpacked is None or len(unpacked) < weight.elements):
+            scratch = torch.empty(weight.elements, dtype=dtype_of(linears[0]), device=weight.weight.device)
+            self.workspace = self.workspace._replace(unpacked=scratch)
+        return weight
 
 
 class _SharedGemm:
@@ -186,47 +219,54 @@ class _Rotary:
         self.pairs = HALVES
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        """q [1, heads, T, d], k [1, kv_heads, T, d], cos and sin [1, T, rotary_dim], if it is called so."""
-        if self.is_same is False or options or not _is_called_so(given):
+        """q [1, heads, T, d], k [1, kv_heads, T, d], cos and sin [1, T, rotary_dim], if it is called so.
+
+        Or one tensor; or T before the heads, with `unsqueeze_dim`.
+        """
+        by_token = options.get("unsqueeze_dim") == 2
+        if self.is_same is False or options.keys() - {"unsqueeze_dim"} or not _is_called_so(given, by_token):
             self.is_same = bool(self.is_same)
             return self.original(*given, **options)
-        q, k, cos, sin = given
+        *tensors, cos, sin = given
         if self.is_same is None:
-            expected = self.original(q, k, cos, sin)
+            expected = self.original(*given, **options)
             for pairs in _PAIRS:
-                self.is_same = all(map(_are_close, _rotated(q, k, cos, sin, pairs), expected))
+                copies = [tensor.clone() for tensor in tensors]
+                _rotate(copies, cos, sin, pairs, by_token)
+                self.is_same = all(map(_are_close, copies, _listed(expected)))
                 if self.is_same:
                     self.pairs = pairs
                     break
             return expected
-        _rotate(q, k, cos, sin, self.pairs)
-        return q, k
+        _rotate(tensors, cos, sin, self.pairs, by_token)
+        return tuple(tensors) if len(tensors) > 1 else tensors[0]
 
 
-def _is_called_so(given: tuple[Any, ...]) -> bool:
-    if len(given) != 4 or any(one.dim() < 3 for one in given):
+def _listed(found: Any) -> list[Tensor]:
+    return [*found] if isinstance(found, tuple) else [found]
+
+
+def _is_called_so(given: tuple[Any, ...], by_token: bool) -> bool:
+    if len(given) not in (3, 4) or any(one.dim() < 3 for one in given):
         return False
-    q, _, cos, _ = given
-    return len(q) == 1 and cos.shape[:2] == (1, q.shape[2]) and cos.shape[-1] <= q.shape[-1]
+    q, cos = given[0], given[-1]
+    return len(q) == 1 and cos.shape[:2] == (1, q.shape[2 - by_token]) and cos.shape[-1] <= q.shape[-1]
 
 
-def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    copies = (q.clone(), k.clone())
-    _rotate(*copies, cos, sin, pairs)
-    return copies
-
-
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> None:
-    heads = (q[0].transpose(0, 1), k[0].transpose(0, 1))
-    rotary(*heads, cos[0].contiguous(), sin[0].contiguous(), pairs)
+def _rotate(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, pairs: Pairs, by_token: bool) -> None:
+    heads = [tensor[0].transpose(0, 1 - by_token) for tensor in tensors]  # [T, heads, d]
+    q, k = (*heads, None)[:2]
+    assert q is not None
+    rotary(q, k, cos[0].contiguous(), sin[0].contiguous(), pairs)
 
 
 def _norms(norm: Any) -> Sequence[partial[Tensor]]:
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not isinstance(eps, float) or not isinstance(getattr(norm, "weight", None), Tensor):
+    weight = getattr(norm, "weight", None)
+    if not isinstance(eps, float) or not isinstance(weight, Tensor | None):
         return ()
-    weight = norm.weight.detach()
-    return [partial(rms_norm, weight=by, eps=eps) for by in (weight, 1 + weight.float())]
+    weights = [None] if weight is None else [weight.detach(), 1 + weight.detach().float()]
+    return [partial(rms_norm, weight=by, eps=eps) for by in weights]
 
 
 def _norm_heads(norm: partial[Tensor], x: Tensor) -> Tensor:
@@ -242,32 +282,18 @@ def _norm_heads(norm: partial[Tensor], x: Tensor) -> Tensor:
     return x
 
 
-def _merged(module: nn.Module, names: Sequence[str]) -> Any:
-    """One linear for these of a module, whose weights become views of its own; None: they do not fit."""
-    linears: list[Any] = [getattr(module, name, None) for name in names]
-    if any(type(linear) is not nn.Linear or "forward" in vars(linear) for linear in linears):
-        return None
-    if len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) > 1:
-        return None
-    merged = SimpleNamespace(weight=None, bias=None)
-    for name in ("weight", "bias"):
-        values = [getattr(linear, name) for linear in linears]
-        if values[0] is None:
-            continue
-        whole = torch.cat([value.detach() for value in values])
-        setattr(merged, name, whole)
-        for linear, part in zip(linears, torch.split(whole, [len(value) for value in values]), strict=True):
-            setattr(linear, name, nn.Parameter(part, requires_grad=False))
-    return merged
-
-
-def _difference(module: nn.Module, forward: _Forward) -> str | None:
-    """On rows of several sizes, the smallest of which shows the eps of a norm. None: they agree."""
-    weight = next(module.parameters())
+def _rows_of(module: nn.Module, like: Tensor) -> Tensor:
+    """Of several sizes, the smallest of which shows the eps of a norm."""
+    weights = (getattr(part, "weight", None) for part in module.modules())
+    weight = next((one for one in weights if isinstance(one, Tensor)), like)
     rows = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0))
-    x = (rows * torch.tensor([1.0, 1e-3, 3.0])[:, None])[None].to(weight)
+    return (rows * torch.tensor([1.0, 1e-3, 3.0])[:, None])[None].to(weight)
+
+
+def _difference(module: nn.Module, forward: Callable[..., Tensor], given: Sequence[Tensor]) -> str | None:
+    """None: they agree."""
     try:
-        return None if _are_close(forward(x), module(x)) else _OTHER
+        return None if _are_close(forward(*given), module(*given)) else _OTHER
     except Exception as error:  # anything: it is of another kind
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 

@@ -22,7 +22,7 @@ from saccade.models.layers.activation import Activation, quick_gelu, silu_and_mu
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
 from saccade.models.vision.backend import Blocks, Lengths, RunBlocks
-from saccade.models.vision.blocks import Norm, PatchPositions, VisionBlock
+from saccade.models.vision.blocks import Norm, PatchPositions, RotaryCosSin, VisionBlock
 from saccade.models.vision.pillow_resize import BITS, Taps, resample
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, PixelPolicy, as_tensor, resize
 from saccade.types.media import Grid, Size
@@ -79,6 +79,13 @@ class FusedVision:
 
     def _eager(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         return _FusedPass(self._rotary(positions), self._attention(tuple(lengths), device)).first
+
+    def begin_rotated(self, lengths: Lengths, angles: RotaryCosSin | None, device: torch.device) -> RunBlocks:
+        rotary = None
+        if angles is not None:
+            half = angles.cos.shape[-1] // 2  # sin has the sign of `rotate`
+            rotary = torch.stack((angles.cos[:, :half], angles.sin[:, half:]), -1).flatten(1)
+        return _FusedPass(rotary, self._attention(tuple(lengths), device)).first
 
     def _rotary(self, positions: PatchPositions | None) -> Tensor | None:
         if positions is None:

@@ -23,6 +23,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate, inplace=True).mul_(up)
 
 
+def tanh_gelu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return tanh_gelu(gate).mul_(up)
+
+
 def gelu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate).mul_(up)
@@ -50,6 +55,13 @@ def activation(name: str) -> Activation:
             f"{', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[name]
+
+
+def gate_and_mul(x: Tensor, *, gelu: bool) -> Tensor:
+    """The gate of most decoders, or that of Gemma's."""
+    if gelu:
+        return tanh_gelu_and_mul(x)
+    return silu_and_mul(x)
 
 
 def gated_activation(name: str) -> Activation:

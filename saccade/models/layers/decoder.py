@@ -53,6 +53,8 @@ class Decoder:
             raise ConfigError(f"{text.num_heads} attention heads cannot share {shared}")
         self.table = params.new("embed.weight", text.vocab_size + extra_tokens, text.hidden_size)
         self.lookup: Lookup = F.embedding
+        self.embedding_gain = 1.0  # of the table's rows
+        self.tail: Any = None  # of the head's output, float32 -> float32; None: nothing
         self.hidden_size = text.hidden_size
         self.embedding_size = text.embedding_size
         self.rotary = self.make_rotary(text, params.device)
@@ -85,6 +87,8 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, embedding size]: zeros for the deepstack vectors of images."""
         rows = self.lookup(token_ids, self.table)
+        if self.embedding_gain != 1:
+            rows = rows * self.embedding_gain
         columns = self.embedding_size - rows.shape[1]
         return F.pad(rows, (0, columns)) if columns else rows
 
@@ -107,7 +111,8 @@ class Decoder:
         return torch.split(embeds, self.hidden_size, dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head_gemm(hidden, self.head, None).float()
+        logits = self.head_gemm(hidden, self.head, None).float()
+        return logits if self.tail is None else self.tail(logits)
 
     def pack_head(self) -> None:
         """Embeddings are looked up in a packed head that is tied, or in the original where that cannot be."""

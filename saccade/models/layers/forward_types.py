@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from saccade.checkpoint.config import LinearConfig
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. Caches k and v."""
@@ -38,4 +41,14 @@ class States(NamedTuple):
 
     conv: Tensor  # [layers, rows, channels, kernel - 1]: convolution states
     recurrent: Tensor  # float32 [layers, rows, heads, key, value]
-    groups: Sequence[WindowGroup]  # every packed token is in one of them
+    groups: Sequence[WindowGroup] = ()  # every packed token is in one of them
+
+    @classmethod
+    def zeros(cls, linear: LinearConfig, rows: int, dtype: torch.dtype, device: torch.device) -> States:
+        shape = (len(linear.layers), rows)
+        conv = torch.zeros(*shape, linear.kernel - 1, linear.channels, dtype=dtype, device=device)
+        heads = (linear.value_heads, linear.key_dim, linear.value_dim)
+        recurrent = torch.zeros(*shape, *heads, dtype=torch.float32, device=device)
+        return cls(
+            conv.transpose(2, 3), recurrent
+        )  # channels are dense in memory: kernels read them together

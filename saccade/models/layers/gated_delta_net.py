@@ -18,6 +18,7 @@ from saccade.checkpoint.config import LinearConfig, TextConfig
 from saccade.models.layers.forward_types import States
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
+from saccade.models.layers.short_convolution import causal_convolution
 from saccade.models.state_dict import Parameters
 
 CHUNK = 64  # tokens
@@ -81,21 +82,15 @@ class GatedDeltaNet:
         for group in states.groups:
             tokens = group.tokens  # [N, T]
             rows = group.rows  # [N]
-            convolved, conv_state[rows] = self._convolve(qkv[tokens], conv_state[rows])
+            convolved, conv_state[rows] = causal_convolution(qkv[tokens], conv_state[rows], self.conv)
             beta = b[tokens].float().sigmoid()
-            read, state[rows] = self._delta_rule(convolved, speed[tokens], beta, state[rows])
+            read, state[rows] = self._delta_rule(F.silu(convolved), speed[tokens], beta, state[rows])
             mixed[tokens] = read.to(mixed.dtype)
             if group.keep_in is not None:
                 conv_state[group.keep_in] = conv_state[rows]
                 state[group.keep_in] = state[rows]
         gated = self.norm(mixed).float() * F.silu(z.float().view(mixed.shape))
         return self.out(gated.to(x.dtype).flatten(1))
-
-    def _convolve(self, x: Tensor, conv_state: Tensor) -> tuple[Tensor, Tensor]:
-        """x [N, T, channels] after the state [N, channels, kernel - 1] -> output and next state."""
-        inputs = torch.cat((conv_state, x.transpose(1, 2)), dim=-1)
-        convolved = F.conv1d(inputs, self.conv, groups=inputs.shape[1])
-        return F.silu(convolved).transpose(1, 2), inputs[..., inputs.shape[-1] - conv_state.shape[-1] :]
 
     def _delta_rule(self, qkv: Tensor, speed: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """qkv [N, T, channels] -> [N, T, heads, value]; adjacent value heads share a key head."""

@@ -14,6 +14,9 @@ class RMSNorm:
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The weight may be float32 where x is not."""
+        if self.weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -43,10 +43,7 @@ class Linear:
         shape = (sum(sizes), _up_to(inputs, pad_inputs))
         names = [_join(name, "weight") for name in parts]
         self.inputs = shape[1]
-        self.weight, scales = params.empty_weight(_weights(tensors or parts), *shape)  # [outputs, inputs]
-        self.groups = scales if isinstance(scales, GroupScales) else None
-        self.scales = None if isinstance(scales, GroupScales) else scales
-        self.gemm: Gemm = F.linear if scales is None else self._dequantized_linear
+        self.hold(*params.empty_weight(_weights(tensors or parts), *shape))
         self.bias = params.empty(sum(sizes)) if bias else None  # [outputs]
         weights = torch.split(self.weight, sizes)
         of_parts = self._scales_of(sizes)
@@ -59,6 +56,20 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.gemm(x, self.weight, self.bias)
+
+    def hold(self, weight: Tensor, scales: Scales | None = None) -> None:
+        """`weight`: [outputs, inputs], or what is stored of it."""
+        self.weight = weight
+        self.groups = scales if isinstance(scales, GroupScales) else None
+        self.scales = None if isinstance(scales, GroupScales) else scales
+        self.gemm: Gemm = F.linear if scales is None else self._dequantized_linear
+
+    def by_row(self) -> Iterator[Tensor]:
+        """What has a value, or more, for each output. Scales of blocks have not."""
+        groups = () if self.groups is None else (self.groups.scales, self.groups.zeros)
+        for tensor in (self.weight, self.bias, self.scales, *groups):
+            if tensor is not None and len(tensor) == len(self.weight):
+                yield tensor
 
     def _scales_of(self, sizes: list[int]) -> Sequence[Scales | None]:
         """The scales of each part."""

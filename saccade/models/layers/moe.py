@@ -20,7 +20,7 @@ from saccade.errors import ConfigError
 from saccade.models import int4_weights
 from saccade.models.fp8_weights import dequantized
 from saccade.models.int4_weights import GroupScales
-from saccade.models.layers.activation import silu_and_mul
+from saccade.models.layers.activation import gate_and_mul
 from saccade.models.layers.mlp import GatedMLP
 from saccade.models.state_dict import Parameters, Scales
 from saccade.models.weights import Rule
@@ -47,6 +47,8 @@ class MoE:
             rules = replace(rules, stacks_shared=False)
         self.rules = rules
         self.dtype = params.dtype  # of tokens
+        self.gelu = False  # by tanh, in place of SiLU
+        self.expert_scales: Tensor | None = None  # float32 [E]: of the weights of tokens' experts
         count = rules.count
         # In float32 for any dtype, because close scores decide between experts.
         self.routers = _float32(params, count + rules.shared_gate, hidden)  # the shared expert's gate is last
@@ -108,9 +110,9 @@ class MoE:
                 params.add(part_name, parts[part], _at(of_parts, part))
             params.add_whole(f"{name}.weight", parts, names, of_parts)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]"""
-        weights, indices = self.route(x)
+    def __call__(self, x: Tensor, routed_by: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H]. `routed_by`: what the router reads, if not x."""
+        weights, indices = self.route(x if routed_by is None else routed_by)
         # A small GEMM per token sums its experts in a fixed order, accumulated in float32.
         out = torch.bmm(weights.to(x.dtype)[:, None], self._run_experts(x, indices))[:, 0]
         if not self.rules.shared:
@@ -134,6 +136,8 @@ class MoE:
         weights = scores.gather(1, indices)
         if rules.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales[indices]
         return weights * rules.scale, indices
 
     def _run_experts(self, x: Tensor, indices: Tensor) -> Tensor:
@@ -159,7 +163,8 @@ class MoE:
     def _run_expert(self, rows: Tensor, expert: int) -> None:
         """One expert over its tokens, in place. A method: its memory is free before the next one begins."""
         wide = F.linear(rows, _expert(self.gate_up, self.gate_up_scales, expert, rows.dtype))
-        torch.mm(silu_and_mul(wide), _expert(self.down, self.down_scales, expert, rows.dtype).T, out=rows)
+        gated = gate_and_mul(wide, gelu=self.gelu)
+        torch.mm(gated, _expert(self.down, self.down_scales, expert, rows.dtype).T, out=rows)
 
 
 def _at(scales: Scales | None, where: Any) -> Any:

@@ -98,11 +98,25 @@ class DequantizedTensors:
             if weight not in self.file_of:
                 raise ConfigError(f"the checkpoint has {', '.join(parts.values())} and not the weight itself")
 
+    def is_plain(self, name: str) -> bool:
+        """Whether it is stored as numbers alone."""
+        return len(self._parts[name]) == 1
+
     def is_needless(self, name: str) -> bool:
         """GPTQ writes a bias of zeros for layers that have none."""
         weight = name.removesuffix("bias") + "weight"
         is_beside = ".qweight" in self._parts.get(weight, ())
         return is_beside and name.endswith(".bias") and not self._files.read(name).any()
+
+    def shape(self, name: str) -> list[int]:
+        """Of the weight that is meant, before anything of it is read."""
+        parts = self._parts[name]
+        kinds = {part: self._files.kind(full) for part, full in parts.items()}
+        packed = self._int4_shape(parts, kinds)
+        if packed is not None:
+            return list(packed)
+        *rows, columns = next(kinds[part][1] for part in ("", *_NUMBERS) if part in kinds)
+        return [*rows, 2 * columns if self._is_fp4(name) else columns]
 
     def fp8_weights(self) -> dict[str, bool]:
         """Weights that are stored in float8, and whether their scales are for blocks of 128 x 128."""

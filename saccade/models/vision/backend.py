@@ -36,6 +36,9 @@ class VisionOps(Protocol):
     def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         """Start a pass over packed images of these lengths; returns the function that runs blocks."""
 
+    def begin_rotated(self, lengths: Lengths, angles: RotaryCosSin | None, device: torch.device) -> RunBlocks:
+        """The same with RoPE that was computed elsewhere."""
+
 
 class TorchVision:
     def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
@@ -50,8 +53,9 @@ class TorchVision:
         return preprocess.normalise(preprocess.patchify(image, grid, *layout), policy, dtype)
 
     def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
-        angles = angles_of(positions) if positions else None
+        return self.begin_rotated(lengths, angles_of(positions) if positions else None, device)
 
+    def begin_rotated(self, lengths: Lengths, angles: RotaryCosSin | None, device: torch.device) -> RunBlocks:
         def run(blocks: Blocks, x: Tensor) -> tuple[Tensor, int]:
             rows = blocks[0].qkv.padding(len(x))
             if not rows:

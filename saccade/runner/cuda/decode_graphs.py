@@ -145,6 +145,7 @@ class DecodeGraphs:
     def finish(self, x: Residual, gemms: Gemms, size: int) -> None:
         """From the residual stream after the last layer to the tokens."""
         logits = gemms.logits(x, self.decoder.decoder, self._logits[:size])
+        self.decoder.finish(logits)
         sink = TokenSink(self.tables.last_tokens, self._metadata_of(size).rows)
         argmax(logits, self._argmax, self._tokens[:size], sink)
 

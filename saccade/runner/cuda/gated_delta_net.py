@@ -1,13 +1,6 @@
-"""Gated delta nets of a pass on a CUDA device: their kernels, with the states of its requests.
-
-A decode pass has a state row per token, which is the request's row of the block tables. A prefill pass has
-pieces of windows: rows of states, and rows that get a checkpoint after a piece.
-"""
+"""Gated delta nets of a pass on a CUDA device: their kernels, with the states of its requests."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Self
 
 from torch import Tensor
 
@@ -17,59 +10,22 @@ from saccade.kernels.gdn.prefill import GDNPrefill, PrefillWorkspace
 from saccade.kernels.gdn.prefill_plan import max_chunks, plan_chunks
 from saccade.models.cuda.decoder import Mixer
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
-from saccade.runner.batch import RequestState
-from saccade.runner.cuda.graph_sizes import GRAPH_PIECES
-from saccade.runner.cuda.layer_pass import DecodePass, DecoderParts, PrefillPass
-from saccade.runner.cuda.prefill_metadata import PrefillSizes, Window
-from saccade.runner.cuda.staging import Metadata
-from saccade.runner.forward import Windows
+from saccade.runner.cuda.layer_pass import DecodePass, PrefillPass
+from saccade.runner.cuda.recurrent_layers import RecurrentLayers
 from saccade.runner.recurrent_state import RecurrentStates
-from saccade.types.step import Admission, ScheduledWindow
 
 
-class DeltaNets:
+class DeltaNets(RecurrentLayers):
     layer = GatedDeltaNet
-    is_optional = False
-
-    @classmethod
-    def of(cls, parts: DecoderParts) -> Self | None:
-        net = parts.fused.first(GatedDeltaNet)
-        return cls(net, parts.states, parts.max_requests) if net and parts.states else None
 
     def __init__(self, net: GatedDeltaNet, states: RecurrentStates, max_requests: int) -> None:
-        """`net`: any of them, for its shape."""
+        super().__init__(net, states, max_requests)
         linear = net.shape
-        self.states = states
         self.shape = GDNShape(
             linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim, linear.kernel
         )
         self._counters = allocate_counters(max_requests, self.shape, states.recurrent.device)
         self._workspaces: dict[int, PrefillWorkspace] = {}  # by chunks; smaller passes take a larger one
-
-    def open(self, admission: Admission, row: int) -> None:
-        self.states.open(admission.request.request_id, admission.state, row)
-
-    def close(self, request_id: str, row: int | None) -> None:
-        self.states.close(request_id)
-
-    def clear(self) -> None:
-        self.states.clear()
-
-    def begin_decode(self, windows: Windows, rows: Metadata, states: Metadata) -> None:
-        for window, _ in windows:
-            self.states.advance(window)
-
-    def begin_prefill(self, rows: Window, window: ScheduledWindow, state: RequestState) -> Window:
-        self.states.advance(window)
-        return rows._replace(pieces=tuple(self.states.pieces(window)))
-
-    def begin_pass(self, windows: Sequence[Window]) -> None:
-        """All that its layers read is in the metadata."""
-
-    def sized(self, sizes: PrefillSizes, windows: Sequence[Window] | None) -> PrefillSizes:
-        if windows is None:
-            return sizes._replace(pieces=GRAPH_PIECES)
-        return sizes._replace(pieces=sum(len(window.pieces) for window in windows))
 
     def decode(self, step: DecodePass) -> Mixer:
         rows = step.metadata.rows

@@ -20,10 +20,17 @@ from saccade.runner.cuda.layer_pass import (
 )
 from saccade.runner.cuda.mla import LatentAttentions
 from saccade.runner.cuda.prefill_metadata import PrefillSizes, Window
-from saccade.runner.cuda.ruled_attention import RuledAttentions
+from saccade.runner.cuda.ruled_attention import RuledAttentions, RuledSelfAttentions
 from saccade.runner.cuda.self_attention import SelfAttentions
+from saccade.runner.cuda.short_convolution import ShortConvolutions
 
-_KINDS = (DeltaNets, CrossAttentions, RuledAttentions)  # beside attention over the KV cache
+_KINDS = (
+    DeltaNets,
+    ShortConvolutions,
+    CrossAttentions,
+    RuledAttentions,
+    RuledSelfAttentions,
+)  # beside attention over the KV cache
 
 
 class LayerKinds:

@@ -109,7 +109,7 @@ class MixedGraphs:
         mixers = Mixers(both, torch.cat((before, after), 1))
         x = self._decoder.forward(embeds, mixers, gemms)
         added = x.added if x.added is None else x.added[..., first:, :].contiguous()
-        self._decode.finish(Residual(x.rows[first:], added), gemms, size.rows)
+        self._decode.finish(Residual(x.rows[first:], added, x.how), gemms, size.rows)
 
     def _both(self, first: int, prefill: Mixer, decode: Mixer) -> Mixer:
         """What mixes both parts of a pass: rows before `first` are prefill."""

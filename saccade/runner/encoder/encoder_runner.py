@@ -24,13 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade import costs
 from saccade.errors import RequestError
 from saccade.media.decode import new_pixels
 from saccade.media.decoding import MediaDecoder
 from saccade.media.jpeg_stream import is_streamed
 from saccade.media.media_workers import Ticket
 from saccade.media.video_pruning import Ints, Kept, kept_of
-from saccade.models.interface import VisionLanguageModel
+from saccade.models.interface import PreparesOnHost, VisionLanguageModel
 from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
 from saccade.runner.encoder.decode_order import embeddings_of
@@ -117,7 +118,7 @@ class LocalEncoder:
         upload_bytes: int = 0,  # device memory reserved for preprocessing
         tiers: EmbeddingTiers | None = None,
         remote: RemoteEncoders | None = None,
-        max_ahead: int | None = None,  # patches decoded ahead or in workers; None: two passes
+        max_ahead: int | None = None,  # patches decoded ahead or in workers; None: those of a few passes
         jpegs: GpuJpegs | None = None,
         isolated: bool = False,  # images are decoded in other processes
         max_decode_seconds: float = 30.0,
@@ -149,7 +150,7 @@ class LocalEncoder:
         if remote is not None:
             threads += remote.max_images  # these only wait for workers
         if max_ahead is None:
-            max_ahead = 2 * max_patches
+            max_ahead = costs.passes_ahead(prepares_on_host=isinstance(model, PreparesOnHost)) * max_patches
         self._stage: DecodeStage[Prepared | Restored] = DecodeStage(self._prepare, threads, heavy, max_ahead)
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
         self._alone: set[Key] = set()  # were in a pass that failed; each is retried alone

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors.torch import load_file, save_file
+
 from saccade import LLM, SamplingParams
 from tests.helpers.conformance.theirs import Prompt, Theirs
+from tests.helpers.families.quantize import quantize
 from tests.helpers.families.zoo import second_half
 from tests.helpers.families.zoo.entry import Entry
 from tests.helpers.media.images import make_photo
@@ -50,16 +53,25 @@ def answers(llm: LLM, prompts: Sequence[Any], sampling: SamplingParams) -> Answe
     return [out.outputs[0].token_ids if out.error is None else str(out.error) for out in outs]
 
 
-def compare(name: str, entry: Entry, folder: Path) -> Result:
-    """Of a family's small checkpoint, made in this folder."""
+def compare(name: str, entry: Entry, folder: Path, stored_as: str | None = None) -> Result:
+    """Of a family's small checkpoint, made in this folder; `stored_as`: of what it means once it is quantised."""
     with second_half.libraries(name):
         entry.build(folder)
+        served = folder if stored_as is None else _quantized(folder, stored_as)
         theirs = Theirs(folder)
         prompts, expected = _expected(entry, theirs)
         bias = dict.fromkeys(theirs.banned, -100.0)
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logit_bias=bias)
-        found = list(_differences(folder, entry, sampling, prompts, expected))
+        found = list(_differences(served, entry, sampling, prompts, expected))
     return Result([prompt.name for prompt in prompts], found)
+
+
+def _quantized(folder: Path, how: str) -> Path:
+    """What is in the folder becomes what the quantised one stands for."""
+    meant = quantize(folder, folder / how, how)
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **meant}, file, {"format": "pt"})
+    return folder / how
 
 
 def _expected(entry: Entry, theirs: Theirs) -> tuple[list[Prompt], Answers]:

@@ -84,9 +84,11 @@ def build(variant: Variant, arch: int) -> Any:
 
 def source_of(variant: Variant) -> Any:
     kernel = kernel_of(variant)
-    given = [*variant.types, *["constexpr"] * len(variant.constants)]
-    assert len(given) == len(kernel.params), (variant.name, len(given), [param.name for param in kernel.params])
-    constants = {len(variant.types) + i: value for i, value in enumerate(variant.constants)}
+    left_out = kernel.params[len(variant.types) + len(variant.constants) :]
+    assert all(param.has_default for param in left_out), (variant.name, [param.name for param in left_out])
+    fixed = [*variant.constants, *(param.default for param in left_out)]
+    given = [*variant.types, *["constexpr"] * len(fixed)]
+    constants = {len(variant.types) + i: value for i, value in enumerate(fixed)}
     constants |= {i: None for i, kind in enumerate(given) if kind == NONE}
     constants |= {i: 1 for i, kind in enumerate(given) if kind == ONE}
     free = [not (param.do_not_specialize or param.do_not_specialize_on_alignment) for param in kernel.params]
@@ -298,7 +300,7 @@ def with_constants(variant: Variant, **others: object) -> Variant:
 
 def constants_of(variant: Variant) -> dict[str, Any]:
     names = [param.name for param in kernel_of(variant).params[len(variant.types) :]]
-    return dict(zip(names, variant.constants, strict=True))
+    return dict(zip(names, variant.constants, strict=False))
 
 
 def described(variant: Variant) -> str:

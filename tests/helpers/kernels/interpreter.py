@@ -1,9 +1,9 @@
 """Triton's interpreter without the work that it repeats: the same results, sooner.
 
-It patches `triton.language` at every call of a function inside a kernel, though the kernel's launch has done so, and
-looks for what it patches at every launch. It builds a table of all types each time it looks one up, and for every value
-a type with its name and shape. It unwraps, checks and converts values that are as they should be. It computes each sum
-and product of integers a second time, in 64 bits, to see whether they overflow.
+It patches `triton.language` at every launch and every call of a function inside a kernel. It builds a table of all
+types each time it looks one up, and for every value a type with its name and shape. It unwraps, checks and converts
+values that are as they should be. It computes each sum and product of integers a second time, in 64 bits, to see
+whether they overflow.
 
 One result is not the same: it converts FP8 wrongly in both directions. Here PyTorch does, as a GPU would.
 """
@@ -21,12 +21,14 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.helpers.kernels.interpreter_blocks import NO_SHAPE, ONE
 from tests.helpers.kernels.interpreter_operators import quick
 
 
 def hasten() -> None:
     interpreter._patch_builtin = _patching_known()
-    interpreter._patch_lang = _patch_once(interpreter._patch_lang)
+    interpreter._patch_lang = _patch_for_good(interpreter._patch_lang)
+    interpreter.InterpretedFunction.__call__ = _call_rewritten
     interpreter._get_np_dtype = _find_once(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -39,6 +41,7 @@ def hasten() -> None:
     interpreter.TensorHandle.__init__ = _init_handle
     interpreter._convert_float = _converting_fp8(interpreter._convert_float)
     semantic = type(interpreter.interpreter_semantic)
+    semantic.to_tensor = _tensor_as_it_is(semantic.to_tensor)
     semantic.cast = _casting_others(semantic.cast)
     semantic.broadcast_impl_value = _broadcast_unequal(semantic.broadcast_impl_value)
 
@@ -68,35 +71,29 @@ def _without_semantic(name: str, member: Any) -> Callable[..., Any]:
     return quick(name, call)
 
 
-def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A launch patches what its kernel sees of the language; functions that it calls, only what is not patched yet."""
-    is_running = False
+def _patch_for_good(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The language stays as the first launch patched it: nothing else in a process of the interpreter uses it."""
     patched: set[str] = set()
-    seen_by: dict[int, set[str]] = {}  # by a module's globals, which are never freed
+    known: set[str] = set()  # modules of functions
 
     def patch_missing(fn: Any) -> Any:
-        nonlocal is_running
-        if id(fn.__globals__) not in seen_by:
-            modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-            seen_by[id(fn.__globals__)] = {module.__name__ for module in modules}
-        seen = seen_by[id(fn.__globals__)]
-        if is_running and seen <= patched:
-            return interpreter._LangPatchScope()  # with nothing to restore
-        scope = patch(fn)
-        patched.update(seen)
-        if not is_running:
-            is_running = True
-            restore = scope.restore
-
-            def end() -> None:
-                nonlocal is_running
-                is_running = False
-                restore()
-
-            scope.restore = end
-        return scope
+        if fn.__module__ not in known:
+            known.add(fn.__module__)
+            modules = {value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core}
+            if not modules <= patched:
+                patch(fn)
+                patched.update(modules)
+        return interpreter._LangPatchScope()  # with nothing to restore
 
     return patch_missing
+
+
+def _call_rewritten(self: Any, *args: Any, **named: Any) -> Any:
+    """A function inside a kernel, which is rewritten once."""
+    if "rewritten" not in vars(self):
+        interpreter._patch_lang(self.fn)
+        self.rewritten = self.rewrite()
+    return self.rewritten(*args, **named)
 
 
 _TYPES = {  # and how NumPy holds them
@@ -132,27 +129,29 @@ def _find_once(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _describe_once(describe: Callable[..., None]) -> Callable[..., None]:
     """A type of a block is what it was the last time that these elements and this shape came."""
-    known: dict[tuple[Any, ...], tuple[Any, dict[str, Any]]] = {}
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], Any] = {}  # one object for a shape, by which equal ones are known
 
     def describe_unknown(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = [getattr(size, "value", size) for size in getattr(shape, "value", shape)]
-        key = (id(element_ty), *sizes)
+        key = (element_ty.name, *sizes)
         if key not in known:
             describe(self, element_ty, shape)
-            self.of_tensor = tl.core.tuple([tl.core.constexpr(size) for size in sizes])
+            of_tensor = tl.core.tuple([tl.core.constexpr(size) for size in sizes])
+            self.of_tensor = shapes.setdefault(tuple(sizes), of_tensor)
             self.numel_of_tensor = tl.core.constexpr(self.numel)
             self.with_other_elements = {}
-            known[key] = (element_ty, vars(self))  # the elements' type stays alive, and so its id is its own
-        self.__dict__.update(known[key][1])
+            known[key] = vars(self)
+        self.__dict__.update(known[key])
 
     return describe_unknown
 
 
 def _with_element_ty(self: Any, scalar_ty: Any) -> Any:
     known = self.with_other_elements
-    if id(scalar_ty) not in known:
-        known[id(scalar_ty)] = tl.core.block_type(scalar_ty, self.shape)  # which keeps the elements' type alive
-    return known[id(scalar_ty)]
+    if scalar_ty.name not in known:
+        known[scalar_ty.name] = tl.core.block_type(scalar_ty, self.shape)
+    return known[scalar_ty.name]
 
 
 _UNWRAPPED = {tl.core.tensor, tl.core.dtype, type(None), bool, int, float, str}
@@ -174,14 +173,17 @@ def _casting_others(cast: Callable[..., Any]) -> Callable[..., Any]:
     return cast_unlike
 
 
+def _tensor_as_it_is(to_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    def convert_others(self: Any, value: Any, check_type: bool = True) -> Any:
+        return value if type(value) is tl.core.tensor else to_tensor(self, value, check_type)
+
+    return convert_others
+
+
 def _init_handle(self: Any, data: Any, dtype: Any) -> None:
     self.data = data
     self.dtype = dtype
     self.attr = {}
-
-
-_NO_SHAPE = tl.core.tuple([])
-_ONE = tl.core.constexpr(1)
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -189,8 +191,8 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.type = type
     self.dtype = type.scalar
     is_block = type.is_block()
-    self.shape = type.of_tensor if is_block else _NO_SHAPE
-    self.numel = type.numel_of_tensor if is_block else _ONE
+    self.shape = type.of_tensor if is_block else NO_SHAPE
+    self.numel = type.numel_of_tensor if is_block else ONE
 
 
 def _broadcast_unequal(broadcast: Callable[..., Any]) -> Callable[..., Any]:

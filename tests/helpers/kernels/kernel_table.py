@@ -67,7 +67,7 @@ def hopper_variants() -> Iterator[Variant]:
         types = [box(64), box(64, 16), I32, I32, BF16, F32, "fp32", "i32"]
         name = "vit_parted" if is_parted else f"vit.{dim}"
         yield of(name, "attention.vit_hopper:_vit_kernel", types, [dim, 64, 8, is_parted], 128)
-    for dtype, act, has_bias in (("bf16", 0, True), ("bf16", 1, True), ("bf16", 2, False), ("fp16", 2, True)):
+    for dtype, act, has_bias in (("bf16", 0, True), ("bf16", 1, True), ("bf16", 3, False), ("fp16", 2, True)):
         types = [box(64, dtype=dtype)] * 3 + [f"*{dtype}", "i32", "i32:16", "i32:16", "i32", "i32"]
         name = f"linear.{dtype}.{act}.{has_bias}"
         yield of(name, "gemm.hopper_act:_linear_act_kernel", types, [act, has_bias], 168)
@@ -84,7 +84,7 @@ def split_k_variants() -> Iterator[Variant]:
         yield hopper_variant(f"stream.{rows}", "gemm.hopper_split_k:_split_k_kernel", types, constants, registers)
     for rows, stages, registers in ((16, 5, 64), (64, 4, 96), (128, 3, 128)):
         types = [box(64), box(rows), NONE, box(rows), NONE, "i32", "i32:16"]
-        constants = [1536, 0, rows, 64, stages, 1, True]
+        constants = [1536, 0, rows, 64, stages, 1, 2 if rows == 64 else 1]
         yield hopper_variant(f"stream.{rows}.gated", "gemm.hopper_split_k:_split_k_kernel", types, constants, registers)
     for rows, block, gated in ((16, 128, False), (64, 0, False), (32, 128, True), (64, 0, True)):
         own = [box(rows), NONE] if gated else [F32, BF16]
@@ -124,6 +124,7 @@ def triton_variants() -> Iterator[Variant]:
     yield from int4_variants()
     yield from moe_variants()
     yield from mla_variants()
+    yield from norm_variants()
     yield from small_variants()
     yield from gdn_variants()
 
@@ -186,13 +187,13 @@ def prefill_variants() -> Iterator[Variant]:
         "prefill_combine", "attention.prefill_combine:_combine_kernel", types, [128, 128, 4, True], 2, **EARLY
     )
     types = [BF16] * 8 + [I64, NONE, "fp32", "fp32", "i32:16", "i32:16", "i32"]
-    constants = [12, 2, 128, 16, 2, 64, 1, True, 128]
+    constants = [12, 2, 128, 16, 2, 64, 1, True, 128, 128, 256]
     yield new_variant("rope_store_kv", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
     types = [F32] * 3 + [BF16] * 5 + [I32, NONE, "fp32", "fp32", "i32:16", "i32:16", "i32"]
-    constants = [12, 2, 128, 16, 2, 64, 4, True, 128]
+    constants = [12, 2, 128, 16, 2, 64, 4, True, 128, 128, 256]
     yield new_variant("rope_store_kv.parts", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
     types = [BF16] * 8 + [I32, F32, "fp32", "fp32", "i32:16", "i32:16", "i32"]
-    constants = [24, 4, 256, 32, 4, 32, 1, True, 64]
+    constants = [24, 4, 256, 32, 4, 32, 1, True, 64, 192, 2048]
     yield new_variant("rope_store_kv.256", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
     types = [BF16] * 4 + ["i32:16"] * 4 + ["i32"] * 2
     kernel = "attention.rope_store_kv:_rotary_in_place_kernel"
@@ -291,7 +292,15 @@ def gdn_variants() -> Iterator[Variant]:
     types = [BF16, BF16, I32] + [BF16] * 3 + [F32, BF16, BF16, "i32:16", "i32:16", "fp32"]
     yield of("gdn_output", "prefill_output:output_kernel", types, [*heads, 128, 128, 64, "tf32", True])
     types = [BF16, BF16] + [I32] * 3 + ["i32:16", "i32"]
-    yield of("gdn_past", "prefill_output:past_kernel", types, [8192, 4, 4, 256, 64, True])
+    yield of("gdn_past", "prefill_output:past_kernel", types, [8192, 4, 4, 256, 64, 0, True])
+    yield of("gdn_past.gated", "prefill_output:past_kernel", types, [2048, 3, 2, 256, 64, 4096, True])  # LFM2-1.2B
+    types = [BF16, BF16, BF16, I32, BF16, "i32:16", "i32:16"]
+    for name, tokens, block, is_decode in (("decode", 1, 128, True), ("prefill", 64, 64, False)):
+        constants = [2048, 3, 2, tokens, block, is_decode, True]
+        yield of(f"short_convolution.{name}", "short_convolution:convolution_kernel", types, constants)
+
+
+_ROUTED = (F32, I32, "i32", "fp32")
 
 
 def moe_variants() -> Iterator[Variant]:
@@ -306,7 +315,7 @@ def moe_variants() -> Iterator[Variant]:
 
     for name, bias, groups in (("", NONE, [1, 128, 1, 128, 1]), (".groups", F32, [8, 9, 8, 16, 3])):
         constants = [4, groups[0] * groups[1] + 1, *groups, 8, 1, 16, bias == F32, True, True, True]
-        yield of(f"moe_route{name}", "topk_routing:_route_kernel", [F32, bias, F32, I32, "i32", "fp32"], constants, 1)
+        yield of(f"moe_route{name}", "topk_routing:_route_kernel", [F32, bias, *_ROUTED, bias], constants, 1)
     for dtype, parts, count, tokens, experts, inputs, share in (
         ("bf16", 3, 128, 16, 16, 64, 128),
         ("bf16", 3, 257, 64, 64, 64, 1024),
@@ -368,6 +377,19 @@ def mla_variants() -> Iterator[Variant]:
     yield of("gather", "mla_expanded:_gather_kernel", [BF16, I32, I32, I32, BF16, "i32"], [16, 576, 1024, 16, True])
 
 
+def norm_variants() -> Iterator[Variant]:
+    kernel, fp8, options = "ops.norm:_norm_kernel", [128, 448.0, 1e-10], {"num_warps": 4, "launch_pdl": True}
+    for parts, only, own, weights in ((1, NONE, NONE, 1), (4, I32, NONE, 1), (4, NONE, F32, 3)):
+        types = [BF16 if parts == 1 else F32, BF16, BF16, only, BF16, BF16, NONE, "fp32", "i32:16", own, "fp32", "fp32"]
+        constants = [1536, 2048, parts, *fp8, True, weights]
+        yield Variant(f"add_rms_norm.{parts}.{weights}", kernel, types, constants, options)
+    last: list[object] = [2048, 2048, 1, *fp8, True]
+    types = [BF16, NONE, BF16, NONE, BF16, NONE, NONE, "fp32", "i32:16", NONE, "fp32", "fp32"]
+    yield Variant("rms_norm", kernel, types, last, options)
+    types = [F32, BF16, BF16, NONE, f"*{FP8}", BF16, F32, "fp32", "i32:16", NONE, "fp32", "fp32"]
+    yield Variant("norm_fp8", kernel, types, [4096, 4096, 4, *fp8, True], {**options, "num_warps": 16})
+
+
 def small_variants() -> Iterator[Variant]:
     def of(
         name: str, kernel: str, types: list[str], constants: list[object], warps: int = 4, pdl: bool = True
@@ -375,21 +397,14 @@ def small_variants() -> Iterator[Variant]:
         return Variant(name, f"ops.{kernel}", types, constants, {"num_warps": warps, "launch_pdl": pdl})
 
     fp8 = [128, 448.0, 1e-10]
-    for parts, only in ((1, NONE), (4, I32)):
-        types = [BF16 if parts == 1 else F32, BF16, BF16, only, BF16, BF16, NONE, "fp32", "i32:16"]
-        yield of(f"add_rms_norm.{parts}", "norm:_norm_kernel", types, [1536, 2048, parts, *fp8, True])
-    types = [BF16, NONE, BF16, NONE, BF16, NONE, NONE, "fp32", "i32:16"]
-    yield of("rms_norm", "norm:_norm_kernel", types, [2048, 2048, 1, *fp8, True])
-    types = [F32, BF16, BF16, NONE, f"*{FP8}", BF16, F32, "fp32", "i32:16"]
-    yield of("norm_fp8", "norm:_norm_kernel", types, [4096, 4096, 4, *fp8, True], 16)
     types = [BF16, f"*{FP8}", F32, "i32", "i32", "i32:16"]
     yield of("quantize", "quantize_rows:_quantize_kernel", types, [4096, 1024, 128, 1e-10, 448.0], pdl=False)
     yield of("silu_and_mul", "norm:_silu_kernel", [BF16, BF16, "i32:16", "i32:16"], [1024, True])
     types = [BF16, f"*{FP8}", F32, "i32", "i32:16"]
     yield of("silu_and_mul_fp8", "norm:_silu_fp8_kernel", types, [1024, *fp8, True])
-    types = [BF16, BF16, BF16, "i32", "i32", "i32", "fp32"]
+    types = [BF16, BF16, BF16, "i32", "i32", "i32", "i32", "fp32"]
     yield of("head_norm", "qk_norm:_head_norm_kernel", types, [128, 128, 8, True])
-    types = [BF16, F32, F32, "i32", "i32", "i32", "fp32"]
+    types = [BF16, F32, F32, "i32", "i32", "i32", "i32", "fp32"]
     yield of("head_norm.256", "qk_norm:_head_norm_kernel", types, [256, 256, 8, True])
     types = [BF16, BF16, "i32:16", "i32:16", "i32:16"]
     yield of("sigmoid_gate", "output_gate:_gate_kernel", types, [1024, True])

@@ -25,8 +25,8 @@ from saccade.kernels.ops.prepare_inputs import (
     prefill_inputs,
 )
 from saccade.kernels.ops.qk_norm import qk_rms_norm
-from saccade.models.families.qwen3_5 import GatedAttention
 from saccade.models.layers.attention_temperature import AttentionTemperature
+from saccade.models.layers.hybrid_decoder import GatedAttention
 from saccade.models.layers.rotary_embedding import Rotary, rotate
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV, reference_attention
 from saccade.models.state_dict import Parameters
@@ -120,6 +120,19 @@ def test_the_first_dimensions_rotate_and_all_are_stored(
     reference.rotary_and_store(*split(expected), cos, sin, *caches[1], slots, scales)
     assert_close(found, expected)
     assert_close(caches[0], caches[1])
+
+
+@pytest.mark.parametrize("turn", [slice(0, 16), slice(16, 20)], ids=str)
+def test_layers_rotate_by_columns_of_their_own_and_store_in_wider_slots(turn: slice) -> None:
+    found, expected = (random(4, 8, 32) for _ in range(2))
+    cos, sin = random(2, 4, 2 * 20, seed=1)
+    own = [torch.cat([half[:, turn] for half in part.chunk(2, 1)], 1) for part in (cos, sin)]
+    wider, caches = torch.zeros(2, 32, KV_HEADS + 1, 32, device=DEVICE), torch.zeros(2, 32, KV_HEADS, 32, device=DEVICE)
+    slots = ints([7, -1, 31, 0], torch.int64)
+    rotary_and_store(*split(found), cos, sin, *wider[:, :, :KV_HEADS], slots, turn=turn)
+    reference.rotary_and_store(*split(expected), *own, *caches, slots)
+    assert_close(found, expected)
+    assert_close(wider[:, :, :KV_HEADS], caches)
 
 
 @pytest.mark.parametrize("has_scales", [False, True])

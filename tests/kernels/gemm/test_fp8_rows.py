@@ -24,9 +24,9 @@ from saccade.models.cuda.gemm_table import ADDED, Inputs, Launches
 from saccade.models.cuda.gemm_weights import weight_of
 from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.residual import Residual
-from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.fp8_weights import FP8, Fp8Weights
 from saccade.models.layers.decoder import Biases, Decoder
+from saccade.models.layers.hybrid_decoder import HybridDecoder
 from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random

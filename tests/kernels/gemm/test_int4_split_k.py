@@ -19,9 +19,9 @@ from saccade.models.cuda import gemm_weights, gemms, split_k_table
 from saccade.models.cuda.gemm_self_tests import random_int4
 from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.residual import Residual
-from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.int4_weights import GroupScales, Int4Format, Int4Weights, dequantized
 from saccade.models.layers.decoder import Biases, Decoder
+from saccade.models.layers.hybrid_decoder import HybridDecoder
 from saccade.models.state_dict import Parameters
 from tests.helpers.families.decoder_layers import DEVICE, TEXT, assert_close, assert_layer_agrees, rows_of
 from tests.helpers.families.int4_layers import WIDTH, packed_decoder

@@ -19,6 +19,7 @@ from saccade.kernels.gemm.skinny import (
     norms,
     skinny_linear,
 )
+from saccade.kernels.ops import reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies bfloat16 matrices as if their bits were integers; one row does not go through matrices.
@@ -181,6 +182,8 @@ def test_splits_norm_by_the_whole_row() -> None:
 def test_gate_and_up_meet_in_one_launch(config: Config) -> None:
     x, weight = random(config.rows, 80), weights(2 * 42, 80)
     assert_close(gated_linear(x, weight, config=config), gated(x, weight))
+    expected = reference.linear_act(x, weight, None, "gelu_and_mul")
+    assert_close(gated_linear(x, weight, config=config, gelu=True), expected)
 
 
 @LAUNCHES

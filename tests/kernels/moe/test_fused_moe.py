@@ -26,7 +26,9 @@ LAUNCHES = pytest.mark.parametrize("launch", [VECTOR, SWAPPED, WIDE], ids=["vect
 
 
 def weights_of(layer: MoE) -> MoEWeights:
-    return MoEWeights(layer.routers[: layer.rules.count], layer.router_bias, layer.gate_up, layer.down)
+    routers = layer.routers[: layer.rules.count]
+    own = {"gelu": layer.gelu, "expert_scales": layer.expert_scales}
+    return MoEWeights(routers, layer.router_bias, layer.gate_up, layer.down, **own)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -39,6 +41,14 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 def test_a_layer_computes_as_the_reference(launch: MoELaunch, tokens: int) -> None:
     layer, x = make_layer(config()), random(tokens, HIDDEN)
     assert_close(fused_moe(x, weights_of(layer), rules_of(layer.rules), launch=launch), layer(x))
+
+
+@LAUNCHES
+def test_gates_may_be_gelu_and_what_routes_another_tensor(launch: MoELaunch) -> None:
+    layer, x, by = make_layer(config()), random(7, HIDDEN), random(7, HIDDEN, seed=2)
+    layer.gelu, layer.expert_scales = True, 1 + random(8, seed=3) / 4
+    found = fused_moe(x, weights_of(layer), rules_of(layer.rules), launch=launch, routed_by=by)
+    assert_close(found, layer(x, by))
 
 
 @LAUNCHES

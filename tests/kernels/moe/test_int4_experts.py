@@ -74,6 +74,13 @@ def test_a_stacked_shared_expert_is_one_more(launch: MoELaunch, tokens: int) -> 
     assert_agrees(layer, tokens, launch)
 
 
+@pytest.mark.parametrize(("launch", "tokens"), [(VECTOR, 2), (TILES, 9)], ids=["vector", "tiles"])
+def test_gates_may_be_gelu(launch: MoELaunch, tokens: int) -> None:
+    layer = make_layer()
+    layer.gelu = True
+    assert_agrees(layer, tokens, launch)
+
+
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_one_of_two_weights_may_be_packed(tokens: int) -> None:
     layer = make_layer(width=96)  # no whole chunk

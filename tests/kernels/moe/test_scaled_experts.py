@@ -41,7 +41,7 @@ def make_layer(in_blocks: bool) -> MoE:
 
 def run(layer: MoE, x: Tensor, launch: MoELaunch | None) -> Tensor:
     scales = (layer.gate_up_scales, layer.down_scales)
-    weights = MoEWeights(layer.routers, layer.router_bias, layer.gate_up, layer.down, *scales)
+    weights = MoEWeights(layer.routers, layer.router_bias, layer.gate_up, layer.down, *scales, gelu=layer.gelu)
     return fused_moe(x, weights, rules_of(layer.rules), launch=launch)
 
 
@@ -50,7 +50,8 @@ def run(layer: MoE, x: Tensor, launch: MoELaunch | None) -> Tensor:
 def test_experts_compute_as_the_layer(launch: MoELaunch | None, in_blocks: bool) -> None:
     layer = make_layer(in_blocks)
     x = random(3, HIDDEN, dtype=HALF)
-    torch.testing.assert_close(run(layer, x, launch), layer(x), atol=TOLERANCE, rtol=TOLERANCE)
+    for layer.gelu in (False, True):
+        torch.testing.assert_close(run(layer, x, launch), layer(x), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("inputs", "in_blocks"), [(64, True), (128, True), (128, False)])

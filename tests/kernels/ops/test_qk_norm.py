@@ -34,6 +34,9 @@ def test_query_and_key_heads_are_normed_and_values_left_alone(
     reference.qk_rms_norm(expected, q, k, heads, 1e-6)
     tolerance = 2e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    for norm in (qk_rms_norm, reference.qk_rms_norm):
+        norm(expected if norm is qk_rms_norm else found, q, k, heads, 1e-6, has_v=True)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("has_qk_norms", [True, False])

@@ -12,9 +12,9 @@ from saccade.checkpoint.config import LinearConfig
 from saccade.models.cuda.decoder import FusedDecoder, Mixer, Mixers
 from saccade.models.cuda.gemms import DecoderGemms
 from saccade.models.cuda.residual import Residual
-from saccade.models.families.qwen3_5 import HybridDecoder
 from saccade.models.fp8_weights import FP8, Fp8Weights
 from saccade.models.layers.decoder import Biases, SelfAttention
+from saccade.models.layers.hybrid_decoder import HybridDecoder
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random

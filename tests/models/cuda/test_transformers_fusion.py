@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 from saccade.kernels.gemm.skinny import MAX_ROWS, SplitWorkspace
 from saccade.models import load_model
+from saccade.models.bridge.stored import Stored
+from saccade.models.bridge.stored_load import quantize_layers
 from saccade.models.cuda import transformers_fusion
 from saccade.models.cuda.transformers_decoder import TransformersDecoder, _whole
 from saccade.models.cuda.transformers_fusion import Fusion
+from saccade.models.fp8_weights import Fp8Weights
+from saccade.models.int4_weights import Int4Format, Int4Weights
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.processor.checkpoint_files import open_checkpoint
 from tests.helpers.families import family_fallback
@@ -38,12 +42,22 @@ FUSED = {
     "Gemma3Text": ALL.replace("3 of 3", "7 of 7"),  # the same after a transpose, and of what is added
     "Cohere2": "MLPs 1 of 1, RoPE 1 of 1, q/k/v 1 of 1",  # neighbours rotate as a pair; layer norms
     "Glm4": ALL.replace("3 of 3", "5 of 5"),  # so here, with angles side by side as for halves
+    "Mixtral": "RMS norms 3 of 3, RoPE 1 of 1, experts 1 of 1, q/k/v 1 of 1",
+    "AriaText": ALL.replace(", q/k/v", ", experts 1 of 1, q/k/v"),  # transposed experts beside a shared one
+    # GELU, one tensor at a time rotated, values normed, too, without a weight; experts beside the MLP
+    "Gemma4Text": "MLPs 1 of 1, RMS norms 12 of 12, RoPE 1 of 1, experts 1 of 1, q/k/v 1 of 1",
+}
+MORE: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "AriaText": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "Gemma4Text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    | {"layer_types": ["sliding_attention"], "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 50},
 }
 
 
-def text_model(name: str, dtype: torch.dtype) -> Any:
+def text_model(name: str, dtype: torch.dtype, **shape: int) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SHAPE)
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **MORE.get(name, {}), **shape})
     kind = name.removesuffix("Text") + "TextModel" if name.endswith("Text") else f"{name}Model"
     model = getattr(transformers, kind)(config).eval()
     for param in model.parameters():
@@ -55,14 +69,16 @@ def fusion_of(model: nn.Module) -> Fusion:
     return Fusion(model, SplitWorkspace.allocate(MAX_ROWS, DEVICE))
 
 
-def rows(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, 64, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+def rows(*shape: int, dtype: torch.dtype, seed: int = 0, width: int = 64) -> Tensor:
+    return torch.randn(*shape, width, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def outputs(model: Any, requests: int, dtype: torch.dtype) -> Tensor:
+def outputs(model: Any, requests: int, dtype: torch.dtype, width: int = 64) -> Tensor:
     """Of prompts of five tokens, and of one token after them."""
-    prompts = model(inputs_embeds=rows(requests, 5, dtype=dtype), use_cache=True)
-    more = model(inputs_embeds=rows(requests, 1, dtype=dtype, seed=1), past_key_values=prompts.past_key_values)
+    prompts = model(inputs_embeds=rows(requests, 5, dtype=dtype, width=width), use_cache=True)
+    more = model(
+        inputs_embeds=rows(requests, 1, dtype=dtype, seed=1, width=width), past_key_values=prompts.past_key_values
+    )
     return torch.cat((prompts.last_hidden_state, more.last_hidden_state), dim=1).float()
 
 
@@ -77,6 +93,28 @@ def test_prefill_and_decode_are_those_of_the_models_own_layers(name: str, reques
         model(inputs_embeds=rows(1, 2, dtype=dtype))  # RoPE shows whether it is ours
         found = outputs(model, requests, dtype)
     assert str(fusion) == FUSED[name]
+    assert (found - expected).abs().max() < 4e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        Fp8Weights(in_blocks=False),
+        Fp8Weights(in_blocks=True),
+        Int4Weights({}, default=Int4Format(64, has_zeros=True, dtype=torch.float16)),
+    ],
+)
+@torch.inference_mode()
+def test_quantised_weights_are_read_as_they_are(kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.float16
+    model = text_model("Qwen2", dtype, hidden_size=128, head_dim=64, intermediate_size=128)
+    quantize_layers(model, kinds, dtype, DEVICE)
+    expected = outputs(model, 1, dtype, 128)
+    fusion = fusion_of(model)
+    monkeypatch.setattr(Stored, "dequantized", None)  # no kernel asks for it
+    with fusion:
+        found = outputs(model, 1, dtype, 128)
+    assert str(fusion).startswith("MLPs 1 of 1, RMS norms 3 of 3, RoPE 1 of 1, q/k/v 1 of 1")
     assert (found - expected).abs().max() < 4e-3 * expected.abs().max()
 
 
@@ -167,8 +205,8 @@ def test_one_line_says_what_is_fused(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_kernels_that_change_the_output_are_not_used_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear = transformers_fusion.skinny_linear
-    monkeypatch.setattr(transformers_fusion, "skinny_linear", lambda *given, **how: 2 * linear(*given, **how))
+    linear = transformers_fusion.rows_by
+    monkeypatch.setattr(transformers_fusion, "rows_by", lambda *given: 2 * linear(*given))
     made = decoder(family_fallback.internvl(tmp_path), caplog)
     assert not isinstance(made.decoder._fusion, Fusion)
     assert "Transformers' layers run as they are, without kernels of ours inside: its output would differ" in made.said

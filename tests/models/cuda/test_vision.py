@@ -15,8 +15,8 @@ from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers.activation import quick_gelu
 from saccade.models.layers.rotary_embedding import cos_sin, rotate
-from saccade.models.vision.backend import TorchVision
-from saccade.models.vision.blocks import angles_of, grid_positions
+from saccade.models.vision.backend import Lengths, RunBlocks, TorchVision
+from saccade.models.vision.blocks import PatchPositions, angles_of, grid_positions
 from saccade.models.vision.preprocess import PatchLayout, PixelPolicy
 from saccade.types.media import Grid, Size
 from tests.helpers.families.vision_towers import DEVICE, GRIDS, LLAVA, QWEN, encode, model, random
@@ -43,10 +43,16 @@ def test_angles_of_cells_are_those_of_plain_arithmetic(interleaved: bool) -> Non
     torch.testing.assert_close(rotary, rotary_of(*expected), atol=1e-5, rtol=1e-5)
 
 
-def test_images_of_several_sizes_get_the_embeddings_of_the_plain_tower() -> None:
+class RotatedElsewhere(FusedVision):
+    def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+        return self.begin_rotated(lengths, angles_of(positions) if positions else None, device)
+
+
+@pytest.mark.parametrize("ops", [FusedVision, RotatedElsewhere])
+def test_images_of_several_sizes_get_the_embeddings_of_the_plain_tower(ops: type[FusedVision]) -> None:
     patches = random(sum(grid.patches for grid in GRIDS), 24)
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches, GRIDS)
-    found = encode(model(QWEN, FusedVision(), Qwen2VL), patches, GRIDS)
+    found = encode(model(QWEN, ops(), Qwen2VL), patches, GRIDS)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 

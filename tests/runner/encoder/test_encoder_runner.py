@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,10 +26,11 @@ from saccade.models.vision.preprocess import ImagePixels, resize
 from saccade.runner.embedding_tiers.entry import Restored
 from saccade.runner.encoder import decode_stage, encoder_runner
 from saccade.runner.encoder.encoder_pass import EncoderPass, Prepared
-from saccade.runner.encoder.encoder_runner import LocalEncoder
+from saccade.runner.encoder.encoder_runner import EncoderResults, LocalEncoder
 from saccade.runner.encoder.timing import Times
+from saccade.runner.runner import Runner
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
-from saccade.types.step import MediaTimes
+from saccade.types.step import MediaTimes, StepPlan
 from tests.helpers.fakes.fake_tower import FakeTower, picture
 from tests.helpers.media.images import make_photo
 
@@ -434,3 +436,11 @@ def test_a_rehearsal_resizes_a_image_and_a_group_of_frames_and_leaves_nothing_be
     encoder.warm_up(Geometry(Size(28, 56), Grid(1, 4, 2), 2, 2), frames=2)
     assert seen == [(57, 29, 3), (2, 57, 29, 3)], "neither has the size it is to get"
     assert encoder.is_idle and encoder.counters.decoded == 0 and not encoder.poll().embeddings
+
+
+def test_images_of_the_next_step_are_decoded_while_the_tower_runs() -> None:
+    runner = mock.Mock(embeddings={}, _coordinates={})
+    runner.encoder.poll.return_value = EncoderResults.nothing()
+    Runner._encode(runner, StepPlan(1, prefetch=(picture("next"),)))
+    names = [name for name, _, _ in runner.encoder.method_calls]
+    assert names.index("prefetch") < names.index("advance") < names.index("poll")
