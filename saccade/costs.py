@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from saccade.checkpoint.quantization import Quantization, stays_fp8
 from saccade.types.media import Size
 
 GIB = 1 << 30
+HOST_PASSES = 4  # a CPU may take longer to prepare an image than its tower to encode it
 FP8 = "float8_e4m3fn"
 MIN_GPU_JPEG_PIXELS = 2_000_000  # smaller ones take one core about as long as nvJPEG takes for a photo
 MAX_GPU_JPEG_PIXELS = 50_000_000  # of one JPEG, and of all that nvJPEG has decoded and are not resized yet
@@ -90,6 +92,11 @@ def cross_slots_per_state(text: TextConfig) -> int:
     """Encoder cache slots of one cross-attended state: its keys and values in all cross-attention layers."""
     values = 2 * text.num_cross_layers * text.num_kv_heads * text.head_dim
     return -(-values // text.embedding_size)
+
+
+def passes_ahead(*, prepares_on_host: bool) -> int:
+    """Of a tower: whose images may wait, decoded or prepared, while another pass runs."""
+    return HOST_PASSES if prepares_on_host else 2
 
 
 def prepared_bytes_per_patch(vision: VisionConfig, dtype: str) -> int:
@@ -330,13 +337,28 @@ def saved_bytes(text: TextConfig, dtype: str, *, fp8: int, int4: Int4Bytes) -> i
     return fp8 * (dtype_bytes(dtype) - 1)
 
 
-def fp8_params_of(text: TextConfig, quantization: Quantization | None, option: str | None) -> int:
+def fp8_params_of(model: ModelConfig, quantization: Quantization | None, option: str | None) -> int:
     """Where FP8 is multiplied: a checkpoint stores it, or the option `quantization` makes it."""
-    if quantization is None:
-        return fp8_params(text, in_blocks=False) if option == "fp8" else 0
-    if quantization.becomes_fp8 or option == "fp8":
-        return fp8_params(text, in_blocks=quantization.has_blocks)
-    return 0
+    in_blocks = False
+    is_fp8 = option == "fp8"
+    if quantization is not None:
+        in_blocks = quantization.has_blocks
+        is_fp8 |= quantization.becomes_fp8
+    if not is_fp8:
+        return 0
+    return fp8_params(_bridged_text(model, in_blocks=in_blocks), in_blocks=in_blocks)
+
+
+def _bridged_text(model: ModelConfig, *, in_blocks: bool) -> TextConfig:
+    """Of a bridged model experts stay quantised where both of their weights can, and shared ones never."""
+    text = model.text
+    if not model.is_bridged or text.experts is None:
+        return text
+    hidden, width = text.hidden_size, text.experts.width
+    sizes = (((width, width), hidden), ((hidden,), width))
+    stay = all(stays_fp8(parts, inputs, in_blocks=in_blocks) for parts, inputs in sizes)
+    count = text.experts.count if stay else 0
+    return replace(text, experts=replace(text.experts, shared=0, count=count))
 
 
 def fp8_params(text: TextConfig, *, in_blocks: bool) -> int:
@@ -395,6 +417,14 @@ def fp8_input_bytes_per_token(text: TextConfig) -> int:
     """The widest input of a GEMM in FP8, which is quantised as well."""
     experts = text.experts.active_width if text.experts else 0
     return max(text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim, experts)
+
+
+def expert_scratch_bytes(model: ModelConfig, dtype: str) -> int:
+    """Transformers' layers read a layer's experts dequantised."""
+    moe = model.text.experts
+    if moe is None or not model.is_bridged:
+        return 0
+    return 3 * moe.count * moe.width * model.text.hidden_size * dtype_bytes(dtype)
 
 
 def int4_scratch_bytes(text: TextConfig, dtype: str) -> int:

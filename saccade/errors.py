@@ -75,6 +75,11 @@ def is_list_of(value: object, kind: type, low: int = 0, high: float = math.inf) 
     return low <= len(value) <= high and all(isinstance(entry, kind) for entry in value)
 
 
+def member(value: Any, name: str) -> Any:
+    """What an object has under a name. None: nothing, or it is no object."""
+    return value.get(name) if isinstance(value, Mapping) else None
+
+
 def is_text(value: object) -> TypeGuard[str]:
     """A string that is not empty."""
     return isinstance(value, str) and value != ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -24,6 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
 
 pytest.register_assert_rewrite("tests.helpers")
+
+# Transformers imports filelock, which has each audit event call a function of its own: `id` takes eight times as long,
+# and all tests a twentieth more. It watches for forks while a lock is taken; no test forks.
+with mock.patch.object(sys, "addaudithook"):
+    importlib.import_module("filelock")
 
 # Marks by folder; `transformers`, `browser` and `slow` stand in the files themselves.
 FOLDERS = {

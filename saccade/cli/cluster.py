@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from saccade.cli.get_json import get_json
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, member
 
 _COLUMNS = ("worker", "node", "pid", "device", "state", "KV used", "queued", "running", "waiting", "restarts")
 
@@ -42,7 +42,7 @@ def fetch_workers(url: str, api_key: str | None) -> list[dict[str, Any]]:
         raise ConfigError(f"what answers at {url} is no Saccade server; --url says where it is")
     if status == 401:
         raise ConfigError(f"the server at {url} wants its key: --api-key KEY")
-    workers = body.get("workers") if isinstance(body, dict) else None
+    workers = member(body, "workers")
     if status != 200 or not isinstance(workers, list):
         problem = f"{url}/v1/engine names no workers (status {status})"
         raise ConfigError(f"{problem}; only an operator's key sees them")

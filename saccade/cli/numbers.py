@@ -21,6 +21,10 @@ def count(text: str) -> int:
     return value
 
 
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(map(count, text.split(",")))
+
+
 def size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     try:

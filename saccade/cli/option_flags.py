@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from saccade.server.config import option_kinds, text_reader
 SEVERAL = "latest flag that takes several values"  # an attribute of the parsed arguments
 
 
-def add_options(parser: argparse.ArgumentParser, title: str, cls: type, skip: Container[str] = ()) -> None:
+def add_options(parser: argparse.ArgumentParser, title: str, cls: type, skip: Iterable[str] = ()) -> None:
     """One flag per option, with the default and the help text of the config class.
 
     A flag that is not given leaves nothing in the namespace, so that the environment or a file can set it.
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser, title: str, cls: type, skip: Co
     kinds = option_kinds(cls)
     defaults = defaults_of(cls)
     for option in dataclasses.fields(cls):
-        if option.name != "model" and option.name not in skip:
+        if option.name not in ("model", *skip):
             add = _add_switch if kinds[option.name] is bool else _add_flag
             add(group, option.name, kinds[option.name], defaults[option.name], option.metadata["help"])
 
@@ -79,8 +79,8 @@ def flag_reader(reader: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def chosen_options(args: argparse.Namespace, *classes: type) -> dict[str, Any]:
     """The options that the command line names, as the config classes take them."""
-    names = {option.name for cls in classes for option in dataclasses.fields(cls)}
-    options = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    names = [option.name for cls in classes for option in dataclasses.fields(cls)]
+    options = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 

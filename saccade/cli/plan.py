@@ -146,7 +146,8 @@ def _plan(args: argparse.Namespace, options: Options) -> int:
     hardware = _hardware(args, measured)
     checkpoint = find_model(args.model)
     images = int(checkpoint.config.vision is not None) if args.images is None else args.images
-    calibration = calibration or calibration_for(hardware)
+    if calibration is None:
+        calibration = calibration_for(hardware)
     deployment = Deployment(checkpoint, hardware, calibration, _workload(args, images), options, args.kv_gb)
     estimate = make_plan(deployment)
     choices = alternatives(estimate)

@@ -40,8 +40,8 @@ class Autoscaler:
 
     def decide(self, load: WorkerLoad) -> int:
         """Workers to add: 1, 0 or -1."""
-        is_high = bool(load.num_ready) and _is_high(load)
-        is_low = load.num_ready > 1 and _is_low(load, load.num_ready - 1)
+        is_high = bool(load.num_ready) and _excess(load, load.num_ready, HIGH_WORK, HIGH_USE) > 0
+        is_low = _excess(load, load.num_ready - 1, LOW_WORK, LOW_USE) < 0
         self._num_high = self._num_high + 1 if is_high else 0
         self._num_low = self._num_low + 1 if is_low else 0
         count = load.num_ready + load.num_starting
@@ -54,10 +54,6 @@ class Autoscaler:
         return 0
 
 
-def _is_high(load: WorkerLoad) -> bool:
-    return load.queued_work > HIGH_WORK * load.num_ready or load.use > HIGH_USE * load.num_ready
-
-
-def _is_low(load: WorkerLoad, num_workers: int) -> bool:
-    """Whether so few would have little to do."""
-    return load.queued_work < LOW_WORK * num_workers and load.use < LOW_USE * num_workers
+def _excess(load: WorkerLoad, num_workers: int, work: float, use: float) -> float:
+    """Above 0: so many workers would have more work or use each than this. Below: less of both."""
+    return max(load.queued_work - work * num_workers, load.use - use * num_workers)

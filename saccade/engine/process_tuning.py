@@ -51,5 +51,6 @@ def trim() -> None:
     A step's tensors lie between what stays, such as the kernels that oneDNN makes for each new number of
     tokens. Each of those makes a hole too small for the next step's tensors, and the heap grows.
     """
-    if _LIBC is not None and hasattr(_LIBC, "malloc_trim"):  # musl has none
-        _LIBC.malloc_trim(0)
+    malloc_trim = getattr(_LIBC, "malloc_trim", None)  # musl has none
+    if malloc_trim is not None:
+        malloc_trim(0)

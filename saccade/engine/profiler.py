@@ -27,7 +27,9 @@ class Profiler:
             raise ConfigError("profiles need a folder: give profile_dir (--profile-dir)")
         if self._running is not None:
             raise ConfigError("a profile is running; stop it first")
-        if prefix is not None and not _SAFE.fullmatch(prefix):
+        if prefix is None:
+            prefix = "saccade"
+        if not _SAFE.fullmatch(prefix):
             raise ConfigError(f"the prefix of a profile has letters, digits, _ . and -, not {prefix[:80]!r}")
         self._folder.mkdir(parents=True, exist_ok=True)
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -36,7 +38,7 @@ class Profiler:
         running = torch.profiler.profile(activities=activities)
         running.start()
         self._running = running
-        self._prefix = prefix or "saccade"
+        self._prefix = prefix
 
     def stop(self) -> Path:
         """The file that was written."""

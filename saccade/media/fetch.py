@@ -29,7 +29,8 @@ from saccade.media.http_client import BrokenResponse, HttpResponse, open_respons
 from saccade.media.urls import Target, is_public, is_public_or_private, read_domains, read_url, refused
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_ENCODINGS = frozenset({"identity", "gzip", "x-gzip", "deflate"})
+_PLAIN = ("", "identity")
+_ENCODINGS = frozenset({*_PLAIN, "gzip", "x-gzip", "deflate"})
 _AUTO_ZLIB = 47  # wbits with which zlib detects gzip and deflate
 _CHUNK_BYTES = 256 << 10  # decompressed at once: highly compressed zeros would block the event loop otherwise
 
@@ -170,14 +171,14 @@ class Fetcher:
                 return await self._body(response, job.on_bytes)
 
     async def _body(self, response: HttpResponse, on_bytes: OnBytes) -> bytes:
-        encoding = response.headers.get("content-encoding", "").strip().lower() or "identity"
+        encoding = response.headers.get("content-encoding", "").strip().lower()
         if encoding not in _ENCODINGS:
             raise _failed("came in a compression that was not asked for")
         claimed = response.headers.get("content-length", "0")
         if claimed.isdecimal() and int(claimed) > self._policy.max_bytes:
             raise _over(self._policy)
         body = io.BytesIO()  # gives its bytes away without a copy
-        async for piece in response.body() if encoding == "identity" else _decompressed(response.body()):
+        async for piece in response.body() if encoding in _PLAIN else _decompressed(response.body()):
             if body.tell() + len(piece) > self._policy.max_bytes:
                 raise _over(self._policy)
             on_bytes(len(piece))
@@ -260,8 +261,8 @@ def _local_path(url: str) -> Path:
         return Path(url)
     parts = urlsplit(url)
     path = unquote(parts.path)
-    is_here = parts.netloc in ("", "localhost") and path.startswith("/")
-    if (is_here, parts.query, parts.fragment) != (True, "", ""):
+    is_here = parts.netloc in ("", "localhost")
+    if (is_here, path[:1], parts.query, parts.fragment) != (True, "/", "", ""):
         message = "a file: URL must name an absolute path on this machine, such as file:///pictures/a.png"
         raise refused(message)
     return Path(path)

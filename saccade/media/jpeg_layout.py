@@ -10,6 +10,7 @@ _FRAME, _SCAN, _ADOBE, _SEVERAL = 0xC0, 0xDA, 0xEE, 0xE2
 _HARMLESS = frozenset({0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})  # tables, restart interval, notes
 _ORIENTATIONS = (1, 3, 6, 8)  # those that a camera writes; the others mirror
 _COMPONENTS = b"\x03"
+_NAMES = b"\x01\x02\x03"
 _SAMPLINGS = (  # sampling of Y, Cb and Cr
     b"\x22\x11\x11",  # 4:2:0
     b"\x21\x11\x11",  # 4:2:2
@@ -36,8 +37,8 @@ def is_plain_jpeg(data: bytes, header: Header) -> bool:
 def _is_usual(frame: memoryview) -> bool:
     """8 bits of three components, sampled as cameras do."""
     components = bytes(frame[6:])  # three bytes each: its name, its sampling, its table
-    about = (bytes(frame[:1]), bytes(frame[5:6]), components[::3])
-    return about == (b"\x08", _COMPONENTS, b"\x01\x02\x03") and components[1::3] in _SAMPLINGS
+    about = (bytes(frame[:1]), bytes(frame[5:6]), components[::3], components[1::3])
+    return about in [(b"\x08", _COMPONENTS, _NAMES, sampling) for sampling in _SAMPLINGS]
 
 
 def _is_ycbcr(adobe: bytes) -> bool:
@@ -50,7 +51,7 @@ def plain_length(data: bytes) -> int:
     has_several = False
     end = 0
     for marker, body, after in jpeg_segments(data):
-        has_several |= marker == _SEVERAL and bytes(body[:4]) == b"MPF\0"
+        has_several |= (marker, bytes(body[:4])) == (_SEVERAL, b"MPF\0")
         end = after
     marker_at = data.find(END, end) if has_several else data.rfind(END, end)  # the latter takes no time
     return marker_at + len(END)

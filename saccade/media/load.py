@@ -114,7 +114,7 @@ def _base64(url: str, start: int) -> bytes:
             raise binascii.Error("data after the padding")
         whole = len(text) // 4 * 4
         decoded.write(pybase64.b64decode(text[:whole], validate=True))
-        is_over = is_over or text.endswith("=", 0, whole)
+        is_over |= text.endswith("=", 0, whole)
         tail = text[whole:]
     if tail:
         raise binascii.Error("incomplete")
@@ -189,14 +189,15 @@ def _bare(data: bytes, size: Size) -> Loaded:
 
 def _from_array(array: npt.NDArray[Any], policy: MediaPolicy) -> Loaded:
     """[height, width] or [height, width, 1, 3 or 4]: uint8, uint16 (upper 8 bits), or floats from 0 to 1."""
-    if array.ndim == 3 and array.shape[2] in (1, 3, 4):
-        channels = array.shape[2]
-    elif array.ndim == 2:
-        channels = 1
-    else:
-        shapes = "(height, width) or (height, width, 1, 3 or 4)"
-        raise RequestError(f"a picture array has the shape {shapes}, not {array.shape}", code="invalid_image")
-    size = Size(array.shape[1], array.shape[0])
+    match array.shape:
+        case (height, width, 1 | 3 | 4 as channels):
+            size = Size(width, height)
+        case (height, width):
+            size = Size(width, height)
+            channels = 1
+        case shape:
+            shapes = "(height, width) or (height, width, 1, 3 or 4)"
+            raise RequestError(f"a picture array has the shape {shapes}, not {shape}", code="invalid_image")
     if min(size) < 1:
         message = f"a picture array of the shape {array.shape} has no pixels"
         raise RequestError(message, code="image_too_small")

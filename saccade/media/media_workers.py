@@ -99,7 +99,8 @@ class _MediaWorker:
 
     def ask(self, task: Task, ticket: Ticket | None) -> bytes:
         """The body of the reply. RequestError where there is none."""
-        ticket = ticket or Ticket()
+        if ticket is None:
+            ticket = Ticket()
         with ticket.held_by(self.process):
             reply = self._send(task, ticket)
         is_alive = reply.outcome in (Outcome.DONE, Outcome.FAILED)

@@ -87,14 +87,14 @@ class _Reader:
         self._maximum = max(1, _MAX_PIXELS // math.prod(item.header.size))  # frames decoded to reach one
 
     def is_shortly_before(self, stamp: int) -> bool:
-        at = None if self._current is None else self._current.pts
-        return at is not None and at <= stamp <= at + self._near
+        at = _time_of(self._current)
+        return at <= stamp <= at + self._near
 
     def frame_at(self, stamp: int) -> av.VideoFrame:
         """The first frame shown at this time or later."""
         current = self._current
         num_decoded = 0
-        if current is not None and current.pts is not None and stamp > current.pts + self._near:
+        if stamp > _time_of(current) + self._near:
             self._frames = self._from(stamp)  # frames of a group may be minutes apart
             current = None
         while current is None or current.pts is None or current.pts < stamp:
@@ -122,13 +122,21 @@ class _Reader:
         self._container.seek(stamp, stream=self._stream, backward=True)
         frames = self._container.decode(self._stream)
         first = next(frames, None)
-        if first is not None and first.pts is not None and first.pts <= stamp:
+        if first is not None and _time_of(first) <= stamp:
             yield first
             yield from frames
             return
         self._container.close()
         self._container, self._stream = _open(self._item)
         yield from self._container.decode(self._stream)
+
+
+def _time_of(frame: av.VideoFrame | None) -> float:
+    """Its time stamp; infinite where there is none."""
+    stamp = getattr(frame, "pts", None)
+    if stamp is None:
+        return math.inf
+    return float(stamp)
 
 
 def _open(item: MediaItem) -> tuple[av.container.InputContainer, av.VideoStream]:

@@ -45,8 +45,8 @@ class Options:
     device: str = _option("auto", "cpu or cuda; auto: cuda when there is one")
     quantization: str | None = _option(
         None,
-        "fp8: the decoder's layers are quantised while they load (needs a GPU of compute capability 8.9 or "
-        "more); checkpoints that are quantised already need no option",
+        "fp8: the decoder's layers, of any family, are quantised while they load (needs a GPU of compute "
+        "capability 8.9 or more); checkpoints that are quantised already need no option",
     )
     load_format: str = _option("auto", "auto, or dummy for random weights made from the config alone")
     seed: int = _option(0, "seed of dummy weights, and of requests that set none")
@@ -303,6 +303,7 @@ class SchedulerConfig:
     encode_layers_per_step: int | None = None  # see Options
     max_waiting: int | None = None
     slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
+    steps_ahead: int = 1  # whose images are decoded before their turn
     num_encoders: int = 0  # encoder workers; each may have as much in flight as the engine itself
     state_rows: int | None = None  # recurrent-state checkpoints; None: the model has no recurrent layers
     host_blocks: int = 0  # KV blocks in host memory, beside `num_blocks` on the device

@@ -6,12 +6,13 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.checkpoint import files, hf_config
+from saccade.checkpoint import files, hf_config, layouts
 from saccade.checkpoint.config import ModelConfig, check_values, model_config
 from saccade.checkpoint.hf_processor import refusal
 from saccade.checkpoint.late_interaction import TOKEN_DIM, unwrapped
@@ -31,6 +32,7 @@ BUILTIN = Path(__file__).parent.parent / "builtin"
 BUILTIN_NAME = "saccade-builtin"
 """A small trained model that comes with the package."""
 
+_HUB_ID = re.compile(r"[^./~][^/]*/[^/]*")
 _SMALL_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
 _MEDIA_FILES: Mapping[str, Table] = {
@@ -81,7 +83,8 @@ def open_checkpoint(
     if away := files.links_out(path):
         logger.warning("%s has links that lead out of it: %s", path, ", ".join(away))
     config_json = unwrapped(overridden(files.read_json(path / "config.json"), options.hf_overrides))
-    raw, task = _for_task(config_json, model, path, options.task)
+    words = layouts.in_words(config_json, path)
+    raw, task = _for_task(words, model, path, options.task)
     tokenizer_path = _tokenizer_path(model, path, options, hub)
     tokenizer_config = files.read_optional(tokenizer_path / "tokenizer_config.json")
     generation = _generation(path, options.generation_config)
@@ -102,7 +105,7 @@ def open_checkpoint(
         tokenizer_path=tokenizer_path,
         chat_template=_given_template(options.chat_template)
         or late_interaction.chat_template(processor, config.text.token_dim)
-        or _chat_template(tokenizer_path, tokenizer_config)
+        or layouts.chat_template(path, _chat_template(tokenizer_path, tokenizer_config))
         or _chat_template(path, {})
         or built_in_template(config),
         generation=generation,
@@ -140,9 +143,9 @@ def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     """Objects are merged, everything else is replaced."""
     merged = dict(config)
     for name, value in changes.items():
-        old = merged.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = overridden(old, value)
+        match merged.get(name), value:
+            case Mapping() as old, Mapping():
+                value = overridden(old, value)
         merged[name] = value
     return merged
 
@@ -184,7 +187,7 @@ def _locate(model: str, weights: bool, hub: Hub) -> Path:
         return BUILTIN
     if folder.exists():
         raise ConfigError(f"{model} is a file; give the folder that holds config.json and the weights")
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if not _HUB_ID.fullmatch(model):
         message = f"there is no folder {model}; give a checkpoint folder or a hub id such as owner/name"
         raise ConfigError(message)
     return _download(model, weights, hub)

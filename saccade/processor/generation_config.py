@@ -32,9 +32,7 @@ def sampling_defaults(options: Options, file: Mapping[str, Any]) -> dict[str, An
         **{name: _checked(_FILE, name, settings[name]) for name in settings if name not in override},
         **{name: _checked(_OVERRIDE, name, value) for name, value in override.items()},
     }
-    values = {
-        _FIELDS[name]: value for name, value in checked.items() if name in _FIELDS and value is not None
-    }
+    values = {field: value for name, field in _FIELDS.items() if (value := checked.get(name)) is not None}
     return {**values, "temperature": 0.0} if checked.get(_GREEDY) is False else values
 
 

@@ -86,10 +86,12 @@ def check_size(num_tokens: int, dim: int, *, as_numbers: bool = False) -> None:
 
 def template_kwargs(input_type: Any, dim: int | None) -> Mapping[str, Any]:
     """What `input_type` of a request means for the chat template."""
-    if input_type not in (None, "query", "document"):
+    if input_type is None:
+        return {}
+    if input_type not in ("query", "document"):
         message = f"input_type must be query or document, not {quoted(input_type)}"
         raise RequestError(message, param="input_type")
-    if input_type is not None and dim is None:
+    if dim is None:
         reason = "this model does not tell queries from documents"
         raise RequestError(f"input_type cannot be used: {reason}", code="unsupported", param="input_type")
     return QUERY_KWARGS if input_type == "query" else {}

@@ -15,7 +15,7 @@ from saccade.outputs import (
 )
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.dialects.events import Content, OutputEvent, Reasoning
-from saccade.processor.dialects.parser import OutputFormat
+from saccade.processor.dialects.parser import PLAIN, OutputFormat
 from saccade.processor.tokenizer import Tokenizer
 from saccade.sampling_params import SamplingParams
 from saccade.types.events import FinishReason, TokenEvent, Usage
@@ -29,7 +29,7 @@ class RequestOutputBuilder:
         tokenizer: Tokenizer,
         params: SamplingParams,
         shown_ids: frozenset[int] = frozenset(),
-        output_format: OutputFormat | None = None,
+        output_format: OutputFormat = PLAIN,
     ) -> None:
         """`shown_ids` are control tokens that stay in the text, because a parser looks for them.
 
@@ -54,7 +54,7 @@ class RequestOutputBuilder:
         self._num_shown = 0  # tokens without the stop token, which is counted but not shown
         self._tokenizer = tokenizer
         self._parts: _Parts | None = None
-        if output_format is not None and output_format.thinking is not None:
+        if output_format.thinking is not None:
             self._parts = _Parts(tokenizer, params, output_format)
         self._decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         self._reader = _TokenReader(tokenizer, params, shown_ids)

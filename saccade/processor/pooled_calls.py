@@ -65,10 +65,11 @@ def _embedding(out: RequestOutput, dim: int | None, dimensions: int | None) -> E
 
 
 def _prompt(processor: Processor, source: Input, kwargs: Mapping[str, Any]) -> Prompt:
-    if isinstance(source, str):
-        return side_prompt(processor, source, kwargs)
-    if isinstance(source, Mapping) and "messages" in source:
-        return processor.from_chat(source["messages"], chat_template_kwargs=kwargs, allow_paths=True)
+    match source:
+        case str():
+            return side_prompt(processor, source, kwargs)
+        case {"messages": messages}:
+            return processor.from_chat(messages, chat_template_kwargs=kwargs, allow_paths=True)
     return processor.from_prompt(source)
 
 

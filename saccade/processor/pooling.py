@@ -71,12 +71,14 @@ def embedding(pooled: bytes, dimensions: int | None = None, dim: int | None = No
 
 
 def check_dimensions(dimensions: int | None, processor: Processor) -> None:
+    if dimensions is None:
+        return
     dim = token_dim(processor)
-    if dim is not None and dimensions not in (None, dim):
+    if dim not in (None, dimensions):
         message = f"dimensions must be {dim}, the size of this model's token vectors"
         raise RequestError(f"{message}, but {quoted(dimensions)} was given", param="dimensions")
     size = processor.checkpoint.config.text.hidden_size
-    if dimensions is not None and not 1 <= dimensions <= size:
+    if not 1 <= dimensions <= size:
         message = f"dimensions must be from 1 to {size}, the size of this model's embeddings"
         raise RequestError(f"{message}, but {quoted(dimensions)} was given", param="dimensions")
 

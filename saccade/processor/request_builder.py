@@ -50,8 +50,9 @@ class RequestBuilder:
 
         `thinking`: how outputs may begin, if they are held to a structure after it.
         """
-        if params.thinking_token_budget is not None and self._thinking_after is not None:
-            thinking = thinking or self._thinking_after(prompt)
+        has_budget = params.thinking_token_budget is not None
+        if has_budget and thinking is None and self._thinking_after is not None:
+            thinking = self._thinking_after(prompt)
         params = _with_budget(params, thinking)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         if params.bad_words and self._encode is not None:
@@ -59,7 +60,7 @@ class RequestBuilder:
         if params.picks_best and params.logprobs is None:
             params = replace(params, logprobs=0)  # by which outputs are compared
         child_params = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
-        is_held = params.structured is not None or params.thinking_token_budget is not None
+        is_held = params.structured is not None or has_budget
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         prompt = _owned(prompt, request_id, tenant.name)
         return [

@@ -306,18 +306,19 @@ def _frame_as_asked(
     inner: tokenizers.Tokenizer, config: Mapping[str, Any], tokens: Mapping[str, str]
 ) -> None:
     """LlamaTokenizer in Transformers takes add_bos_token and add_eos_token from tokenizer_config.json."""
-    adds_bos = config.get("add_bos_token")
-    if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer") or not isinstance(adds_bos, bool):
+    is_llama = str(config.get("tokenizer_class")).startswith("LlamaTokenizer")
+    if not is_llama or not isinstance(config.get("add_bos_token"), bool):
         return
-    before = []
-    after = []
-    if adds_bos and "bos_token" in tokens:
-        before.append(tokens["bos_token"])
-    if config.get("add_eos_token") is True and "eos_token" in tokens:
-        after.append(tokens["eos_token"])
+    before, after = (_token_if_added(name, config, tokens) for name in ("bos_token", "eos_token"))
     ids = [(token, inner.token_to_id(token)) for token in {*before, *after}]
     if all(i is not None for _, i in ids):
         inner.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
+
+
+def _token_if_added(name: str, config: Mapping[str, Any], tokens: Mapping[str, str]) -> list[str]:
+    if config.get(f"add_{name}") is not True:
+        return []
+    return [tokens[name]] if name in tokens else []
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.errors import RequestError, is_list_of, quoted
+from saccade.processor.dialects.arguments import object_text
 from saccade.processor.dialects.call_grammar import functions_of
 from saccade.processor.dialects.call_schema import call_schema
 from saccade.processor.dialects.parser import OutputFormats
@@ -130,7 +131,7 @@ def _call_for_template(call: Any, where: str) -> Any:
         case _:
             return call  # parsed already, or left to the template
     try:
-        parsed = json.loads(arguments or "{}")
+        parsed = json.loads(object_text(arguments))
     except (ValueError, RecursionError):
         message = "the arguments of a tool call must be JSON as text"
         raise RequestError(message, param=f"{where}.function.arguments") from None

@@ -20,7 +20,9 @@ def can_fuse(
     decoding: frozenset[str], running: Iterable[ScheduledRequest], newcomers: Iterable[ScheduledRequest]
 ) -> bool:
     """Whether prefill may be fused with the next decode step: only `decoding` decode, all on the device."""
-    if not decoding or not all(seq.request_id in decoding or not seq.is_decoding for seq in running):
+    if not decoding:
+        return False
+    if any(seq.is_decoding for seq in running if seq.request_id not in decoding):
         return False
     return all(seq.samples_on_device and not seq.is_decoding for seq in newcomers)
 

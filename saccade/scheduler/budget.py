@@ -96,8 +96,9 @@ def are_enough(requests: Sequence[ScheduledRequest], config: SchedulerConfig) ->
     """Whether a step of these requests is full, unless much of them is found in the prefix cache."""
     max_prefills = config.latency.max_prefills if config.latency else None
     max_requests = min(filter(None, (max_prefills, config.max_num_seqs)))
-    num_tokens = sum(seq.num_tokens for seq in requests)
-    return len(requests) >= max_requests or num_tokens >= config.max_num_batched_tokens
+    if len(requests) >= max_requests:
+        return True
+    return sum(seq.num_tokens for seq in requests) >= config.max_num_batched_tokens
 
 
 class _Backlog:
@@ -112,9 +113,10 @@ class _Backlog:
         self._keys: set[Key] = set()
 
     def add(self, seq: ScheduledRequest) -> None:
-        self._seats -= not seq.is_running
-        if self._seats < 0 and not seq.is_running:
-            return
+        if not seq.is_running:
+            self._seats -= 1
+            if self._seats < 0:
+                return
         self.requests += 1
         self.prompt_tokens += seq.num_tokens - seq.num_computed
         for span in islice(seq.spans, seq.next_span, None):

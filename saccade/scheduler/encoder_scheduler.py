@@ -79,7 +79,7 @@ class _FifoTurn:
 
     def bars(self, seq: ScheduledRequest) -> bool:
         """Not one that pins space which the head may wait for: it frees that by going on."""
-        if self._head is None or self._head.seq is seq:
+        if self._head is None:
             return False
         return self._head.is_before(_RefusedRequest(seq, seq.share.counter)) and not seq.blocks_cache
 
@@ -105,11 +105,14 @@ class EncoderScheduler:
     themselves. Anything else (blocks it waits for, its own earlier spans) may depend on later requests.
     """
 
-    def __init__(self, cache: EncoderCache, encoder_budget: int, num_workers: int = 0) -> None:
+    def __init__(
+        self, cache: EncoderCache, encoder_budget: int, num_workers: int = 0, steps_ahead: int = 1
+    ) -> None:
         self.encode: list[MediaItem] = []  # given to the encoder in this step
         self.is_sliced = False
         self._cache = cache
         self._own_budget = encoder_budget
+        self._steps_ahead = steps_ahead
         self._encoder_budget = encoder_budget * (1 + num_workers)
         self._local_work: int | None = None  # embeddings that the engine itself makes; None: all in flight
         self._decoded: frozenset[Key] = frozenset()  # of those that are decoded before they are encoded
@@ -123,7 +126,7 @@ class EncoderScheduler:
 
     @classmethod
     def of(cls, config: SchedulerConfig, cache: EncoderCache) -> EncoderScheduler:
-        return cls(cache, config.encoder_budget, config.num_encoders)
+        return cls(cache, config.encoder_budget, config.num_encoders, config.steps_ahead)
 
     @property
     def has_workers(self) -> bool:
@@ -256,9 +259,9 @@ class EncoderScheduler:
         return self._cache.reserve(span.key, span.num_embeds, None, keep=keep, tenant=seq.request.tenant)
 
     def prefetch(self, ahead: Iterable[tuple[ScheduledRequest, int]]) -> tuple[MediaItem, ...]:
-        """What will be encoded next, as much as one step may encode, so that image decoding can begin."""
+        """What will be encoded next, as much as `steps_ahead` may encode: decoding of images can begin."""
         items: dict[Key, MediaItem] = {}
-        budget = self._encoder_budget
+        budget = self._steps_ahead * self._encoder_budget
         for seq, index in ahead:
             span = seq.spans[index]
             item = seq.request.prompt.items[index]

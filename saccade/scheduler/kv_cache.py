@@ -42,11 +42,9 @@ class CachedPrefix(NamedTuple):
 class BlockPool:
     """Allocates blocks, counts their users and finds full blocks again."""
 
-    def __init__(
-        self, num_blocks: int, block_size: int, enable_caching: bool, host: HostCache | None = None
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool, host: HostCache) -> None:
         self.num_blocks = num_blocks
-        self.host = host or HostCache(0)
+        self.host = host
         self.block_size = block_size
         self._enable_caching = enable_caching
         self._users = [0] * num_blocks

@@ -212,12 +212,13 @@ class ScheduledRequest:
 
     def unpin_computed(self, cache: EncoderCache) -> None:
         """Give back the embeddings that no position to come needs."""
-        spans = self.spans
-        while self.next_span < len(spans) and spans[self.next_span].pinned_until <= self.num_computed:
-            if self.next_span in self.pins:
-                self.pins.remove(self.next_span)
-                cache.release(self.holder(self.next_span))
-            self.next_span += 1
+        for index in range(self.next_span, len(self.spans)):
+            if self.spans[index].pinned_until > self.num_computed:
+                return
+            if index in self.pins:
+                self.pins.remove(index)
+                cache.release(self.holder(index))
+            self.next_span = index + 1
 
     def release(self, pool: BlockPool, cache: EncoderCache) -> None:
         """Give back all blocks and pins; what was computed is lost, apart from what the caches keep."""

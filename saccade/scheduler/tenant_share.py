@@ -28,7 +28,9 @@ class LabelTotal:
 def counted_as(tenant: Tenant, labels: Collection[str]) -> str:
     """Under which label, where these have counters already."""
     label = tenant.label or tenant.name
-    return label if label in labels or len(labels) < MAX_LABELS else OTHER_LABEL
+    if label in labels or len(labels) < MAX_LABELS:
+        return label
+    return OTHER_LABEL
 
 
 @dataclass(slots=True, eq=False)

@@ -58,7 +58,7 @@ def _limits(server: ServerOptions, max_open: int) -> dict[Work, _Limits]:
         Work.PROMPT: _Limits(4, 2, max_open, "to be tokenized"),
         Work.TEMPLATE: _Limits(_TEMPLATE_THREADS, 4, max_open, "for their chat template"),
         Work.SCHEMA: schemas,  # each thread waits for one process
-        Work.DOCUMENT: _Limits(2, 1, 16, "for their documents to be read"),  # here too
+        Work.DOCUMENT: _Limits(2, 1, max_open, "for their documents to be read"),  # here too
         Work.PLAN: _Limits(1, 1, 4, "for their plans"),
         Work.OWN: _Limits(2, 2, 64, ""),
     }

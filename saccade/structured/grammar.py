@@ -86,8 +86,9 @@ class Grammars:
         schema = request.params.structured
         if schema is None:
             return None
-        grammar = self._open.get(request.request_id)
-        return grammar or self._begun(request, schema)
+        if request.request_id in self._open:
+            return self._open[request.request_id]
+        return self._begun(request, schema)
 
     def end(self, request_id: str) -> None:
         """The request has ended."""
@@ -309,7 +310,8 @@ class Grammar:
         self.fail(_refusal(message, self._code))
 
     def fail(self, error: RequestError) -> None:
-        self.error = self.error or error
+        if self.error is None:
+            self.error = error
         self._bits = None
         self._is_made.set()
 

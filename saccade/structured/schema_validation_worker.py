@@ -197,7 +197,7 @@ def _references(schema: Any) -> Iterator[str]:
             yield from _references(entry)
     if isinstance(schema, dict):
         for name, value in schema.items():
-            if name == "$ref" and isinstance(value, str):
+            if (name, type(value)) == ("$ref", str):
                 yield value
             elif name not in _DATA:
                 yield from _references(value)
@@ -218,10 +218,13 @@ def _target(schema: Any, reference: str) -> Any:
 
 def _ends(schema: Any, ending: set[str]) -> bool:
     """Whether a finite value matches, given the references that are known to end."""
-    if not isinstance(schema, dict):
-        return True
-    if isinstance(schema.get("$ref"), str) and schema["$ref"] not in ending:
-        return False
+    match schema:
+        case {"$ref": str(reference)} if reference not in ending:
+            return False
+        case {}:
+            pass
+        case _:
+            return True
     if not all(_ends(part, ending) for part in _needed(schema)):
         return False
     choices = [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]

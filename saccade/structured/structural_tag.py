@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from saccade.errors import is_list_of, is_text
+from saccade.errors import is_list_of, is_text, member
 from saccade.structured.schema import JSON_OPTIONS
 
 _TEXT = r"/(.|\n)*/"
@@ -74,7 +74,7 @@ class _Rules:
         return "\n".join([f"start: {start}", *self._lines])
 
     def _made(self, form: Any) -> str:
-        kind = str(form.get("type")) if isinstance(form, Mapping) else "nothing"
+        kind = str(member(form, "type"))
         if kind not in self._makers:
             kinds = ", ".join(self._makers)
             raise ValueError(f"a format must be an object whose type is one of {kinds}, not {kind[:40]!r}")

@@ -55,9 +55,9 @@ def body_of(part: dict[str, Any]) -> bytes:
 
 
 def bits(number: int) -> dict[str, Any]:
-    """Fifty-six megapixels in a few kilobytes."""
+    """Twenty-four megapixels in a few kilobytes."""
     stream = io.BytesIO()
-    Image.new("1", (8_000, 6_999 - number)).save(stream, "PNG")
+    Image.new("1", (8_000, 2_999 - number)).save(stream, "PNG")
     return image_part(as_url(stream.getvalue()))
 
 

@@ -37,13 +37,13 @@ processor_seconds_per_minute = 1
 keys = ["operator-1"]
 operator = true
 """
-IDS = b'{"prompt":[' + b"7," * 1_900_000 + b"7]}"
+IDS, MANY_IDS = (b'{"prompt":[' + b"7," * count + b"7]}" for count in (1_900_000, 475_000))
 NAMES = b'{"a":1,' + b",".join(b'"k%d":{}' % number for number in range(60_000)) + b"}"
 LETTERS = json.dumps({"prompt": "a" * 64_000}).encode()
 STARTS = b'{"a":"' + b'\\"data:' * 499_000 + b'"}'  # of media, which the loop itself looks for
 FLOODS = {
     "starts of media": ("/v1/chat/completions", STARTS, 16),
-    "many token ids": ("/v1/completions", IDS, 16),
+    "many token ids": ("/v1/completions", MANY_IDS, 16),
     "many names": ("/v1/chat/completions", NAMES, 128),
     "long words": ("/tokenize", LETTERS, 128),
 }

@@ -312,7 +312,7 @@ def test_a_bitmap_whose_runs_are_unpacked_in_python_is_refused_when_it_is_large(
 def test_pillows_own_limit_does_not_show(recwarn: pytest.WarningsRecorder) -> None:
     policy = replace(POLICY, max_image_pixels=10**12)
     assert probe(png_header(60_000, 60_000), policy).size == (60_000, 60_000)
-    assert not recwarn.list
+    assert not [warning for warning in recwarn.list if issubclass(warning.category, Image.DecompressionBombWarning)]
 
 
 def test_a_text_bomb_in_a_png_is_too_large() -> None:

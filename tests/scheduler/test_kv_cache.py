@@ -9,6 +9,7 @@ import pytest
 
 from saccade.scheduler.block_hashes import BlockHashes, text_records
 from saccade.scheduler.kv_cache import BlockPool
+from saccade.scheduler.kv_host_cache import HostCache
 from tests.helpers.engine.scheduling import BLOCK, FakeImage, Part, make_prompt
 
 
@@ -26,7 +27,7 @@ def filled(pool: BlockPool, chain: BlockHashes, count: int) -> list[int]:
 
 @pytest.fixture
 def pool() -> BlockPool:
-    return BlockPool(num_blocks=8, block_size=BLOCK, enable_caching=True)
+    return BlockPool(num_blocks=8, block_size=BLOCK, enable_caching=True, host=HostCache(0))
 
 
 def test_free_idle_and_used_blocks_add_up_to_all(pool: BlockPool) -> None:
@@ -109,7 +110,7 @@ def test_a_hit_needs_equal_records_and_not_only_an_equal_digest(pool: BlockPool)
 
 
 def test_without_caching_nothing_is_found_and_nothing_stays_idle() -> None:
-    pool = BlockPool(8, BLOCK, enable_caching=False)
+    pool = BlockPool(8, BLOCK, enable_caching=False, host=HostCache(0))
     pool.release(filled(pool, chain_of(8), 2))
     assert pool.find(chain_of(9), num_tokens=9) == []
     assert pool.stats()["free"] == 8
@@ -277,7 +278,7 @@ def admitted(pool: BlockPool, tokens: list[int], windows: int) -> tuple[int, lis
 
 def test_what_is_found_does_not_depend_on_when_it_is_indexed() -> None:
     """Of few different blocks, so that many prompts begin alike and then go on differently."""
-    rng, at_once, later = Random(0), *(BlockPool(256, BLOCK, enable_caching=True) for _ in range(2))
+    rng, at_once, later = Random(0), *(BlockPool(256, BLOCK, True, HostCache(0)) for _ in range(2))
     held: list[tuple[list[int], list[int]]] = []
     for _ in range(300):
         tokens = [token for _ in range(rng.randrange(1, 8)) for token in BLOCK * [rng.randrange(2)]]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image, ImageDraw
 
+from saccade.cli.main import main
 from tests.helpers.media.images import png
 from tests.helpers.servers.later import Later
 from tests.helpers.servers.serving import RunningServer, as_url, running_builtin
@@ -74,3 +75,13 @@ def test_the_color_of_a_drawn_circle_is_told(
     builtin: RunningServer, api: Callable[[RunningServer, bytes, bool], str], color: str, stream: bool
 ) -> None:
     assert color in api(builtin, circle(color), stream).lower()
+
+
+def test_a_bench_has_pages_rendered_and_says_what_they_took(
+    builtin: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ["--concurrency", "2", "--pdf", "2", "--requests", "4", "--tokens", "2", "--quiet", "--processes", "1"]
+    assert main(["bench", "documents", "--url", builtin.url, *load]) == 0
+    _, title, row = capsys.readouterr().out.splitlines()
+    assert title.split()[-5:] == ["queue", "pixels", "encode", "prefill", "processor"]
+    assert float(row.split()[-4]) > 0 and float(row.split()[-3]) > 0, "pages were rendered and encoded"

@@ -81,7 +81,7 @@ def test_a_client_leaves_threads_for_others(work: Work, share: int) -> None:
     ("work", "waiting", "says"),
     [
         (Work.BODY, 100, "bodies"),
-        (Work.DOCUMENT, 16, "documents"),
+        (Work.DOCUMENT, 100, "documents"),
         (Work.SCHEMA, 3, "--max-schema-checks"),
         (Work.PLAN, 4, "plans"),
     ],

@@ -54,8 +54,8 @@ class BatchResult(NamedTuple):
         code, message = "invalid_request", self.request.problem
         if message is None:
             error = _error_in(self.body)
-            code = error.get("code") or "request_failed"
-            message = error.get("message") or f"the server answered {self.status}"
+            code = error.get("code", "request_failed")
+            message = error.get("message", f"the server answered {self.status}")
         return b', "error": %s}\n' % _json({"code": code, "message": message})
 
 
@@ -64,11 +64,12 @@ def _json(value: Any) -> bytes:
 
 
 def _error_in(body: bytes) -> dict[str, Any]:
+    """What a server says of an error: null and empty text say nothing."""
     try:
         error = msgspec.json.decode(body, type=_ErrorAnswer).error
     except ValueError:
         return {}
-    return error if isinstance(error, dict) else {}
+    return {name: value for name, value in error.items() if value} if isinstance(error, dict) else {}
 
 
 def finished(path: Path, check: Callable[[int, str | None], None]) -> set[int]:

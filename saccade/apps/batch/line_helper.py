@@ -104,11 +104,12 @@ def _placed(line: bytes, number: int, offset: int, check: Check) -> Place:
         len(memoryview(parts.custom_id)),
         offset + line.find(parts.body),
         len(memoryview(parts.body)),
-        _problem(parts, url, check) or "",
+        _problem(parts, url, check),
     )
 
 
-def _problem(parts: _Line, url: str | None, check: Check) -> str | None:
+def _problem(parts: _Line, url: str | None, check: Check) -> str:
+    """Empty: it has none."""
     if _text(parts.method, _MAX_ID_CHARS) != "POST":
         return "method must be POST"
     if url not in URLS:
@@ -124,7 +125,7 @@ def _problem(parts: _Line, url: str | None, check: Check) -> str | None:
         return "it is not JSON in UTF-8"
     if stream not in (b"false", b"null"):
         return "a batch streams nothing; leave stream out of the body"
-    return None
+    return ""
 
 
 def _text(raw: msgspec.Raw, max_chars: int) -> str | None:

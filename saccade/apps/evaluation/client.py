@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import httpcore
 
-from saccade.errors import ConfigError, reason_of
+from saccade.errors import ConfigError, member, reason_of
 
 _CHAT = "/v1/chat/completions"
 _MODELS = "/v1/models"
@@ -74,7 +74,7 @@ class Client:
         if status != 200:
             self._fail(status, _MODELS, content)
         cards = _get(_decoded(content), "data", list)
-        by_id = {str(card["id"]): card for card in cards if isinstance(card, dict) and "id" in card}
+        by_id = {str(card["id"]): card for card in cards if member(card, "id") is not None}
         name = next(iter(by_id), "") if model is None else model
         if name not in by_id:
             problem = "no model" if model is None else f"no model {model!r}"
@@ -166,7 +166,7 @@ def _reply(answer: Mapping[str, Any]) -> ModelReply:
 
 def _said(message: Mapping[str, Any]) -> str:
     """The text of a reply; calls of tools follow in Hermes' form, whatever the model's own is."""
-    text = str(message.get("content") or "")
+    text: str = _get(message, "content", str)
     for call in _get(message, "tool_calls", list):
         function = _get(call, "function", dict)
         arguments = function.get("arguments") or "{}"
@@ -201,8 +201,9 @@ def _decoded(content: bytes) -> dict[str, Any]:
 
 def _get(value: Any, name: str, kind: type) -> Any:
     """A member of a server's response, or an empty value if it is missing or of another type."""
-    if isinstance(value, Mapping) and isinstance(value.get(name), kind):
-        return value[name]
+    content = member(value, name)
+    if isinstance(content, kind):
+        return content
     return kind()
 
 

@@ -35,7 +35,9 @@ class AnswerRule:
             return text.removesuffix(".") in [answer.removesuffix(".") for answer in answers]
         matches = [_holds(text, answer) for answer in answers]
         is_there = all(matches) if self.match == "all" else any(matches)
-        return is_there and not any(_contradicts(text, answers, word) for word in self.forbidden)
+        if not is_there:
+            return False
+        return not any(_contradicts(text, answers, word) for word in self.forbidden)
 
     @property
     def reply(self) -> str:

@@ -99,7 +99,8 @@ def _fitting(
         try:
             sizes = size_memory(options, checkpoint.config, largest, machine)
         except ConfigError as error:
-            problem = problem or error
+            if problem is None:
+                problem = error
             continue
         if cost.max_tokens <= sizes.scheduler.max_model_len:
             return gpus, sizes.parts, sizes.scheduler

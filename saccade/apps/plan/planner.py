@@ -16,7 +16,6 @@ from saccade.checkpoint.quantization import Quantization, quantization_of
 from saccade.errors import ConfigError
 from saccade.options.engine import Options
 from saccade.processor.checkpoint_files import Checkpoint
-from saccade.processor.families import is_known
 
 _DECODE_THREADS = 8  # of the host, where no option says how many
 
@@ -57,10 +56,10 @@ class Deployment:
 
     @property
     def fp8_params(self) -> int:
-        """Weights in FP8: none where a GPU multiplies no FP8, or Transformers' code runs."""
-        if not (self.hardware.has_fp8 and is_known(self.checkpoint.config)):
+        """Weights in FP8: none where a GPU multiplies no FP8."""
+        if not self.hardware.has_fp8:
             return 0
-        return costs.fp8_params_of(self.checkpoint.config.text, self.stored, self.options.quantization)
+        return costs.fp8_params_of(self.checkpoint.config, self.stored, self.options.quantization)
 
     @property
     def int4(self) -> costs.Int4Bytes:
@@ -186,9 +185,6 @@ def _check_fp8(deployment: Deployment) -> None:
     if deployment.stored is not None and not deployment.stored.becomes_fp8:
         reason = f"this one is {deployment.stored.summary}"
         raise ConfigError(f"{option} is for checkpoints that are not quantised; {reason}")
-    if not is_known(deployment.checkpoint.config):
-        model_type = deployment.checkpoint.config.model_type
-        raise ConfigError(f"{option} cannot be used: {model_type!r} runs through Transformers' code")
 
 
 def first_token(deployment: Deployment, timing: TimeModel, cost: RequestCost) -> FirstToken:

@@ -32,7 +32,7 @@ from saccade.engine.ipc.messages import (
 )
 from saccade.engine.ipc.process import EngineProcess
 from saccade.engine.ipc.stream import RequestStream, Submission
-from saccade.engine.ipc.supervisor import Channel, EngineStatus, Launcher, WorkerSupervisor
+from saccade.engine.ipc.supervisor import EngineStatus, Launcher, WorkerSupervisor
 from saccade.errors import ConfigError, EngineUnavailable, RequestError
 from saccade.options.engine import Options, SchedulerConfig
 from saccade.scheduler.cache_log import CacheChanges
@@ -204,12 +204,6 @@ class EngineClient(WorkerSupervisor):
         self.send(submission)
         await submission.admission()
         return list(submission.streams.values())
-
-    def check_ready(self) -> Channel:
-        """The worker. EngineUnavailable if it takes nothing now."""
-        if self._state != "ready" or self._process is None:
-            raise EngineUnavailable(f"the engine is {self._state}; try again later", self.retry_after)
-        return self._process
 
     def send(self, submission: Submission) -> None:
         """Of several replicas, also one that another worker had before."""

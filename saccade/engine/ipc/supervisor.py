@@ -100,16 +100,21 @@ class WorkerSupervisor:
         if self._state != "stopped":
             self._state = "draining"
 
+    def check_ready(self) -> Channel:
+        """The worker. EngineUnavailable if it takes nothing now."""
+        if self._state != "ready" or self._process is None:
+            raise EngineUnavailable(f"{self._name} is {self._state}; try again later", self.retry_after)
+        return self._process
+
     async def sleep(self) -> None:
         """End the worker, and with it all its memory, until `wake_up`. Open work is lost."""
         if self._state == "sleeping":
             return
-        if self._state != "ready" or self._process is None:
-            raise EngineUnavailable(f"{self._name} is {self._state}; try again later", self.retry_after)
+        process = self.check_ready()
         self._state = "sleeping"
         self._awake.clear()
         self._lose_open("the engine was put to sleep; the request was not finished")
-        self._process.send(frame(Stop()))
+        process.send(frame(Stop()))
         while self._state == "sleeping" and not self._is_asleep:
             await asyncio.sleep(_POLL_SECONDS)
 

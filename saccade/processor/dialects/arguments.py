@@ -38,10 +38,15 @@ def part_of(schema: Mapping[str, Any], name: str, default: Any) -> Any:
     return schema.get(name) or default
 
 
+def object_text(arguments: str) -> str:
+    """Models and clients may leave out an object without members."""
+    return arguments or "{}"
+
+
 def parsed_object(text: str) -> dict[str, Any] | None:
     """A JSON object; None if the text is no such thing."""
     try:
-        value = json.loads(text or "{}", parse_constant=no_constant)
+        value = json.loads(object_text(text), parse_constant=no_constant)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -141,8 +146,8 @@ def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
 def _is(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
-    if isinstance(value, float) and kind == "integer":
-        return value.is_integer()
+    if (type(value), kind) == (float, "integer"):
+        return bool(value.is_integer())
     return isinstance(value, _TYPES[kind])
 
 

@@ -182,11 +182,10 @@ class GrammarWriter:
             return f"{self.terminal(' | '.join(map(quoted_text, texts)))} {self._end(end, lines)}"
         if set(schema) - _STRING:
             raise Inexpressible
-        low = schema.get("minLength", 0)
-        high = schema.get("maxLength")
-        if not isinstance(low, int) or not isinstance(high, int | None):
-            raise Inexpressible
-        return self._text_until(end, low, high, lines)
+        match schema.get("minLength", 0), schema.get("maxLength"):
+            case int(low), int() | None as high:
+                return self._text_until(end, low, high, lines)
+        raise Inexpressible
 
     def _text_until(self, end: str, low: int, high: int | None, lines: bool) -> str:
         """Text of `low` to `high` letters. What would end it must not come too early."""

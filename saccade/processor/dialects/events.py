@@ -135,7 +135,8 @@ class EventSink:
     def end(self, problem: Problem | None = None) -> None:
         """The call is over. Its arguments are checked against the parameters of its tool."""
         self.in_call = False
-        problem = problem or self._problem()
+        if problem is None:
+            problem = self._problem()
         self._arguments = []
         if problem is not None:
             self._events.append(CallProblem(problem))

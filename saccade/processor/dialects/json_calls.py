@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from saccade.processor.dialects.arguments import object_text
 from saccade.processor.dialects.events import EventSink
 from saccade.processor.dialects.json_text import copy_value, read_string
 from saccade.processor.dialects.reader import Reading, TextReader, Unreadable
 
 NAME_LETTERS = re.compile(r"[a-zA-Z0-9_.-]+")
-_MAX_NAME = 64
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 ReadCall = Callable[[TextReader, EventSink], Reading[None]]
 
 
@@ -37,7 +38,7 @@ def read_json_call(reader: TextReader, sink: EventSink, *, known_only: bool = Fa
     else:
         yield from reader.expect("}")
         call.start()
-        sink.arguments(call.early or "{}")
+        sink.arguments(object_text(call.early))
     sink.end()
 
 
@@ -128,9 +129,11 @@ def read_or_refuse(
 
 
 def checked_name(name: str | None, sink: EventSink, *, known_only: bool = False) -> str:
-    if name is None and known_only:
-        raise Unreadable(None)  # any JSON
-    if name is None or len(name) > _MAX_NAME or not NAME_LETTERS.fullmatch(name):
+    if name is None:
+        if known_only:
+            raise Unreadable(None)  # any JSON
+        raise Unreadable
+    if not _NAME.fullmatch(name):
         raise Unreadable
     if known_only and name not in sink.parameters:
         raise Unreadable("unknown_tool")

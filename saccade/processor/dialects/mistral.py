@@ -27,7 +27,8 @@ def read_mistral(reader: TextReader, sink: EventSink) -> Reading[None]:
     marker = yield from reader.copy_until((CALLS,), sink.content)
     while marker:  # a broken call ends where the next one begins
         marker = yield from read_or_refuse(reader, sink, CALLS, _calls(reader, sink), CALLS)
-        marker = marker or (yield from reader.copy_until((CALLS,), sink.content))
+        if not marker:
+            marker = yield from reader.copy_until((CALLS,), sink.content)
 
 
 def _calls(reader: TextReader, sink: EventSink) -> Reading[None]:

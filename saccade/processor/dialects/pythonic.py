@@ -47,9 +47,10 @@ def _call(reader: TextReader, sink: EventSink) -> Reading[None]:
         yield from reader.skip_space()
         literal = yield from _literal(reader)
         value = _as_json(literal)
-        writer.value(value or literal)
         if value is None:
+            writer.value(literal)
             raise Unreadable
+        writer.value(value)
         yield from reader.skips(",")
         yield from reader.skip_space()
     writer.close()

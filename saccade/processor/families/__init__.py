@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from saccade.checkpoint.config import ModelConfig
+from saccade.errors import member
 from saccade.processor.families import deepseek_vl_v2, frame_groups, qwen_vl
 from saccade.processor.families.base import Family, Files
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
@@ -46,6 +47,7 @@ VIDEO: dict[str, Callable[[Files], VideoRules | None]] = {
 
 TEMPLATES: dict[str, Callable[[ModelConfig], str | None]] = {
     "deepseek_vl_v2": deepseek_vl_v2.chat_template,
+    **dict.fromkeys(("deepseek_ocr2", "unlimited_ocr"), deepseek_vl_v2.ocr_template),
     "qwen": qwen_vl.chat_template,
     "qwen/qwen_visual": qwen_vl.chat_template,
 }
@@ -65,11 +67,10 @@ def is_ours(raw: Mapping[str, Any]) -> bool:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         return False
-    if kind == "llava_next" and raw.get("vision_feature_select_strategy") == "full":
+    if (kind, raw.get("vision_feature_select_strategy")) == ("llava_next", "full"):
         return False
-    text = raw.get("text_config")
-    decoder = text.get("model_type") if isinstance(text, Mapping) else None
-    return not isinstance(decoder, str) or kind not in DECODERS or decoder in DECODERS[kind]
+    decoder = member(raw.get("text_config"), "model_type")
+    return decoder is None or decoder in DECODERS.get(kind, (decoder,))
 
 
 def video_rules_for(files: Files) -> VideoRules | None:
@@ -94,7 +95,7 @@ def built_in_template(config: ModelConfig) -> str | None:
 
 def name_of(config: ModelConfig) -> str:
     """The model type, with the tower's type where the table has such an entry."""
-    with_tower = f"{config.model_type}/{(config.raw.get('vision_config') or {}).get('model_type')}"
+    with_tower = f"{config.model_type}/{member(config.raw.get('vision_config'), 'model_type')}"
     return with_tower if with_tower in FAMILIES else config.model_type
 
 

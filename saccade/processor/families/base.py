@@ -131,12 +131,12 @@ def cross_attended(spans: Sequence[Span]) -> tuple[Span, ...]:
     """
     read: list[Span] = []
     end = TO_THE_END
-    following: Span | None = None
+    next_start = 0  # none follows the last one
     for span in reversed(spans):
-        if following is not None and span.end < following.start:
-            end = following.start
+        if span.end < next_start:
+            end = next_start
         read.append(replace(span, last_reader=end))
-        following = span
+        next_start = span.start
     return tuple(reversed(read))
 
 

@@ -22,7 +22,7 @@ from saccade.types.media import Geometry, Grid, Size, Tiling
 _MAX_IN_TILES = 2  # images of one prompt; if there are more, each has one tile
 _UNKNOWN = -1  # image token of a folder without a tokenizer: counting needs none
 
-_CHAT = """\
+_PARTS = """\
 {%- macro text_of(content) -%}
   {%- if content is string -%}
     {{- content -}}
@@ -32,6 +32,10 @@ _CHAT = """\
     {%- endfor -%}
   {%- endif -%}
 {%- endmacro -%}
+"""
+_CHAT = (
+    _PARTS
+    + """\
 {{- bos_token -}}
 {%- for message in messages -%}
   {%- set text = text_of(message.content) | trim -%}
@@ -47,11 +51,20 @@ _CHAT = """\
   {%- endif -%}
 {%- endfor -%}
 """
+)
 """The format of the original code; published checkpoints ship no template."""
+_OCR = (
+    _PARTS + "{{- bos_token -}}{%- for message in messages -%}{{- text_of(message.content) -}}{%- endfor -%}"
+)
 
 
 def chat_template(config: ModelConfig) -> str:
     return _CHAT
+
+
+def ocr_template(config: ModelConfig) -> str:
+    """Of DeepSeek-OCR and its kin: the text alone."""
+    return _OCR
 
 
 @dataclass(frozen=True, slots=True)

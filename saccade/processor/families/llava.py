@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, member
 from saccade.processor.families import base
 from saccade.processor.families.base import Files
 from saccade.types.media import Geometry, Grid, Size
@@ -94,7 +94,7 @@ def _resize_and_crop(processor: Mapping[str, Any]) -> tuple[int | None, Size]:
     base.check_does(processor, "do_resize", "the vision tower takes pictures of one size only")
     if isinstance(crop, int):
         crop = {"height": crop, "width": crop}
-    if not crop.get("height") or not crop.get("width"):
+    if not all(map(crop.get, ("height", "width"))):
         sizes = f"size={size}, crop_size={crop_size}"
         raise ConfigError(f"the image processor neither crops nor resizes to one height and width ({sizes})")
     return short_side, Size(crop["width"], crop["height"])
@@ -111,7 +111,7 @@ def _extra_tokens(processor: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
     if strategy not in ("default", "full") or in_config not in (None, strategy):
         strategies = f"{strategy!r} in processor_config.json and {in_config!r} in config.json"
         raise ConfigError(f"{name} must be default or full in both files, not {strategies}")
-    is_siglip = (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model"
+    is_siglip = member(raw.get("vision_config"), "model_type") == "siglip_vision_model"
     tokens = 0 if is_siglip else 1
     setting = processor.get("num_additional_image_tokens")
     if setting is not None and processor.get("patch_size"):

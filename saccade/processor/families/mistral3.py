@@ -142,7 +142,9 @@ def _edges(size: Any) -> Size:
         return Size(_LONGEST_EDGE, _LONGEST_EDGE)
     if isinstance(size, int):
         return Size(size, size)
-    width, height = (size.get("longest_edge") or size.get(name) for name in ("width", "height"))
+    width, height = (
+        base.setting("longest_edge", size, default=size.get(name)) for name in ("width", "height")
+    )
     if not width or not height:
         message = f"the image processor's size needs longest_edge, or height and width, not {dict(size)}"
         raise ConfigError(message)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from saccade.processor.dialects.arguments import parsed_object
+from saccade.processor.dialects.arguments import object_text, parsed_object
 from saccade.server.api.chunks import usage_of
 from saccade.server.api.content_blocks import Block, BlockEvent, BlockOutput
 from saccade.server.api.events import Event, EventShape
@@ -87,7 +87,7 @@ def _content(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     arguments: Any = {"INVALID_JSON": block.text}
     if parsed_object(block.text) is not None:
-        arguments = msgspec.Raw(block.text.encode() or b"{}")  # as written: encoding could fail, or round
+        arguments = msgspec.Raw(object_text(block.text).encode())  # as written: encoding could fail, or round
     return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": arguments}
 
 

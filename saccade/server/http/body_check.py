@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, member
 
 MAX_DEPTH = 128
 """Levels of nesting in a body: more than any schema needs, far less than the interpreter's stack."""
@@ -42,11 +42,6 @@ def decoded(body: bytes | bytearray | memoryview) -> dict[str, Any]:
         message = f"the body has {len(value)} fields and may have {MAX_FIELDS}; leave out unknown ones"
         raise RequestError(message, code="request_too_large")
     return value
-
-
-def member(value: Any, name: str) -> Any:
-    """What an object has under a name. None: nothing, or it is no object."""
-    return value.get(name) if isinstance(value, Mapping) else None
 
 
 def check(body: Mapping[str, Any], limits: BodyLimits) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from saccade.server.accounts import Account
 from saccade.server.errors import ApiError, overloaded
 from saccade.server.http.text_limit import TextTally
 
+_JSON = re.compile(r"application/json|.*\+json")
 _RETRY_AFTER_TIMEOUT = 1.0
 _RETRY_AFTER_DRAIN = 10.0
 _NEARLY_FULL = 15 / 16  # of the bytes in flight: a request with an image would hardly fit
@@ -250,7 +252,7 @@ async def receive_body(
 def _check_type(request: Request) -> None:
     """Against cross-site requests: a browser sends other content types without a preflight."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    if not _JSON.fullmatch(kind):
         problem = f"this one is {quoted(kind)}" if kind else "this one says nothing"
         message = f"the body must be JSON, but {problem}; send the header Content-Type: application/json"
         raise ApiError(415, message, code="unsupported_media_type")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from saccade.server.request import fields
 from saccade.server.request.fields import FieldReader
 from saccade.structured.structured_outputs import structured_as, structured_from, structured_of
 
+_TOKEN_ID = re.compile(r"[0-9]{1,18}")
 _FRAME_OPTIONS = frozenset({"fps", "num_frames"})
 MAX_PROMPT_LOGPROBS = 1 << 18  # values in a response: about 20 MB
 
@@ -321,7 +323,7 @@ def _logit_bias(biases: Mapping[str, Any] | None) -> dict[int, float] | None:
     if len(biases) > MAX_LOGIT_BIAS:
         message = f"logit_bias names {len(biases)} tokens and at most {MAX_LOGIT_BIAS} are allowed"
         raise RequestError(message, param="logit_bias")
-    if not all(key.isascii() and key.isdigit() and len(key) < 19 for key in biases):
+    if not all(map(_TOKEN_ID.fullmatch, biases)):
         raise RequestError("the keys of logit_bias must be token ids", param="logit_bias")
     return {int(key): value for key, value in biases.items()}
 

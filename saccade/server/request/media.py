@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from saccade.errors import RequestError, quoted
+from saccade.errors import RequestError, member, quoted
 from saccade.media.documents import decode_document, is_pdf
 from saccade.media.fetch import Fetcher, OnBytes
 from saccade.media.load import decode_data_url
 from saccade.options.engine import MediaPolicy
 from saccade.processor.images import reads_text_only
-from saccade.server.http.body_check import member
 from saccade.server.metrics import Metrics
 from saccade.server.request.media_files import StoredFiles
 from saccade.server.request.media_uuids import MAX_UUID_CHARS, UuidCache

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from saccade.errors import RequestError, quoted
-from saccade.server.http.body_check import member
+from saccade.errors import RequestError, member, quoted
 from saccade.server.request import fields
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, document_options
@@ -168,12 +167,12 @@ def _add_blocks(chat: ChatBuilder, role: str, blocks: Sequence[Any], path: str) 
     if parts or not blocks:
         chat.add_message(role, parts, path, part_paths)
     for block, block_path in calls:
-        name = block.get("name")
-        arguments = block.get("input")
-        if not isinstance(name, str) or not isinstance(arguments, Mapping):
-            message = "a tool_use block needs a string under name and an object under input"
-            raise RequestError(message, param=block_path)
-        chat.add_call(block.get("id"), name, arguments, block_path)
+        match block:
+            case {"name": str(name), "input": Mapping() as arguments}:
+                chat.add_call(block.get("id"), name, arguments, block_path)
+            case _:
+                message = "a tool_use block needs a string under name and an object under input"
+                raise RequestError(message, param=block_path)
 
 
 def _thought(block: Mapping[str, Any], path: str) -> str:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from saccade.errors import RequestError
-from saccade.server.http.body_check import member
+from saccade.errors import RequestError, member
 from saccade.server.request import fields
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths, document_options
@@ -150,7 +149,7 @@ def _add_item(chat: ChatBuilder, item: Any, path: str) -> None:
 
 def _thought(item: Mapping[str, Any], path: str) -> str:
     """The text of a reasoning item, or its summary where a server hides the text."""
-    parts = item.get("content") or item.get("summary") or []
+    parts: Any = next(filter(None, map(item.get, ("content", "summary"))), [])
     if not isinstance(parts, list) or not all(map(_has_text, parts)):
         raise _invalid("a reasoning item needs a list of parts with a string under text", f"{path}.content")
     return "\n".join(part["text"] for part in parts)
