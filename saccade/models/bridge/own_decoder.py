@@ -15,6 +15,7 @@ from saccade.checkpoint.hf_processor import raised
 from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.own_experts import experts_of, share_experts, share_experts_beside
+from saccade.models.bridge.own_gates import check_gates
 from saccade.models.bridge.own_modules import (
     Modules,
     check_shapes,
@@ -189,6 +190,7 @@ class OwnDecoder:
             set_norm(ours.mlp_norm, theirs["mlp_norm"][0])
             self._set_sums(ours, theirs, scale_of(layer))
             self._set_mlp(ours, theirs)
+            check_gates(layer, theirs, gelu=self.gelu)
             norms = getattr(ours.attention, "qk_norms", None)
             if bool(theirs.get("q_norm")) != (norms is not None):
                 raise Unfit("some of its layers norm queries and keys")

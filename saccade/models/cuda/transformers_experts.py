@@ -12,6 +12,7 @@ from saccade.kernels.moe.fused_moe import MoEWeights, run_experts
 from saccade.kernels.moe.topk_routing import Routed
 from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.own_experts import dense_experts
+from saccade.models.bridge.own_gates import large_rows
 
 _WEIGHTS = {"gate_up_proj", "down_proj"}
 
@@ -25,12 +26,14 @@ class FusedExperts:
         routed = Routed(shares.float().contiguous(), experts.int().contiguous())
         return run_experts(x.contiguous(), self.weights, routed)
 
-    def example(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens of two experts each, first and last ones among them."""
-        count, _, hidden = self.weights.gate_up.shape
-        x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0)).to(self.weights.gate_up)
+    def examples(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Tokens of two experts each, first and last ones among them; and large ones."""
+        gate_up = self.weights.gate_up
+        count, _, hidden = gate_up.shape
+        x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0)).to(gate_up)
         experts = torch.tensor([[0, count - 1], [count // 2, 0], [count - 1, count // 2]], device=x.device)
-        return x, experts, torch.tensor([[0.7, 0.3]] * 3).to(x)
+        for rows in (x, large_rows(lambda x: x @ gate_up[0].T, hidden, x)):
+            yield rows, experts, torch.tensor([[0.7, 0.3]] * 3).to(x)
 
 
 def are_experts(module: Any) -> bool:

@@ -28,6 +28,7 @@ from saccade.kernels.attention.rope_store_kv import HALVES, Pairs, rotary
 from saccade.kernels.gemm.skinny import SplitWorkspace
 from saccade.kernels.ops.norm import rms_norm
 from saccade.kernels.ops.qk_norm import qk_rms_norm
+from saccade.models.bridge.own_gates import large_rows
 from saccade.models.bridge.own_modules import linear_of
 from saccade.models.bridge.stored import dtype_of, is_matrix, kind_of
 from saccade.models.cuda.gemm_table import GATED, WHOLE
@@ -93,9 +94,11 @@ class Fusion:
             self._fuse("RMS norms", module, norms)
         if are_experts(module):
             experts = list(fused_experts(module))
-            self._fuse("experts", module, experts, next((one.example() for one in experts), None))
+            self._fuse(
+                "experts", module, experts, *(given for one in experts[:1] for given in one.examples())
+            )
         if is_matrix(getattr(module, "down_proj", None)):
-            self._fuse("MLPs", module, self._mlps(module))
+            self._fuse_mlp(module)
         if all(hasattr(module, linear) for linear in _QKV):
             self._fuse_qkv(module)
         if name.endswith("Attention"):
@@ -106,24 +109,33 @@ class Fusion:
         kind: str,
         module: nn.Module,
         candidates: Sequence[Callable[..., Tensor]],
-        given: tuple[Tensor, ...] | None = None,
+        *examples: tuple[Tensor, ...],
     ) -> None:
-        """The first that computes the same of what is given, else of a few random rows."""
+        """The first that computes the same of each example, else of a few random rows."""
         self._found[kind] += 1
-        given = given or (_rows_of(module, self._like),)
         reason: str | None = "other parts"
         for forward in candidates:
-            reason = _difference(module, forward, given)
+            differences = (_difference(module, forward, given) for given in examples or [self._rows(module)])
+            reason = next(filter(None, differences), None)
             if reason is None:
                 self._forwards[module] = forward
                 self._fused[kind] += 1
                 return
         self._reasons[kind] = str(reason)
 
-    def _mlps(self, mlp: Any) -> Sequence[_Forward]:
+    def _rows(self, module: nn.Module) -> tuple[Tensor]:
+        return (_rows_of(module, self._like),)
+
+    def _fuse_mlp(self, mlp: Any) -> None:
         both = self._merged(mlp, ("gate_up_proj",)) or self._merged(mlp, ("gate_proj", "up_proj"))
         if both is None:
-            return ()
+            self._fuse("MLPs", mlp, ())
+            return
+        usual = self._rows(mlp)
+        large = large_rows(partial(self._linear, both), usual[0].shape[-1], usual[0])
+        self._fuse("MLPs", mlp, self._mlps(mlp, both), usual, (large[None],))
+
+    def _mlps(self, mlp: Any, both: Plain) -> Sequence[_Forward]:
         down = self._weight_of([mlp.down_proj])
 
         def usual(gate_up: Plain, x: Tensor) -> Tensor:

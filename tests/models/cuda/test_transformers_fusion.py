@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from saccade.kernels.gemm.skinny import MAX_ROWS, SplitWorkspace
 from saccade.models import load_model
+from saccade.models.bridge.errors import Unfit
+from saccade.models.bridge.own_gates import check_gates
+from saccade.models.bridge.own_modules import modules_of
 from saccade.models.bridge.stored import Stored
 from saccade.models.bridge.stored_load import quantize_layers
 from saccade.models.cuda import transformers_fusion
@@ -169,15 +172,48 @@ class Doubled(nn.Module):
         return found
 
 
+class Clamped(Doubled):
+    """Large values alone are changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = nn.functional.silu(self.gate_proj(x)), self.up_proj(x)
+        found: Tensor = self.down_proj(gate.clamp(max=16) * up.clamp(min=-16, max=16))
+        return found
+
+
+class ClampedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.randn(2, *shape)) for shape in ((64, 16), (16, 32)))
+
+    def forward(self, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+        gate, up = torch.einsum("th,eoh->teo", x, self.gate_up_proj).chunk(2, dim=-1)
+        outputs = torch.einsum("tei,ehi->teh", nn.functional.silu(gate).clamp(max=40) * up, self.down_proj)
+        return (outputs.gather(1, experts[..., None].expand(-1, -1, 16)) * shares[..., None]).sum(1)
+
+
 @torch.inference_mode()
 def test_modules_of_another_formula_stay_as_they_are() -> None:
-    layers = nn.Sequential(CenteredRMSNorm(), Doubled()).to(DEVICE)
+    layers = nn.Sequential(CenteredRMSNorm(), Doubled(), Clamped(), ClampedExperts()).to(DEVICE)
     x = torch.randn(1, 3, 16, device=DEVICE)
-    expected = layers(x)
+    expected = layers[:3](x)
     fusion = fusion_of(layers)
-    assert str(fusion) == "MLPs 0 of 1 (another formula), RMS norms 0 of 1 (another formula)"
+    norms = "RMS norms 0 of 1 (another formula)"
+    assert str(fusion) == f"MLPs 0 of 2 (another formula), {norms}, experts 0 of 1 (another formula)"
     with fusion:
-        torch.testing.assert_close(layers(x), expected)
+        torch.testing.assert_close(layers[:3](x), expected)
+
+
+@torch.no_grad()
+def test_a_decoder_of_ours_takes_no_place_of_clamps() -> None:
+    clamped, experts = Clamped(), ClampedExperts()
+    gates = [clamped.gate_proj, clamped.up_proj]
+    with pytest.raises(Unfit, match="large values"):
+        check_gates(nn.Sequential(clamped), {"gate_up": gates, "down": [clamped.down_proj]}, gelu=False)
+    with pytest.raises(Unfit, match="large values"):
+        check_gates(nn.Sequential(experts), {"experts": [experts]}, gelu=False)
+    layer = text_model("AriaText", torch.float32).layers[0]
+    check_gates(layer, modules_of(layer), gelu=False)
 
 
 class Record(NamedTuple):
