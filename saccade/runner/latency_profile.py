@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -30,15 +31,20 @@ def timed_curve(trials: Trials) -> LatencyCurve:
     return _rising((size, timed(run)) for size, run in trials)
 
 
-def layer_curve(model: VisionLanguageModel, largest: Grid | None) -> LatencyCurve:
-    """One layer of the vision tower, by embeddings, up to the most expensive image that is admitted."""
+class TowerTimes(NamedTuple):
+    layers: int  # in which it can be cut; it may leave its last ones out
+    layer_ms: LatencyCurve  # of one, by embeddings, up to the most expensive image that is admitted
+
+
+def tower_times(model: VisionLanguageModel, largest: Grid | None) -> TowerTimes:
     if largest is None:
-        return ()
+        return TowerTimes(0, ())
     _load_kernels(model, largest)
     grids = list(_grids(model.config, largest))
-    layers = _encode(model, grids[0])  # towers may leave their last ones out
+    layers = _encode(model, grids[0])
     times = [timed(partial(_encode, model, grid)) / layers for grid in grids]
-    return _rising(zip([grid.patches // _merged(model.config) for grid in grids], times, strict=True))
+    slots = [grid.patches // _merged(model.config) for grid in grids]
+    return TowerTimes(layers, _rising(zip(slots, times, strict=True)))
 
 
 @torch.inference_mode()

@@ -41,7 +41,7 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_images_of_common_sizes_go_through_the_tower_before_the_first_is_timed() -> None:
     tower = Tower()
-    curve = latency_profile.layer_curve(tower, Grid(1, 96, 96))  # type: ignore[arg-type]
+    curve = latency_profile.tower_times(tower, Grid(1, 96, 96)).layer_ms  # type: ignore[arg-type]
     slots = [grid.patches // 4 for grid in tower.ran]
     before = slots[: -len(curve) - 1]  # the smallest runs once more, to count its layers
     assert before == sorted(set(before)) and before[0] == 22 * 22 and len(before) > 10
@@ -58,7 +58,7 @@ def test_a_burst_of_other_work_while_one_size_is_measured_bounds_no_larger_one(m
 
 def test_a_tower_that_knows_one_size_is_run_at_that_size_alone() -> None:
     tower = Tower(takes_squares=True)
-    latency_profile.layer_curve(tower, Grid(3, 24, 24))  # type: ignore[arg-type]
+    latency_profile.tower_times(tower, Grid(3, 24, 24))  # type: ignore[arg-type]
     assert set(tower.ran) == {Grid(1, 24, 24), Grid(2, 24, 24), Grid(3, 24, 24)}
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -90,13 +91,16 @@ class Entrance:
         """Arguments of the decoder for one prompt [1, T]."""
         takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
         known = {name: value for name, value in inputs.items() if takes_all or name in self._parameters}
+        here = get_ident()  # where this forward pauses, other threads run the decoder
 
         def decoder(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if isinstance(named.get("inputs_embeds"), Tensor):
+            if get_ident() == here and isinstance(named.get("inputs_embeds"), Tensor):
                 raise _ArrivedError(named)
 
         def first_layer(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
             """Of a decoder that makes the embeddings itself."""
+            if get_ident() != here:
+                return
             hidden = positional[0] if positional else named["hidden_states"]
             raise _ArrivedError({"inputs_embeds": hidden, "position_ids": named.get("position_ids")})
 

@@ -21,7 +21,7 @@ from saccade.models.bridge import attention
 from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.own_decoder import use_own_decoder
-from saccade.models.bridge.own_tower import use_own_tower
+from saccade.models.bridge.own_tower import pause_between_layers, use_own_tower
 from saccade.models.bridge.proof import check_against_own_forward
 from saccade.models.bridge.published import weights_of
 from saccade.models.bridge.stored import has_experts
@@ -67,22 +67,27 @@ def load(
         raise refusal(kind, str(error)) from None
     except Exception as error:
         raise refusal(kind, hf_processor.raised(error)) from error
-    _log(kind, use_own_decoder(bridge, probes), use_own_tower(bridge, ops))
+    of_decoder, of_tower = use_own_decoder(bridge, probes), use_own_tower(bridge, ops)
+    if of_tower is not None:
+        pause_between_layers(bridge)
+    _log(bridge, of_decoder, of_tower)
     if has_experts(bridge.text):
         logger.warning("its experts stay quantised, and are dequantised whenever a layer runs: that is slow")
     return bridge
 
 
-def _log(kind: str, reason: str | None, of_tower: str | None) -> None:
+def _log(model: ModelBridge, reason: str | None, of_tower: str | None) -> None:
     """`reason`: why its decoder is none of ours; `of_tower`: why its tower's layers are not."""
     logger.info("layers of its tower: %s", "ours" if of_tower is None else f"Transformers' ({of_tower})")
+    kind = model.config.model_type
     unknown = f"model_type {kind} is not one that Saccade knows: it runs through Transformers' code"
-    encoding = "a picture is encoded in one piece, in which others wait"
     if reason is None:
-        logger.warning("%s up to its decoder, which is one of ours. There %s", unknown, encoding)
-        return
-    slower = "Its answers are right, but steps are slower than a known model's"
-    logger.warning("%s. %s (%s), and %s", unknown, slower, reason, encoding)
+        unknown += " up to its decoder, which is one of ours"
+    else:
+        unknown += f". Its answers are right, but steps are slower than a known model's ({reason})"
+    if not model.pauses.has_layers:
+        unknown += ". A picture is encoded in one piece, in which others wait"
+    logger.warning("%s", unknown)
 
 
 def _model(

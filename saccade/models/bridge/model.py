@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from saccade.models.bridge.attention import LayerAttention
 from saccade.models.bridge.entrance import Entrance
 from saccade.models.bridge.images import ImageInputs
 from saccade.models.bridge.indexers import Indexers
+from saccade.models.bridge.pauses import Pauses
 from saccade.models.bridge.rope import follow_lengths
 from saccade.models.bridge.states import StateLayers, TokensBefore, of_group
 from saccade.models.bridge.tail import Tail
@@ -57,6 +59,7 @@ class ModelBridge:
         self.images = ImageInputs(processor, self.place, config.vision.patch_dim, dtype, device)
         hidden, width = config.text.hidden_size, config.text.embedding_size
         self.entrance = Entrance(model, self.text, hidden, width)
+        self.pauses = Pauses(device)
         linear = config.text.linear
         self.states: StateLayers | None = None
         if linear is not None:
@@ -101,12 +104,18 @@ class ModelBridge:
         return self._encode(patches, counts, [geometry.resized for geometry in geometries])
 
     def _encode(self, patches: Tensor, counts: Sequence[int], sizes: Sequence[Size | None]) -> Encoding:
-        """Pauses after each image, as Transformers' layers cannot be interrupted."""
+        """One image after the other. Pauses after each layer over all of them, or after each image."""
+        parts = zip(torch.split(patches, list(counts)), sizes, strict=True)
+        encoded = partial(self._embeddings, list(parts))
+        return (yield from self.pauses.running(encoded, len(counts)))
+
+    def _embeddings(self, parts: list[tuple[Tensor, Size | None]]) -> list[Tensor]:
         embeddings = []
-        for rows, size in zip(torch.split(patches, list(counts)), sizes, strict=True):
+        for rows, size in parts:
             inputs = self.images.blank(len(rows)) if size is None else self.images.inputs(rows, size)
             embeddings.append(self.images.frame.inside(self.entrance.rows(inputs)))
-            yield 1
+            if not self.pauses.has_layers:
+                self.pauses.after_layers(len(parts))
         return embeddings
 
     def encoder_weights(self) -> Mapping[str, Tensor]:

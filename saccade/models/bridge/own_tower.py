@@ -18,6 +18,7 @@ from saccade.checkpoint.hf_processor import raised
 from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.own_modules import check_shapes, set_norm, share
+from saccade.models.bridge.pauses import Pauses
 from saccade.models.bridge.proof import TOLERANCE
 from saccade.models.layers.activation import activation
 from saccade.models.layers.layernorm import LayerNorm, RMSNorm
@@ -64,11 +65,14 @@ class LayerCall(NamedTuple):
 class OwnTower(nn.Module):
     """All layers as one module, which the model's own code calls as it called the first."""
 
-    def __init__(self, theirs: Sequence[Any], blocks: Sequence[VisionBlock], ops: VisionOps) -> None:
+    def __init__(
+        self, theirs: Sequence[Any], blocks: Sequence[VisionBlock], ops: VisionOps, pauses: Pauses
+    ) -> None:
         super().__init__()
         self.theirs = nn.ModuleList(theirs)  # whose weights are ours
         self.blocks = list(blocks)
         self.ops = ops
+        self.pauses = pauses
         self.has_tuple = False
         self.num_by_theirs = 0  # calls
 
@@ -85,7 +89,7 @@ class OwnTower(nn.Module):
         steps = run_blocks(run, self.blocks, rows.clone())
         while True:
             try:
-                next(steps)
+                self.pauses.after_layers(next(steps))
             except StopIteration as done:
                 x: Tensor = done.value
                 mixed = x.view(hidden_states.shape)
@@ -98,6 +102,7 @@ class OwnTower(nn.Module):
         for layer in self.theirs:
             output = layer(x, *more, **named)
             x = output[0] if self.has_tuple else output
+            self.pauses.after_layers(1)
         return output
 
 
@@ -128,9 +133,19 @@ def use_own_tower(model: ModelBridge, ops: VisionOps) -> str | None:
         if tower.num_by_theirs:
             reason = "its tower's layers get a mask, or RoPE in another form"
         elif difference <= _OF_A_TOKEN * TOLERANCE[model.dtype]:
+            model.pauses.has_layers = True
             return None
     _put(layers, theirs)
     return reason
+
+
+def pause_between_layers(model: ModelBridge) -> None:
+    """Between those of the largest tower. Others run in one piece."""
+    decoder = set(model.text.modules())
+    lists = [part for part in model.model.modules() if isinstance(part, nn.ModuleList)]
+    layers = [part for part in lists if len(part) > 1 and decoder.isdisjoint(part.modules())]
+    if layers:
+        model.pauses.listen(max(layers, key=lambda part: sum(param.numel() for param in part.parameters())))
 
 
 def _inputs(model: ModelBridge, size: Size) -> dict[str, Any]:
@@ -243,7 +258,7 @@ def _tower(model: ModelBridge, layers: nn.ModuleList, ops: VisionOps) -> OwnTowe
             gain = getattr(layer, _GAINS.get(name, ""), None)
             if gain is not None:
                 _scale(getattr(block, name), gain)
-    return OwnTower(list(layers), blocks, ops)
+    return OwnTower(list(layers), blocks, ops, model.pauses)
 
 
 def _block(model: ModelBridge, layer: Any, modules: Mapping[str, list[Any]]) -> VisionBlock:

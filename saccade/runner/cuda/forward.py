@@ -34,7 +34,7 @@ from saccade.runner.cuda.sampling import has_kernel, sample_tokens
 from saccade.runner.cuda.staging import Metadata, TokenReadback, to_device
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Embeddings, Sampled, Windows
-from saccade.runner.latency_profile import layer_curve, timed_curve
+from saccade.runner.latency_profile import timed_curve, tower_times
 from saccade.runner.pooling import keep_rows, needs_rows, sample_or_pool
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.sampler import SamplingInputs
@@ -129,14 +129,15 @@ class CudaForward:
         run = self._decode_graphs.run
         sizes = self._decode_graphs.sizes
         mixed = {size.rows for size in self._mixed_graphs.sizes()}
+        tower = tower_times(model, largest)
         return LatencyProfile(
             decode_ms=timed_curve((size, partial(run, self._trial_rows(size))) for size in sizes),
             prefill_ms=timed_curve(self._prefill_trials()),
-            layer_ms=layer_curve(model, largest),
+            layer_ms=tower.layer_ms,
             ceiling_ms=ceiling_ms,
             max_prefills=GRAPH_WINDOWS,
             mixed_ms=tuple((rows, timed_curve(self._mixed_trials(rows))) for rows in sorted(mixed)),
-            encoder_layers=model.config.vision.num_layers if model.config.vision else 0,
+            encoder_layers=tower.layers,
         )
 
     def _scatter_blocks(self) -> None:
