@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from saccade.models import load_model
 from saccade.models.bridge import load, own_tower
+from saccade.models.bridge.errors import Unfit
 from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.own_tower import OwnTower
+from saccade.models.bridge.together import KINDS
 from saccade.processor.checkpoint_files import open_checkpoint
-from saccade.types.media import Size
+from saccade.types.media import Geometry, Grid, Size
 from tests.helpers.families.zoo import ZOO
 
 pytestmark = pytest.mark.transformers
@@ -43,6 +45,22 @@ def rows(model: ModelBridge) -> Tensor:
     return model.entrance.rows(model.images.inputs(model.prepare_on_host(noise), SIZE))
 
 
+def together(model: ModelBridge, sizes: tuple[Size, ...]) -> tuple[list[Tensor], int]:
+    """What the engine gets of noise of these sizes, and how often the model's own code ran."""
+    parts, geometries = [], []
+    for size in sizes:
+        pixels = np.random.default_rng(size.width).integers(0, 256, (size.height, size.width, 3), np.uint8)
+        parts.append(model.prepare_on_host(pixels))
+        geometries.append(Geometry(size, Grid(1, len(parts[-1]), 1), 1, 1))
+    steps = model.encode_images(torch.cat(parts), geometries)
+    with mock.patch.object(model.entrance, "rows", wraps=model.entrance.rows) as calls:
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                return done.value, calls.call_count
+
+
 def towers(model: ModelBridge) -> list[OwnTower]:
     return [part for part in model.model.modules() if isinstance(part, OwnTower)]
 
@@ -61,6 +79,28 @@ def test_a_tower_of_our_layers_computes_the_same(family: str, tmp_path: Path) ->
     model, expected = loaded(folder), theirs(folder)
     assert len(towers(model)) == 1 and not towers(expected)
     torch.testing.assert_close(rows(model), rows(expected), atol=1e-4, rtol=1e-4)
+    many, calls = together(model, (SIZE, Size(64, 64), SIZE))
+    assert calls == 1
+    for found, size in zip(many, (SIZE, Size(64, 64), SIZE), strict=True):
+        alone, _ = together(expected, (size,))
+        torch.testing.assert_close(found, alone[0], atol=1e-4, rtol=1e-4)
+
+
+def test_images_whose_inputs_cannot_stand_side_by_side_go_through_the_tower_one_by_one() -> None:
+    one = {"input_ids": torch.zeros(1, 3), "pixels": torch.zeros(1, 3, 4, 4), "mode": "x"}
+    other = {"input_ids": torch.zeros(1, 5), "pixels": torch.zeros(1, 3, 4, 6), "mode": "x"}
+    first, *_, last = KINDS
+    joined = last.join([one, one])
+    assert joined["input_ids"].shape == (1, 6) and joined["pixels"].shape == (1, 6, 4, 4) and joined["mode"] == "x"
+    with pytest.raises(RuntimeError, match="match"):
+        first.join([one, other])
+    for differs in ({"mode": "y"}, {"mode": torch.zeros(1)}, {"more": 1}):
+        with pytest.raises(Unfit, match="inputs of images differ"):
+            first.join([one, {**one, **differs}])
+    small, large = Size(8, 8), Size(9, 9)
+    assert list(first.groups([small, large, small])) == [3]
+    assert list(last.groups([small, small, large, small])) == [2, 1, 1]
+    assert list(first.groups([None, None])) == [1, 1], "blank ones have no size"
 
 
 @torch.inference_mode()

@@ -144,7 +144,7 @@ def test_steps_between_layers_change_no_embedding_and_are_not_changed(family: st
         text.append(step(model, ids, rope))
     assert model.config.vision is not None and count >= model.config.vision.num_layers > 1
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     assert all(torch.equal(one, text[0]) for one in text)
 
 

@@ -273,7 +273,7 @@ class BatchStore:
             self.suspend(record, failure)
             return
         record.error = error
-        with self._lock:  # who sees the end sees its bytes counted
+        with self._lock:  # when its end shows, its bytes are counted
             if self.move(record, status):  # else the next start needs them
                 results.unlink(missing_ok=True)
             self._count_results(record)

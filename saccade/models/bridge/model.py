@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ from saccade.models.bridge.rope import follow_lengths
 from saccade.models.bridge.states import StateLayers, TokensBefore, of_group
 from saccade.models.bridge.tail import Tail
 from saccade.models.bridge.text_model import TextModel
+from saccade.models.bridge.together import Together
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.forward_types import Attention, Encoding, States
 from saccade.models.layers.hybrid_decoder import HybridDecoder
@@ -60,6 +62,8 @@ class ModelBridge:
         hidden, width = config.text.hidden_size, config.text.embedding_size
         self.entrance = Entrance(model, self.text, hidden, width)
         self.pauses = Pauses(device)
+        self.own_tower: Any = None  # its layers in ours
+        self.together: Together | None = None  # how images share a call of it; None: they do not
         linear = config.text.linear
         self.states: StateLayers | None = None
         if linear is not None:
@@ -104,19 +108,36 @@ class ModelBridge:
         return self._encode(patches, counts, [geometry.resized for geometry in geometries])
 
     def _encode(self, patches: Tensor, counts: Sequence[int], sizes: Sequence[Size | None]) -> Encoding:
-        """One image after the other. Pauses after each layer over all of them, or after each image."""
-        parts = zip(torch.split(patches, list(counts)), sizes, strict=True)
-        encoded = partial(self._embeddings, list(parts))
-        return (yield from self.pauses.running(encoded, len(counts)))
+        """Pauses after each layer over all images, or after each call of the tower."""
+        parts = iter(list(zip(torch.split(patches, list(counts)), sizes, strict=True)))
+        groups = [list(islice(parts, count)) for count in self._groups(sizes)]
+        encoded = partial(self._embeddings, groups)
+        return (yield from self.pauses.running(encoded, len(groups)))
 
-    def _embeddings(self, parts: list[tuple[Tensor, Size | None]]) -> list[Tensor]:
+    def _groups(self, sizes: Sequence[Size | None]) -> Iterable[int]:
+        return [1] * len(sizes) if self.together is None else self.together.groups(sizes)
+
+    def _embeddings(self, groups: list[list[tuple[Tensor, Size | None]]]) -> list[Tensor]:
         embeddings = []
-        for rows, size in parts:
-            inputs = self.images.blank(len(rows)) if size is None else self.images.inputs(rows, size)
-            embeddings.append(self.images.frame.inside(self.entrance.rows(inputs)))
+        for group in groups:
+            inputs = [
+                self.images.blank(len(rows)) if size is None else self.images.inputs(rows, size)
+                for rows, size in group
+            ]
+            embeddings += self.rows_of(inputs, tuple(size for _, size in group))
             if not self.pauses.has_layers:
-                self.pauses.after_layers(len(parts))
+                self.pauses.after_layers(len(groups))
         return embeddings
+
+    def rows_of(self, inputs: Sequence[Mapping[str, Any]], sizes: tuple[Size | None, ...]) -> list[Tensor]:
+        """Of images that go through the tower in one call."""
+        if len(inputs) == 1:
+            return [self.images.frame.inside(self.entrance.rows(inputs[0]))]
+        assert self.together is not None and self.own_tower is not None
+        with self.own_tower.encoding(sizes):
+            rows = self.entrance.rows(self.together.join(inputs))
+        parts = torch.split(rows, [one["input_ids"].shape[1] for one in inputs])
+        return [self.images.frame.inside(part) for part in parts]
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
         """All but the decoder's and the head's: which of them a tower reads is not known. And the embeddings

@@ -20,6 +20,7 @@ from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.own_modules import check_shapes, set_norm, share
 from saccade.models.bridge.pauses import Pauses
 from saccade.models.bridge.proof import TOLERANCE
+from saccade.models.bridge.together import KINDS, Together
 from saccade.models.layers.activation import activation
 from saccade.models.layers.layernorm import LayerNorm, RMSNorm
 from saccade.models.state_dict import Parameters
@@ -52,6 +53,7 @@ _ACTIVATIONS = ("quick_gelu", "gelu_pytorch_tanh", "gelu", "silu", "relu")
 _HEADS = ("num_heads", "num_attention_heads")
 _LINEARS = ("qkv", "out", "up", "down")
 _OF_A_TOKEN = 2  # what rounding may change of one, compared with the largest value of all
+_MAX_KNOWN = 256  # kinds of calls with several images, of which lengths are kept
 _SIZES = (Size(300, 211), Size(640, 480))  # of pictures that are compared
 
 
@@ -75,6 +77,9 @@ class OwnTower(nn.Module):
         self.pauses = pauses
         self.has_tuple = False
         self.num_by_theirs = 0  # calls
+        self._images: tuple[Size | None, ...] = ()  # of a call of the model's own code with several
+        self._calls = 0  # in it
+        self._lengths_of: dict[tuple[Any, ...], list[int]] = {}  # of sizes that came before
 
     def forward(self, hidden_states: Tensor, *more: Any, **named: Any) -> Any:
         """[T, hidden] with lengths among the arguments, or [images, T, hidden]."""
@@ -82,7 +87,7 @@ class OwnTower(nn.Module):
         arguments = (*more, *named.values())
         if not all(_is_known(value, len(rows)) for value in arguments):
             return self._by_theirs(hidden_states, *more, **named)
-        lengths = _lengths(arguments, hidden_states)
+        lengths = self._lengths(arguments, hidden_states)
         if min(lengths) < 1 or sum(lengths) != len(rows):
             return self._by_theirs(hidden_states, *more, **named)
         run = self.ops.begin_rotated(lengths, _angles(arguments), rows.device)
@@ -94,6 +99,27 @@ class OwnTower(nn.Module):
                 x: Tensor = done.value
                 mixed = x.view(hidden_states.shape)
                 return (mixed,) if self.has_tuple else mixed
+
+    @contextmanager
+    def encoding(self, images: tuple[Size | None, ...]) -> Iterator[None]:
+        """Several images together, of these sizes."""
+        self._images, self._calls = images, 0
+        try:
+            yield
+        finally:
+            self._images = ()
+
+    def _lengths(self, arguments: Sequence[Any], hidden: Tensor) -> list[int]:
+        """Those of many images are asked of the device, once for the same sizes."""
+        if not self._images:
+            return _lengths(arguments, hidden)
+        self._calls += 1
+        key = (self._images, self._calls)
+        if key not in self._lengths_of:
+            if len(self._lengths_of) >= _MAX_KNOWN:
+                self._lengths_of.clear()
+            self._lengths_of[key] = _lengths(arguments, hidden)
+        return self._lengths_of[key]
 
     def _by_theirs(self, x: Any, *more: Any, **named: Any) -> Any:
         """Of a picture that has a mask, say."""
@@ -134,9 +160,29 @@ def use_own_tower(model: ModelBridge, ops: VisionOps) -> str | None:
             reason = "its tower's layers get a mask, or RoPE in another form"
         elif difference <= _OF_A_TOKEN * TOLERANCE[model.dtype]:
             model.pauses.has_layers = True
+            model.own_tower = tower
+            model.together = _together(model, images)
             return None
     _put(layers, theirs)
     return reason
+
+
+def _together(model: ModelBridge, images: Sequence[Mapping[str, Any]]) -> Together | None:
+    """The first way in which a call with several images gives each what it has alone; None: there is none."""
+    alone = [model.rows_of([image], ())[0] for image in images]
+    for way in KINDS:
+        model.together = way
+        numbers = [0, 1] if way.takes_sizes else [0, 0]
+        try:
+            rows = model.rows_of(
+                [images[number] for number in numbers], tuple(_SIZES[number] for number in numbers)
+            )
+        except Exception:  # of any kind, where shapes do not fit
+            continue
+        pairs = zip(rows, (alone[number] for number in numbers), strict=True)
+        if max(_difference(*pair) for pair in pairs) <= _OF_A_TOKEN * TOLERANCE[model.dtype]:
+            return way
+    return None
 
 
 def pause_between_layers(model: ModelBridge) -> None:
@@ -145,7 +191,11 @@ def pause_between_layers(model: ModelBridge) -> None:
     lists = [part for part in model.model.modules() if isinstance(part, nn.ModuleList)]
     layers = [part for part in lists if len(part) > 1 and decoder.isdisjoint(part.modules())]
     if layers:
-        model.pauses.listen(max(layers, key=lambda part: sum(param.numel() for param in part.parameters())))
+        model.pauses.listen(max(layers, key=_num_values))
+
+
+def _num_values(part: nn.Module) -> int:
+    return sum(param.numel() for param in part.parameters())
 
 
 def _inputs(model: ModelBridge, size: Size) -> dict[str, Any]:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _DroppedError(BaseException):
-    """Ends a run that nobody waits for; no code in between catches it."""
+    """Ends a run that was dropped; no code in between catches it."""
 
 
 class Pauses:
