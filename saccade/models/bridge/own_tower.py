@@ -191,7 +191,8 @@ def pause_between_layers(model: ModelBridge) -> None:
     lists = [part for part in model.model.modules() if isinstance(part, nn.ModuleList)]
     layers = [part for part in lists if len(part) > 1 and decoder.isdisjoint(part.modules())]
     if layers:
-        model.pauses.listen(max(layers, key=_num_values))
+        largest = max(layers, key=_num_values)
+        model.pauses.listen(largest)
 
 
 def _num_values(part: nn.Module) -> int:
