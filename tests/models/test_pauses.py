@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from saccade import LLM, SamplingParams
 from saccade.models import load_model
 from saccade.models.bridge.model import ModelBridge
 from saccade.models.bridge.pauses import Pauses
@@ -153,3 +155,20 @@ def step(model: ModelBridge, ids: Tensor, rope: Tensor) -> Tensor:
     embeds = model.embed(ids)
     with model.attention.own(None):
         return model.decode(embeds[None], rope[:, None])[0] if model.params is None else embeds
+
+
+@pytest.mark.transformers
+def test_a_stream_gets_tokens_between_the_layers_of_a_picture(tmp_path: Path) -> None:
+    folder = ZOO["paddleocr_vl"].build(tmp_path)
+    how = {"dtype": "float32", "device": "cpu", "max_model_len": 512, "kv_cache_gb": 0.01, "encode_layers_per_step": 1}
+    llm = LLM(str(folder), use_tqdm=False, **how)
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompt = {"prompt": f"{ZOO['paddleocr_vl'].image} b c", "multi_modal_data": {"image": Image.new("RGB", (90, 60))}}
+    llm.engine.add_request("text", {"prompt": "a b c d e"}, greedy)
+    llm.engine.step()
+    llm.engine.add_request("picture", prompt, greedy)
+    events: list[str] = []
+    while llm.engine.has_unfinished_requests() and "picture" not in events:
+        events += [output.request_id for output in llm.engine.step()]
+    assert events.count("text") > llm.engine.core.runner.model.config.vision.num_layers
+    llm.close()
