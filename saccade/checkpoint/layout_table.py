@@ -333,9 +333,39 @@ _NEMOTRON_V2 = Layout(
 )
 
 
+# --- dots.ocr, dots.mocr ------------------------------------------------------------------------------------
+
+_DOTS_TOWER = {  # of its config class
+    "embed_dim": 1536,
+    "intermediate_size": 4224,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 12,
+    "spatial_merge_size": 2,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def _dots_ocr(raw: Fields) -> dict[str, Any]:
+    """A family of ours: Qwen2's decoder under a tower of its own."""
+    vision = {**_DOTS_TOWER, **without_code(raw.get("vision_config") or {})}
+    for name, value in {"is_causal": False, "temporal_patch_size": 1}.items():
+        _must(raw["architectures"][0], vision, name, value)
+    text = {name: value for name, value in without_code(raw).items() if name != "vision_config"}
+    return {
+        "model_type": raw["model_type"],
+        "text_config": {**text, "model_type": "qwen2"},
+        "vision_config": {**vision, "model_type": "dots_vit", "hidden_act": "silu"},
+        "image_token_id": raw.get("image_token_id", 151665),
+    }
+
+
+_DOTS_OCR = Layout(_dots_ocr, written="<|img|><|imgpad|><|endofimg|>", takes_texts=True)
+
+
 LAYOUTS: dict[str, Layout] = {
     "DeepseekOCR2ForCausalLM": _DEEPSEEK_OCR2,
     "DeepseekOCRForCausalLM": _DEEPSEEK_OCR,
+    **dict.fromkeys(("DotsOCRForCausalLM", "DotsVLForCausalLM"), _DOTS_OCR),
     "InternS2PreviewForConditionalGeneration": _INTERN_S2,
     "InternVLChatModel": _INTERNVL,
     "KimiVLForConditionalGeneration": _KIMI_VL,
@@ -348,8 +378,6 @@ LAYOUTS: dict[str, Layout] = {
 
 
 NOT_READ: dict[str, str] = {
-    "DotsOCRForCausalLM": "Transformers has no class with its tower",
-    "DotsVLForCausalLM": "Transformers has no class with its tower",
     "MiniCPMO": "Transformers has no class with its resampler; MiniCPM-V 4.6 and 4.7 are served",
     "MiniCPMV": "Transformers has no class with its resampler; MiniCPM-V 4.6 and 4.7 are served",
     "Ovis": "take the files of Ovis 2 in Transformers' layout (ovis2)",

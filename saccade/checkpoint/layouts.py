@@ -92,7 +92,9 @@ def processor_settings(folder: Path) -> dict[str, Any]:
 def chat_template(folder: Path, template: str | None) -> str | None:
     """The checkpoint's own, with pictures written in its text, if code did that."""
     layout = layout_in(folder)
-    if template is None or layout is None or not layout.written or "image" in template:
+    if template is None or layout is None or not layout.written:
+        return template
+    if "image" in template and not layout.takes_texts:
         return template
     return _AS_TEXT.replace("WRITTEN", repr(layout.written)) + template
 

@@ -49,6 +49,11 @@ def deepseek_features(reference: Reference, photo: Image.Image) -> torch.Tensor:
     return torch.as_tensor(reference.model.features(made["views"][0], made["canvases"][0]))
 
 
+def dots_features(reference: Reference, photo: Image.Image) -> torch.Tensor:
+    made = reference.read([photo])[0]
+    return torch.as_tensor(reference.model.features(made["pixel_values"], *made["image_grid_thw"][0].tolist()))
+
+
 def qwen_vl_features(reference: Reference, photo: Image.Image) -> torch.Tensor:
     return torch.as_tensor(reference.model.transformer["visual"](reference.read([photo])[0]["pixel_values"])[0])
 
@@ -86,6 +91,7 @@ ROWS: dict[str, Row] = {
         features=deepseek_features,
         rules=DeepseekVL2.from_checkpoint(Given(model_config(TINY))),
     ),
+    "dots_ocr": Row(Size(112, 84), 4 * 3, features=dots_features, qwen_patch=14),
     "qwen_vl": Row(Size(84, 56), 16, features=qwen_vl_features),
     "qwen2_vl": Row(Size(112, 84), 4 * 3),
     "qwen2_5_vl": Row(
