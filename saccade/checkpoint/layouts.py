@@ -27,7 +27,7 @@ _AS_TEXT = """\
   {%- set content = namespace(text='') -%}
   {%- for part in ([message.content] if message.content is string else message.content or []) -%}
     {%- set said = part if part is string else WRITTEN if part.type == 'image' else part.text -%}
-    {%- set content.text = content.text + said -%}
+    {%- set content.text = content.text + ('' if loop.first else BETWEEN) + said -%}
   {%- endfor -%}
   {%- set flat.messages = flat.messages + [dict(message, content=content.text)] -%}
 {%- endfor -%}
@@ -96,7 +96,8 @@ def chat_template(folder: Path, template: str | None) -> str | None:
         return template
     if "image" in template and not layout.takes_texts:
         return template
-    return _AS_TEXT.replace("WRITTEN", repr(layout.written)) + template
+    texts = _AS_TEXT.replace("WRITTEN", repr(layout.written)).replace("BETWEEN", repr(layout.between))
+    return texts + template
 
 
 def config_of(folder: Path) -> dict[str, Any]:

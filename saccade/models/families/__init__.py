@@ -19,6 +19,7 @@ FAMILIES: MutableMapping[str, str] = {
     "llava/pixtral": "pixtral.LlavaPixtral",
     "llava_next": "llava_next.LlavaNext",
     "llava_onevision": "llava_onevision.LlavaOnevision",
+    "minicpmv": "minicpmv.MiniCPMV",
     "mistral3": "mistral3.Mistral3",
     "mllama": "mllama.Mllama",
     "qwen": "qwen_vl.Qwen",

@@ -16,6 +16,7 @@ from saccade.processor.families.frame_groups import VideoRules
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_next import LlavaNext
 from saccade.processor.families.llava_onevision import LlavaOnevision
+from saccade.processor.families.minicpmv import MiniCPMV
 from saccade.processor.families.mistral3 import Mistral3
 from saccade.processor.families.mllama import Mllama
 from saccade.processor.families.qwen2_vl import Qwen2VL
@@ -32,6 +33,7 @@ FAMILIES: dict[str, type[Family]] = {
     "llava/pixtral": Mistral3,  # model type/tower type
     "llava_next": LlavaNext,
     "llava_onevision": LlavaOnevision,
+    "minicpmv": MiniCPMV,
     "mistral3": Mistral3,
     "mllama": Mllama,
     "qwen": Text,
