@@ -23,6 +23,8 @@ class Layout(NamedTuple):
     )
     image: str | None = None  # token for a picture, where config.json does not say its number
     written: str = ""  # what a chat has for a picture, where the checkpoint's template leaves that to code
+    between: str = ""  # parts of a message, in that case
+    takes_texts: bool = False  # the template frames texts alone, although it writes pictures
     tokens: Mapping[str, str] = {}  # by the names that the processor asks the tokenizer for
     renames: tuple[tuple[str, str], ...] = ()  # of weights, one after the other: pattern, replacement
     splits: tuple[Split, ...] = ()

@@ -333,12 +333,88 @@ _NEMOTRON_V2 = Layout(
 )
 
 
+# --- dots.ocr, dots.mocr ------------------------------------------------------------------------------------
+
+_DOTS_TOWER = {  # of its config class
+    "embed_dim": 1536,
+    "intermediate_size": 4224,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 12,
+    "spatial_merge_size": 2,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def _dots_ocr(raw: Fields) -> dict[str, Any]:
+    """A family of ours: Qwen2's decoder under a tower of its own."""
+    vision = {**_DOTS_TOWER, **without_code(raw.get("vision_config") or {})}
+    for name, value in {"is_causal": False, "temporal_patch_size": 1}.items():
+        _must(raw["architectures"][0], vision, name, value)
+    text = {name: value for name, value in without_code(raw).items() if name != "vision_config"}
+    return {
+        "model_type": raw["model_type"],
+        "text_config": {**text, "model_type": "qwen2"},
+        "vision_config": {**vision, "model_type": "dots_vit", "hidden_act": "silu"},
+        "image_token_id": raw.get("image_token_id", 151665),
+    }
+
+
+_DOTS_OCR = Layout(_dots_ocr, written="<|img|><|imgpad|><|endofimg|>", takes_texts=True)
+
+
+# --- MiniCPM-V 2.6, 4.0 and 4.5 -----------------------------------------------------------------------------
+
+_MINICPM_DECODERS = {2.6: "qwen2", 4.0: "llama", 4.5: "qwen3"}
+_SIGLIP = {
+    "hidden_size": 1152,
+    "image_size": 980,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+
+
+def _minicpm_v(raw: Fields) -> dict[str, Any]:
+    """A family of ours: a tower with as many positions as a picture of `image_size` would have patches."""
+    version = raw.get("version")
+    if version not in _MINICPM_DECODERS:
+        versions = ", ".join(map(str, _MINICPM_DECODERS))
+        reason = f"version is {version!r}, and only {versions} are supported"
+        raise ConfigError(f"config.json: {reason} for the architecture {raw['architectures'][0]}")
+    vision = {**_SIGLIP, **without_code(raw.get("vision_config") or {})}
+    queries = raw.get("query_num", 64)
+    tower = {
+        **{name: value for name, value in vision.items() if name != "image_size"},
+        "model_type": "siglip_navit",
+        "num_hidden_layers": vision["num_hidden_layers"] - raw.get("drop_vision_last_layer", True),
+        "num_position_embeddings": (vision["image_size"] // vision["patch_size"]) ** 2,
+        "n_queries": queries,
+        "spatial_merge_size": 4,  # patches of a view by its embeddings, about
+        "window_size": raw.get("image_size", 448),  # attention stays inside a view
+        "fullatt_block_indexes": [],
+        "projector_widths": [raw["hidden_size"]],
+    }
+    text = {name: value for name, value in without_code(raw).items() if name != "vision_config"}
+    return {
+        "model_type": raw["model_type"],
+        "text_config": {**text, "model_type": _MINICPM_DECODERS[version]},
+        "vision_config": tower,
+    }
+
+
+_MINICPM_V = Layout(_minicpm_v, written="(<image>./</image>)", between="\n")
+
+
 LAYOUTS: dict[str, Layout] = {
     "DeepseekOCR2ForCausalLM": _DEEPSEEK_OCR2,
     "DeepseekOCRForCausalLM": _DEEPSEEK_OCR,
+    **dict.fromkeys(("DotsOCRForCausalLM", "DotsVLForCausalLM"), _DOTS_OCR),
     "InternS2PreviewForConditionalGeneration": _INTERN_S2,
     "InternVLChatModel": _INTERNVL,
     "KimiVLForConditionalGeneration": _KIMI_VL,
+    "MiniCPMV": _MINICPM_V,
     "NemotronH_Nano_Omni_Reasoning_V3": _NEMOTRON,
     "NemotronH_Nano_VL_V2": _NEMOTRON_V2,
     "NemotronH_Super_Omni_Reasoning_V3": _NEMOTRON,
@@ -348,10 +424,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 NOT_READ: dict[str, str] = {
-    "DotsOCRForCausalLM": "Transformers has no class with its tower",
-    "DotsVLForCausalLM": "Transformers has no class with its tower",
-    "MiniCPMO": "Transformers has no class with its resampler; MiniCPM-V 4.6 and 4.7 are served",
-    "MiniCPMV": "Transformers has no class with its resampler; MiniCPM-V 4.6 and 4.7 are served",
+    "MiniCPMO": "Transformers has no class with its resampler; MiniCPM-V is served",
     "Ovis": "take the files of Ovis 2 in Transformers' layout (ovis2)",
     "Ovis2_5": "Transformers has no class with its tower; Ovis 2 is served",
     "ernie4_5_moe_vl": "take the files of ERNIE 4.5 VL in Transformers' layout (ernie4_5_vl_moe)",

@@ -27,7 +27,7 @@ _AS_TEXT = """\
   {%- set content = namespace(text='') -%}
   {%- for part in ([message.content] if message.content is string else message.content or []) -%}
     {%- set said = part if part is string else WRITTEN if part.type == 'image' else part.text -%}
-    {%- set content.text = content.text + said -%}
+    {%- set content.text = content.text + ('' if loop.first else BETWEEN) + said -%}
   {%- endfor -%}
   {%- set flat.messages = flat.messages + [dict(message, content=content.text)] -%}
 {%- endfor -%}
@@ -92,9 +92,12 @@ def processor_settings(folder: Path) -> dict[str, Any]:
 def chat_template(folder: Path, template: str | None) -> str | None:
     """The checkpoint's own, with pictures written in its text, if code did that."""
     layout = layout_in(folder)
-    if template is None or layout is None or not layout.written or "image" in template:
+    if template is None or layout is None or not layout.written:
         return template
-    return _AS_TEXT.replace("WRITTEN", repr(layout.written)) + template
+    if "image" in template and not layout.takes_texts:
+        return template
+    texts = _AS_TEXT.replace("WRITTEN", repr(layout.written)).replace("BETWEEN", repr(layout.between))
+    return texts + template
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -218,7 +218,12 @@ IMAGES: Table = {
     "image_std": list_of(ABOVE_ZERO, 3),
     "max_image_tiles": TILES,
     "image_grid_pinpoints": PAIRS,
-    "cap_pixels_per_frame": FLAG,
+    **dict.fromkeys(("cap_pixels_per_frame", "slice_mode", "use_image_id"), FLAG),
+    "max_slice_nums": TILES,
+    "scale_resolution": SIDE,
+    "image_feature_size": WIDTH,
+    "norm_mean": list_of(number(), 3),
+    "norm_std": list_of(ABOVE_ZERO, 3),
 }
 PROCESSOR: Table = {
     "image_processor": IMAGES,

@@ -55,9 +55,20 @@ def read_tokenizer(folder: Path) -> str:
 
 def added_tokens(file: Path) -> dict[str, int]:
     """Ids of the added tokens of a tokenizer.json."""
+    return _ids(file, has_vocabulary=False)
+
+
+def all_tokens(file: Path) -> dict[str, int]:
+    """Ids of its vocabulary too, if that is one by name."""
+    return _ids(file, has_vocabulary=True)
+
+
+def _ids(file: Path, *, has_vocabulary: bool) -> dict[str, int]:
     tokenizer = read_json(file, TOKENIZER_BYTES)
     try:
-        return {token["content"]: int(token["id"]) for token in setting(tokenizer, "added_tokens", ())}
+        added = {token["content"]: int(token["id"]) for token in setting(tokenizer, "added_tokens", ())}
+        vocabulary = tokenizer["model"]["vocab"] if has_vocabulary else {}
+        return {**(vocabulary if isinstance(vocabulary, dict) else {}), **added}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read as a tokenizer ({error}); download it again") from None
 

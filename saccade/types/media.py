@@ -64,6 +64,7 @@ class Geometry:
     slots: int  # embeddings the encoder returns; differs from `tokens` where separators sit between rows
     tiling: Tiling | None = None  # None: the tower sees the image as one
     cells: Size | None = None  # columns and rows of tokens before pruning to `slots`; None: not pruned
+    overview: Size | None = None  # the whole image beside its tiles, where that has no fixed size
 
 
 class Still(NamedTuple):

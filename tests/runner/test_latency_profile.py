@@ -62,7 +62,7 @@ def test_a_tower_that_knows_one_size_is_run_at_that_size_alone() -> None:
     assert set(tower.ran) == {Grid(1, 24, 24), Grid(2, 24, 24), Grid(3, 24, 24)}
 
 
-@pytest.mark.parametrize("name", ["deepseek_vl_v2", "llava_next", "llava_onevision"])
+@pytest.mark.parametrize("name", ["deepseek_vl_v2", "llava_next", "llava_onevision", "minicpmv"])
 def test_the_most_expensive_image_can_be_rehearsed_where_images_have_tiles(name: str, tmp_path: Path) -> None:
     """On a GPU, kernels would read behind a picture that has fewer tiles than its grid says."""
     folder = FAMILIES[name].build(tmp_path)

@@ -14,10 +14,12 @@ from saccade.errors import ConfigError
 FAMILIES: MutableMapping[str, str] = {
     "deepseek_v2": "deepseek_v2.DeepseekV2",
     "deepseek_vl_v2": "deepseek_vl_v2.DeepseekVL2",
+    "dots_ocr": "dots_ocr.DotsOCR",
     "llava": "llava.Llava",
     "llava/pixtral": "pixtral.LlavaPixtral",
     "llava_next": "llava_next.LlavaNext",
     "llava_onevision": "llava_onevision.LlavaOnevision",
+    "minicpmv": "minicpmv.MiniCPMV",
     "mistral3": "mistral3.Mistral3",
     "mllama": "mllama.Mllama",
     "qwen": "qwen_vl.Qwen",

@@ -17,17 +17,17 @@ from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.decoder import Biases, Decoder, head_rule
 from saccade.models.layers.forward_types import Encoding
 from saccade.models.layers.layernorm import LayerNorm
-from saccade.models.layers.linear import Linear, PatchLinear
+from saccade.models.layers.linear import PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, vision_config
 from saccade.models.vision.preprocess import PatchLayout
+from saccade.models.vision.resampler import RESAMPLER_END_RULES, RESAMPLER_RULES, Resampler
 from saccade.models.weights import Rule, under
 from saccade.types.media import Grid
 
 _EPS = 1e-6  # of all norms in the tower
 _NUM_POSITIONS = 256  # learned position embeddings of patches for any size: 16 x 16
-_RESAMPLER_HEAD = 128
 
 
 class Qwen(Text):
@@ -52,7 +52,9 @@ class QwenVL(DecoderModel):
             raise ConfigError(f"visual: output_dim={width} is not the decoder's width {hidden}")
         self.layout = PatchLayout(vision.patch_size)
         self.tower = Tower(params.within("vision"), vision)
-        self.resampler = Resampler(params.within("resampler"), vision.hidden_size, width, visual["n_queries"])
+        self.resampler = GridResampler(
+            params.within("resampler"), vision.hidden_size, width, visual["n_queries"]
+        )
         self.decoder = _decoder(params.within("decoder"), config)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
@@ -64,7 +66,8 @@ class QwenVL(DecoderModel):
             *under(_DECODER_RULES, ("transformer.",), "decoder."),
             *under([head_rule(self.config.text)], ("",), "decoder."),
             *under(_TOWER_RULES, ("transformer.visual.",), "vision."),
-            *under(_RESAMPLER_RULES, ("transformer.visual.",), "resampler."),
+            *under(RESAMPLER_RULES, ("transformer.visual.attn_pool.",), "resampler."),
+            *under(RESAMPLER_END_RULES, ("transformer.visual.",), "resampler."),
         )
 
 
@@ -98,43 +101,18 @@ def _block(params: Parameters, vision: VisionConfig) -> VisionBlock:
     return block
 
 
-class Resampler:
-    """One cross-attention layer from learned queries to an image's patches (Qwen-VL's VL adapter)."""
+class GridResampler(Resampler):
+    """Queries lie on a square grid of learned positions, which is interpolated to the patches of an image."""
 
     def __init__(self, params: Parameters, inputs: int, width: int, queries: int) -> None:
-        if width % _RESAMPLER_HEAD:
-            raise ConfigError(f"visual: output_dim={width} does not divide into heads of {_RESAMPLER_HEAD}")
-        self.heads = width // _RESAMPLER_HEAD
-        self.query = params.new("query", queries, width)
+        super().__init__(params, inputs, width, queries)
         self.positions = params.new("positions", queries, width)
-        self.narrow = Linear(params.within("narrow"), inputs, width) if inputs != width else None
-        self.query_norm = LayerNorm(params.within("query_norm"), width, _EPS)
-        self.kv_norm = LayerNorm(params.within("kv_norm"), width, _EPS)
-        self.qkv_weight = params.new("qkv.weight", 3 * width, width)
-        self.qkv_bias = params.new("qkv.bias", 3 * width)
-        self.out = Linear(params.within("out"), width, width, bias=True)
-        self.norm = LayerNorm(params.within("norm"), width, _EPS)
-        self.project = params.new("project", width, width)  # [inputs, outputs]
 
-    def __call__(self, features: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Packed features of images -> [images, queries, width]"""
-        values = self.kv_norm(self.narrow(features) if self.narrow else features)
-        queries = self.query_norm(self.query) + self.positions
-        q, k, v = self._projected(queries, values + _interpolated_all(self.positions, grids), values)
-        lengths = [grid.patches for grid in grids]
-        by_image = zip(torch.split(k, lengths), torch.split(v, lengths), strict=True)
-        mixed = [self._attend(q, own_k, own_v) for own_k, own_v in by_image]
-        return self.norm(self.out(torch.stack(mixed))) @ self.project
+    def queries(self) -> Tensor:
+        return super().queries() + self.positions
 
-    def _projected(self, *inputs: Tensor) -> list[Tensor]:
-        """Each input through its third of the qkv projection."""
-        thirds = zip(inputs, self.qkv_weight.chunk(3), self.qkv_bias.chunk(3), strict=True)
-        return [F.linear(rows, weight, bias) for rows, weight, bias in thirds]
-
-    def _attend(self, *qkv: Tensor) -> Tensor:
-        """q [queries, width], k and v [patches, width] -> [queries, width]"""
-        q, k, v = (rows.view(1, len(rows), self.heads, -1).transpose(1, 2) for rows in qkv)
-        return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+    def key_positions(self, grids: Sequence[Grid], like: Tensor) -> Tensor:
+        return _interpolated_all(self.positions, grids)
 
 
 def _interpolated_all(positions: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -203,16 +181,4 @@ _TOWER_RULES = (
         ("transformer.resblocks.{}.",),
         "blocks.{}.",
     ),
-)
-_RESAMPLER_RULES = (
-    Rule("attn_pool.query", "query"),
-    Rule("attn_pool.pos_embed", "positions"),
-    Rule("attn_pool.kv_proj.weight", "narrow.weight"),
-    Rule("attn_pool.ln_q.*", "query_norm.*"),
-    Rule("attn_pool.ln_kv.*", "kv_norm.*"),
-    Rule("attn_pool.attn.in_proj_weight", "qkv.weight"),
-    Rule("attn_pool.attn.in_proj_bias", "qkv.bias"),
-    Rule("attn_pool.attn.out_proj.*", "out.*"),
-    Rule("ln_post.*", "norm.*"),
-    Rule("proj", "project"),
 )

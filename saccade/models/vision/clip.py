@@ -54,8 +54,8 @@ class SquareTower(ABC):
 
     def rules(self) -> tuple[Rule, ...]:
         unused = (f"encoder.layers.{i}." for i in range(len(self.blocks), self.num_layers))
-        ignored = [Rule(level + rule.source, None) for level in unused for rule in _BLOCK_RULES]
-        return (*ignored, *under(_BLOCK_RULES, ("encoder.layers.{}.",), "blocks.{}."))
+        ignored = [Rule(level + rule.source, None) for level in unused for rule in BLOCK_RULES]
+        return (*ignored, *under(BLOCK_RULES, ("encoder.layers.{}.",), "blocks.{}."))
 
 
 class ClipTower(SquareTower):
@@ -173,7 +173,7 @@ _SIGLIP_RULES = (
     Rule("head.mlp.fc1.*", None),
     Rule("head.mlp.fc2.*", None),
 )
-_BLOCK_RULES = (
+BLOCK_RULES = (
     Rule("layer_norm1.*", "attention_norm.*"),
     Rule("self_attn.q_proj.*", "qkv.q.*"),
     Rule("self_attn.k_proj.*", "qkv.k.*"),

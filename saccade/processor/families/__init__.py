@@ -10,11 +10,13 @@ from saccade.errors import member
 from saccade.processor.families import deepseek_vl_v2, frame_groups, qwen_vl
 from saccade.processor.families.base import Family, Files
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
+from saccade.processor.families.dots_ocr import DotsOCR
 from saccade.processor.families.fallback import Fallback
 from saccade.processor.families.frame_groups import VideoRules
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_next import LlavaNext
 from saccade.processor.families.llava_onevision import LlavaOnevision
+from saccade.processor.families.minicpmv import MiniCPMV
 from saccade.processor.families.mistral3 import Mistral3
 from saccade.processor.families.mllama import Mllama
 from saccade.processor.families.qwen2_vl import Qwen2VL
@@ -26,10 +28,12 @@ _QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qw
 FAMILIES: dict[str, type[Family]] = {
     "deepseek_v2": Text,
     "deepseek_vl_v2": DeepseekVL2,
+    "dots_ocr": DotsOCR,
     "llava": Llava,
     "llava/pixtral": Mistral3,  # model type/tower type
     "llava_next": LlavaNext,
     "llava_onevision": LlavaOnevision,
+    "minicpmv": MiniCPMV,
     "mistral3": Mistral3,
     "mllama": Mllama,
     "qwen": Text,

@@ -36,6 +36,8 @@ PUBLISHED = {  # billions of parameters, as the hub counts those of the files
     "deepseek-ai/deepseek-vl2-tiny": 3.37,
     "deepseek-ai/deepseek-vl2-small": 16.1,
     "deepseek-ai/deepseek-vl2": 27.5,
+    "rednote-hilab/dots.ocr": 3.04,
+    "openbmb/MiniCPM-V-4_5": 8.70,
     "meta-llama/Llama-3.1-8B": 8.03,
     "Qwen/Qwen3-8B": 8.19,
     "mistralai/Mistral-7B-v0.3": 7.25,

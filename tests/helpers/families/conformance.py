@@ -16,6 +16,7 @@ from saccade.models.families.qwen3_vl import Qwen3VL
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.processor.families.llava_next import LlavaNext
 from saccade.processor.families.llava_onevision import LlavaOnevision
+from saccade.processor.families.minicpmv import Marks, MiniCPMV
 from saccade.processor.families.mistral3 import Mistral3
 from saccade.types.media import Size
 from tests.helpers.engine.reference import Reference
@@ -47,6 +48,15 @@ def hf_features(reference: Reference, photo: Image.Image) -> torch.Tensor:
 def deepseek_features(reference: Reference, photo: Image.Image) -> torch.Tensor:
     made = reference.read([photo])[0]
     return torch.as_tensor(reference.model.features(made["views"][0], made["canvases"][0]))
+
+
+def dots_features(reference: Reference, photo: Image.Image) -> torch.Tensor:
+    made = reference.read([photo])[0]
+    return torch.as_tensor(reference.model.features(made["pixel_values"], *made["image_grid_thw"][0].tolist()))
+
+
+def views_features(reference: Reference, photo: Image.Image) -> torch.Tensor:
+    return torch.cat([reference.model.features(view) for view in reference.read([photo])[0]["views"][0]])
 
 
 def qwen_vl_features(reference: Reference, photo: Image.Image) -> torch.Tensor:
@@ -85,6 +95,13 @@ ROWS: dict[str, Row] = {
         2 * 3 + 1 + 4 * 5,
         features=deepseek_features,
         rules=DeepseekVL2.from_checkpoint(Given(model_config(TINY))),
+    ),
+    "dots_ocr": Row(Size(112, 84), 4 * 3, features=dots_features, qwen_patch=14),
+    "minicpmv": Row(
+        Size(112, 84),
+        (1 + 4) * (4 + 2) + 1,
+        features=views_features,
+        rules=MiniCPMV(14, 448, 9, 64, Marks(0, (1, 2), (3, 4), 5), True, {}),
     ),
     "qwen_vl": Row(Size(84, 56), 16, features=qwen_vl_features),
     "qwen2_vl": Row(Size(112, 84), 4 * 3),

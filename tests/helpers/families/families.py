@@ -15,9 +15,11 @@ from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference, image_settings, load
 from tests.helpers.families import (
     family_deepseek_vl_v2,
+    family_dots_ocr,
     family_fallback,
     family_llava_next,
     family_llava_onevision,
+    family_minicpmv,
     family_mistral3,
     family_mllama,
     family_moe,
@@ -70,6 +72,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "deepseek_vl_v2": ModelFamily(
         family_deepseek_vl_v2.build, family_deepseek_vl_v2.IMAGE, family_deepseek_vl_v2.reference, ("published",)
     ),
+    "dots_ocr": ModelFamily(family_dots_ocr.build, family_dots_ocr.IMAGE, family_dots_ocr.reference, ("published",)),
+    "minicpmv": ModelFamily(family_minicpmv.build, family_minicpmv.IMAGE, family_minicpmv.reference, ("published",)),
     "deepseek_vl": _unknown(family_fallback.deepseek_vl, "<image_placeholder>"),
     "idefics3": _unknown(family_fallback.idefics3, "<image>"),
     "internvl": _unknown(family_fallback.internvl, "<IMG_CONTEXT>"),

@@ -14,7 +14,7 @@ from PIL import Image
 
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.models import load_model
-from saccade.models.interface import Tiled
+from saccade.models.interface import EncodesBySize, Tiled
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
@@ -68,6 +68,8 @@ class Subject:
         """All pictures in one pass."""
         geometries = [self.geometry(image) for image in images]
         patches = torch.cat([self.prepare(image) for image in images])
+        if isinstance(self.model, EncodesBySize):
+            return finish(self.model.encode_images(patches, geometries))
         features = finish(self.model.encode(patches, [geometry.grid for geometry in geometries]))
         if isinstance(self.model, Tiled):
             return [self.model.join(one, geometry) for one, geometry in zip(features, geometries, strict=True)]

@@ -318,7 +318,7 @@ def tensors() -> dict[str, tuple[int, ...]]:
         ({"rotary_pct": 0.5}, "rotary_pct=0.5 is not supported"),
         ({"kv_channels": 32}, "4 heads of kv_channels=32 do not add up to hidden_size=256"),
         ({"visual": {"output_dim": 128}}, "output_dim=128 is not the decoder's width 256"),
-        ({"hidden_size": 192, "kv_channels": 48, "visual": {"output_dim": 192}}, "output_dim=192 does not divide"),
+        ({"hidden_size": 192, "kv_channels": 48, "visual": {"output_dim": 192}}, "width 192 does not divide"),
     ],
     ids=str,
 )
