@@ -92,6 +92,14 @@ def pytest_collection_finish() -> None:
         hasten()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def checkpoints_made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where tests.helpers.families.made_once keeps them: for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["SACCADE_TEST_CHECKPOINTS"] = str(folder / "checkpoints")
+
+
 @pytest.fixture(scope="session")
 def family(family_name: str) -> ModelFamily:
     from tests.helpers.families.families import FAMILIES
