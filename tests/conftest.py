@@ -64,11 +64,14 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Last, it would run while others are idle.
     items.sort(key=lambda item: not item.path.name.startswith(FIRST))
+    root = Path(__file__).parent
+    marks = {  # by file
+        path: [mark for folder, mark in FOLDERS.items() if path.relative_to(root).as_posix().startswith(folder)]
+        for path in {item.path for item in items}
+    }
     for item in items:
-        path = item.path.relative_to(Path(__file__).parent).as_posix()
-        for folder, mark in FOLDERS.items():
-            if path.startswith(folder):
-                item.add_marker(mark)
+        for mark in marks[item.path]:
+            item.add_marker(mark)
         assert isinstance(item, pytest.Function)
         names, fixtures = vars(item.module), set(item.fixturenames)
         if "running_server" in names or "running_builtin" in names or fixtures & {"server", "page_server", "apart"}:
@@ -90,6 +93,14 @@ def pytest_collection_finish() -> None:
         from tests.helpers.kernels.interpreter import hasten
 
         hasten()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checkpoints_made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where tests.helpers.families.made_once keeps them: for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["SACCADE_TEST_CHECKPOINTS"] = str(folder / "checkpoints")
 
 
 @pytest.fixture(scope="session")

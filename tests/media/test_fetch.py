@@ -140,7 +140,7 @@ async def _silent(_: bytes, writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(2)
 
 
-BOMB = gzip.compress(b"\0" * (64 << 20))
+BOMB = gzip.compress(b"\0" * (8 << 20))
 MISBEHAVING: dict[str, tuple[Handler, str]] = {
     "404": (answer(response(b"no", "404 Not Found")), "status 404"),
     "403": (answer(response(b"no", "403 Forbidden")), "status 403"),

@@ -68,8 +68,7 @@ def by_messages(server: RunningServer, data: bytes, stream: bool) -> str:
         return events.get_final_text()
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("color", ["red", "blue"])
+@pytest.mark.parametrize(("color", "stream"), [("red", False), ("blue", True)], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", [by_chat, by_responses, by_messages])
 def test_the_color_of_a_drawn_circle_is_told(
     builtin: RunningServer, api: Callable[[RunningServer, bytes, bool], str], color: str, stream: bool

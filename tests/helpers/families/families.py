@@ -28,6 +28,7 @@ from tests.helpers.families import (
     family_qwen3_vl,
     family_qwen_vl,
 )
+from tests.helpers.families.made_once import made_once
 
 
 class ModelFamily(NamedTuple):
@@ -57,7 +58,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen_vl": ModelFamily(family_qwen_vl.build, family_qwen_vl.IMAGE, family_qwen_vl.reference, ("published",)),
     "qwen3_5": ModelFamily(family_qwen3_5.build, family_qwen3_5.IMAGE, family_qwen3_5.reference),
     "qwen2_vl": ModelFamily(
-        checkpoints.qwen2_vl,
+        made_once(checkpoints.qwen2_vl),
         "<|vision_start|><|image_pad|><|vision_end|>",
         partial(family_qwen2_5_vl.qwen_reference, Qwen2VLForConditionalGeneration),
     ),
@@ -77,7 +78,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "deepseek_vl": _unknown(family_fallback.deepseek_vl, "<image_placeholder>"),
     "idefics3": _unknown(family_fallback.idefics3, "<image>"),
     "internvl": _unknown(family_fallback.internvl, "<IMG_CONTEXT>"),
-    "llava": ModelFamily(checkpoints.llava, "<image>\n", _llava_reference),
+    "llava": ModelFamily(made_once(checkpoints.llava), "<image>\n", _llava_reference),
     "mllama": ModelFamily(family_mllama.build, family_mllama.IMAGE, family_mllama.reference),
     "llava_next": ModelFamily(family_llava_next.build, "<image>\n", family_llava_next.reference),
     "pixtral": ModelFamily(family_mistral3.build_pixtral, "[IMG]", family_mistral3.pixtral_reference),

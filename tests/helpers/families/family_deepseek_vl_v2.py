@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference
+from tests.helpers.families.made_once import made_once
 from tests.helpers.families.reference_deepseek_vl_v2 import (
     SlowModel,
     canvas_of,
@@ -185,6 +186,7 @@ def config(made: Tokenizer, size: str, **language: Any) -> dict[str, Any]:
     }
 
 
+@made_once
 def build(folder: Path, *, layout: str = "published", seed: int = 0, size: str = "small", **language: Any) -> Path:
     """As on the hub, which is the only layout there is: no chat template, no preprocessor_config.json."""
     made = tokenizer()

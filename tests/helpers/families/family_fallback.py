@@ -22,6 +22,7 @@ from transformers import (
 from benchmarks.checkpoints import _write, _write_tokenizer, qwen_tokenizer, randomise
 from saccade.checkpoint.hf_processor import load_processor
 from tests.helpers.engine.reference import Reference
+from tests.helpers.families.made_once import made_once
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
@@ -77,6 +78,7 @@ def save(
     return folder
 
 
+@made_once
 def idefics3(folder: Path, *, layout: str = "saved", seed: int = 0, rope: Mapping[str, Any] | None = None) -> Path:
     rows = [f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)]
     tokenizer = tokenizer_with("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *rows)
@@ -98,6 +100,7 @@ def idefics3(folder: Path, *, layout: str = "saved", seed: int = 0, rope: Mappin
     return save(folder, config, tokenizer, processor, "<image>")
 
 
+@made_once
 def internvl(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
     tokenizer = tokenizer_with("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
     config = InternVLConfig(
@@ -120,6 +123,7 @@ def internvl(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
     return save(folder, config, tokenizer, processor, "<IMG_CONTEXT>", **named)
 
 
+@made_once
 def deepseek_vl(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
     tokenizer = tokenizer_with("<image_placeholder>")
     config = DeepseekVLConfig(
@@ -133,6 +137,7 @@ def deepseek_vl(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
     return save(folder, config, tokenizer, processor, "<image_placeholder>", image="<image_placeholder>")
 
 
+@made_once
 def aya_vision(folder: Path, *, window: int = 4096) -> Path:
     """One of its layers sees a window: it is served as far as that reaches."""
     marks = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<image>", "TILE", "TILE_GLOBAL")
@@ -150,6 +155,7 @@ def aya_vision(folder: Path, *, window: int = 4096) -> Path:
     return save(folder, config, tokenizer, {**processor, "patch_size": 14, "downsample_factor": 2}, "<image>")
 
 
+@made_once
 def gemma3(folder: Path, *, layers: Sequence[str] = ("full_attention", "full_attention"), window: int = 4096) -> Path:
     """Its pictures are read in both directions and most of its layers see a window: it must be refused."""
     tokenizer = tokenizer_with("<start_of_image>", "<end_of_image>", "<image_soft_token>")

@@ -18,6 +18,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 
 from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference, image_settings, load
+from tests.helpers.families.made_once import made_once
 
 TILE = 56
 PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]  # height, width
@@ -69,6 +70,7 @@ def text_config(kind: str, tokenizer: Tokenizer, **more: Any) -> Any:
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
+@made_once
 def build(folder: Path, *, layout: str = "saved", seed: int = 0, decoder: str = "mistral", **text: Any) -> Path:
     """CLIP tower, projector, newline, a Mistral decoder with grouped heads."""
     tokenizer = checkpoints.llama_tokenizer()

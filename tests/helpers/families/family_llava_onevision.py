@@ -19,6 +19,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference, image_settings, load
 from tests.helpers.families.family_llava_next import save_tiled, text_config, tiled_reference
+from tests.helpers.families.made_once import made_once
 
 TILE = 60
 PINPOINTS = [[TILE * rows, TILE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
@@ -56,6 +57,7 @@ TEMPLATE = (
 )
 
 
+@made_once
 def build(folder: Path, *, layout: str = "saved", seed: int = 0, vision: dict[str, Any] | None = None) -> Path:
     """SigLIP tower, projector, newline, a Qwen2 decoder with biases and grouped heads."""
     tokenizer = checkpoints.qwen_tokenizer()

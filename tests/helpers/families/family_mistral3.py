@@ -20,6 +20,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference, image_settings, load
 from tests.helpers.families.family_llava_next import text_config
+from tests.helpers.families.made_once import made_once
 
 PATCH = 14
 SPECIALS = ["<pad>", "<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
@@ -67,6 +68,7 @@ def tokenizer(*, adds_bos: bool) -> Tokenizer:
     return made
 
 
+@made_once
 def build(
     folder: Path,
     *,
@@ -88,6 +90,7 @@ def build(
     return _write_rest(folder, made, layout, merge=2, longest=140)
 
 
+@made_once
 def build_ministral(
     folder: Path, *, layout: str = "saved", seed: int = 0, rope: dict[str, Any] | None = None, ties: bool = False
 ) -> Path:
@@ -109,6 +112,7 @@ def build_ministral(
     return _write_rest(folder, made, layout, merge=2, longest=140)
 
 
+@made_once
 def build_pixtral(folder: Path, *, layout: str = "saved", seed: int = 0, vision: dict[str, Any] | None = None) -> Path:
     """Pixtral: a token for every patch."""
     made = tokenizer(adds_bos=False)

@@ -22,6 +22,7 @@ from transformers.models.mllama.processing_mllama import (
 
 from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference, image_settings, load
+from tests.helpers.families.made_once import made_once
 
 TILE, TILES = 56, 4
 IMAGE = "<|image|>"
@@ -97,6 +98,7 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@made_once
 def build(
     folder: Path,
     *,

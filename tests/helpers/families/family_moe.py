@@ -21,6 +21,7 @@ from benchmarks import checkpoints
 from tests.helpers.families import family_qwen3_5, family_qwen3_vl
 from tests.helpers.families.family_qwen2_5_vl import qwen_reference
 from tests.helpers.families.family_text import enliven_experts
+from tests.helpers.families.made_once import made_once
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
@@ -28,6 +29,7 @@ VL = (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration)
 HYBRID = (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)
 
 
+@made_once
 def build_vl(folder: Path, *, layout: str = "saved", text: dict[str, Any] | None = None, **given: Any) -> Path:
     """Experts in all layers but one. The hub's folders have all experts in one tensor, inputs before outputs."""
     mine = {**EXPERTS, "mlp_only_layers": [1], **(text or {})}
@@ -37,6 +39,7 @@ def build_vl(folder: Path, *, layout: str = "saved", text: dict[str, Any] | None
     return folder
 
 
+@made_once
 def build_hybrid(folder: Path, *, layout: str = "saved", text: dict[str, Any] | None = None, **given: Any) -> Path:
     """Experts in all layers, and an MLP with a gate beside them. On the hub the experts are one tensor here too, and
     the layer that guesses ahead has some of its own."""

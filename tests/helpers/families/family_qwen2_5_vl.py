@@ -13,6 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference, image_settings, load
+from tests.helpers.families.made_once import made_once
 
 VISION: dict[str, Any] = {
     "depth": 3,
@@ -86,6 +87,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@made_once
 def build(
     folder: Path,
     *,

@@ -15,6 +15,7 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from benchmarks import checkpoints
 from tests.helpers.families.family_qwen2_5_vl import qwen_reference
 from tests.helpers.families.family_qwen3_vl import VISION, write_image_processor
+from tests.helpers.families.made_once import made_once
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 ROPE = {
@@ -30,6 +31,7 @@ WHOLE_BLOCKS = {  # of 128 x 128, but for a delta net's gates and keys and value
 }  # fmt: skip
 
 
+@made_once
 def build(
     folder: Path,
     *,

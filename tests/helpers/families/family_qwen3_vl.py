@@ -12,6 +12,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks import checkpoints
 from tests.helpers.families.family_qwen2_5_vl import qwen_reference
+from tests.helpers.families.made_once import made_once
 
 VISION: dict[str, Any] = {
     "depth": 4,
@@ -98,6 +99,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@made_once
 def build(
     folder: Path,
     *,

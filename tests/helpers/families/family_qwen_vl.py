@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference
+from tests.helpers.families.made_once import made_once
 
 IMAGE = "<img><imgpad></img>\n"
 CUT = regex.compile(
@@ -297,6 +298,7 @@ class Model(nn.Module):
 # --- folders ------------------------------------------------------------------------------------------------------
 
 
+@made_once
 def build(folder: Path, *, layout: str = "published", seed: int = 0, **changes: Any) -> Path:
     """Weights, config and tokenizer as on the hub; `visual=None` leaves the tower out."""
     assert layout == "published"

@@ -27,6 +27,7 @@ from transformers import (
 
 from benchmarks import checkpoints
 from tests.helpers.engine.reference import Reference, load
+from tests.helpers.families.made_once import made_once
 
 KINDS: Mapping[str, tuple[Any, Any]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
@@ -110,6 +111,7 @@ TEMPLATE = (  # as text models have it: content is a string, nothing else
 )
 
 
+@made_once
 def build(
     folder: Path, model_type: str, *, layout: str = "saved", seed: int = 0, changes: Mapping[str, Any] | None = None
 ) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ class PeakMemory(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage
 
     def __enter__(self) -> Self:
+        importlib.import_module("torch._dynamo")  # else the first operation below does it
         gc.collect()
         gc.freeze()  # so that collecting takes no time below
         return super().__enter__()  # type: ignore[no-any-return]
