@@ -40,7 +40,7 @@ def reference(folder: Path) -> Reference:
     return family.reference(folder)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(width=st.integers(1, 300), height=st.integers(1, 300))
 def test_every_pixel_is_that_of_the_published_processor(
     subject: Subject, reference: Reference, width: int, height: int

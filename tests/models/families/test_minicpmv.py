@@ -48,7 +48,7 @@ def reference(folder: Path) -> Reference:
 # --- what a picture costs -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(width=sides, height=sides)
 @example(width=448, height=448)
 @example(width=449, height=448)
@@ -94,7 +94,7 @@ def test_a_lower_limit_allows_fewer_slices() -> None:
 # --- what is computed ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(width=st.integers(1, 300), height=st.integers(1, 300))
 def test_every_pixel_is_that_of_the_published_slices(
     subject: Subject, reference: Reference, width: int, height: int
