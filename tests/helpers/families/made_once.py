@@ -26,10 +26,15 @@ def made_once(build: Callable[..., Path]) -> Callable[..., Path]:
         kept = Path(os.environ[FOLDER]) / hashlib.sha256(case.encode()).hexdigest()[:16]
         if not kept.exists():
             _make(kept, lambda made: build(made, *given, **named))
-        shutil.copytree(kept, folder, dirs_exist_ok=True)
+        shutil.copytree(kept, folder, copy_function=_replace, dirs_exist_ok=True)
         return folder
 
     return copied
+
+
+def _replace(source: str, target: str) -> None:
+    Path(target).unlink(missing_ok=True)  # a model may have its weights mapped from there
+    shutil.copyfile(source, target)
 
 
 def _make(kept: Path, build: Callable[[Path], Path]) -> None:
