@@ -20,14 +20,14 @@ BUDGETS = {  # lines of a folder of saccade/; "": its own files. Raised only in 
     "helpers": 520,
     "kernels": 12_610,
     "media": 3_800,
-    "models": 12_300,
+    "models": 12_330,
     "options": 1_300,
     "processor": 8_250,
-    "runner": 8_800,
-    "scheduler": 4_070,
+    "runner": 8_810,
+    "scheduler": 4_090,
     "server": 9_900,
     "structured": 1_450,
-    "types": 600,
+    "types": 610,
     "util": 420,
 }
 
