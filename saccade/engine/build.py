@@ -74,11 +74,12 @@ def build_core(
         runner.warm_up(largest)
     limits, about_steps = _bounded(plan.scheduler, runner, options, largest)
     limits, about_offload = _offloading(limits, runner)
+    limits, about_reach = _reaching(limits, runner)
     tiers = runner.open_tiers(largest) if largest else ()
     notes = [note for note in (runner.eager_reason, runner.grammars.problem, *tiers) if note]
     for note in notes:
         logger.info("%s", note)
-    reasons = (*placement.reasons, *plan.reasons, *about_steps, *about_offload, *notes)
+    reasons = (*placement.reasons, *plan.reasons, *about_steps, *about_offload, *about_reach, *notes)
     device = device_label(runner.kv.k.device)
     more: dict[str, Any] = {"grammars": runner.grammars, "device": device}
     more["profiler"] = Profiler(options.profile_dir)
@@ -132,6 +133,17 @@ def _offloading(limits: SchedulerConfig, runner: Runner) -> tuple[SchedulerConfi
         reason += f"{fewest} or more are restored, at {rate:.1f} GB/s; fewer are computed"
     logger.info("%s", reason)
     return limits, (reason,)
+
+
+def _reaching(limits: SchedulerConfig, runner: Runner) -> tuple[SchedulerConfig, tuple[str, ...]]:
+    """How far back the layers read, where no request is so short; and the reason."""
+    reach = runner.reach
+    if reach is None or reach.tokens >= limits.max_model_len:
+        return limits, ()
+    what = "its prompt and the last" if reach.has_prompt else "the last"
+    reason = f"a request keeps the KV blocks of {what} {reach.tokens} tokens: no layer reads further back"
+    logger.info("%s", reason)
+    return replace(limits, reach=reach), (reason,)
 
 
 def _prefill_curve(limits: SchedulerConfig, forward: Forward) -> LatencyCurve:

@@ -12,6 +12,7 @@ from saccade.models.layers.forward_types import Attention, CrossAttentionRows, E
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
+from saccade.types.attention_reach import AttentionReach
 from saccade.types.media import Geometry, Grid
 
 if TYPE_CHECKING:
@@ -93,6 +94,15 @@ class PreparesOnHost(Protocol):
 
     def prepare_on_host(self, image: ImagePixels) -> Tensor:
         """As `prepare`, but in host memory: pinned, where the model's device is a GPU."""
+
+
+@runtime_checkable
+class HasReach(Protocol):
+    """A model whose layers may all have windows."""
+
+    @property
+    def reach(self) -> AttentionReach | None:
+        """None where a layer reads all that was computed."""
 
 
 class DecoderModel:

@@ -13,6 +13,7 @@ from saccade.options.fields import option as _option
 from saccade.options.fields import positive as _positive
 from saccade.options.fields import require as _require
 from saccade.options.vllm.keywords import translated
+from saccade.types.attention_reach import AttentionReach
 from saccade.types.latency import LatencyProfile, StepTime
 
 # --- what a user may set ------------------------------------------------------------------------------------
@@ -306,6 +307,7 @@ class SchedulerConfig:
     steps_ahead: int = 1  # whose images are decoded before their turn
     num_encoders: int = 0  # encoder workers; each may have as much in flight as the engine itself
     state_rows: int | None = None  # recurrent-state checkpoints; None: the model has no recurrent layers
+    reach: AttentionReach | None = None  # None: a layer reads all that was computed
     host_blocks: int = 0  # KV blocks in host memory, beside `num_blocks` on the device
     min_restored_blocks: int = 1  # fewer are computed again: measured, where copying becomes cheaper
     restore_ms_per_block: float = 0.0  # measured: bounds what is restored in a step with decodes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade import costs
 from saccade.errors import RequestError
-from saccade.models.interface import VisionLanguageModel
+from saccade.models.interface import HasReach, VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.batch import Ints, RequestState
 from saccade.runner.build_embedding_tiers import open_tiers
@@ -24,6 +24,7 @@ from saccade.runner.encoder.encoder_runner import Encoder, LocalEncoder
 from saccade.runner.forward import Forward, Sampled, Windows
 from saccade.runner.latency_profile import largest_within, seconds_per_layer
 from saccade.structured.grammar import Grammars
+from saccade.types.attention_reach import AttentionReach
 from saccade.types.media import Geometry, Grid, Key, MediaItem
 from saccade.types.step import Collect, ScheduledWindow, StepPlan, StepResult
 
@@ -112,6 +113,11 @@ class Runner:
         if encoded.failed:
             windows = [w for window in windows if (w := self._before_failed(window, encoded.failed))]
         return self._with_states(windows)
+
+    @property
+    def reach(self) -> AttentionReach | None:
+        """How far back the model's layers read, unless one reads all."""
+        return self.model.reach if isinstance(self.model, HasReach) else None
 
     def warm_up(self, largest: Geometry) -> None:
         """Run an image through preprocessing and the cache, which compiles and loads kernels."""

@@ -47,7 +47,7 @@ def _evict_unwritten(
         seq = open_requests.get(window.request_id)
         if seq is None:
             continue  # ended with the step before, when this one was planned already
-        shared = next((block for block in seq.blocks if block in unwritten), None)
+        shared = next((block for block in seq.held_blocks if block in unwritten), None)
         if shared is not None:
             affected.setdefault(window.request_id, unwritten[shared])
             bad_from[window.request_id] = window.start

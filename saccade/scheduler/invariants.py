@@ -11,7 +11,7 @@ from saccade.scheduler.request import ScheduledRequest
 
 
 def check_held(requests: Collection[ScheduledRequest], pool: BlockPool, encoder_cache: EncoderCache) -> None:
-    users = Counter(block for seq in requests for block in seq.blocks)
+    users = Counter(block for seq in requests for block in seq.held_blocks)
     assert pool.users() == users, "users miscounted"
     holders = {seq.holder(index) for seq in requests for index in seq.pins}
     assert holders == encoder_cache.holders(), "pins miscounted"

@@ -10,6 +10,7 @@ from saccade.scheduler.block_hashes import BlockHashes
 from saccade.scheduler.encoder_cache import EncoderCache, Holder
 from saccade.scheduler.kv_cache import BlockPool, CachedPrefix
 from saccade.scheduler.tenant_share import TenantShare
+from saccade.types.attention_reach import AttentionReach
 from saccade.types.events import FinishReason, TokenEvent, Usage
 from saccade.types.media import Key
 from saccade.types.prompt import Span
@@ -44,6 +45,7 @@ class ScheduledRequest:
 
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    unread: range = range(0)  # of `blocks`: given back, since no token to come reads them
     num_cached_blocks: int = 0  # full blocks that the prefix cache has
     next_span: int = 0  # the first span that positions still to be computed read
     pins: set[int] = field(default_factory=set)  # spans whose embeddings it holds
@@ -183,6 +185,19 @@ class ScheduledRequest:
         self.num_cached_blocks = len(self.blocks)
         self.num_computed = len(self.blocks) * pool.block_size
 
+    @property
+    def held_blocks(self) -> list[int]:
+        return self.blocks[: self.unread.start] + self.blocks[self.unread.stop :]
+
+    def give_back_unread(self, pool: BlockPool, reach: AttentionReach) -> None:
+        """Give back the blocks that no token to come reads. Their numbers stay in the table."""
+        first = pool.blocks_for(len(self.request.prompt)) if reach.has_prompt else 0
+        end = (self.num_computed - reach.tokens + 1) // pool.block_size
+        begin = max(first, self.unread.stop)
+        if end > begin:
+            pool.release(self.blocks[begin:end])
+            self.unread = range(first, end)
+
     def rematch_prefix(self, pool: BlockPool) -> CachedPrefix:
         """Attach blocks that another request with the same prefix has filled since this one was admitted.
 
@@ -224,9 +239,10 @@ class ScheduledRequest:
         """Give back all blocks and pins; what was computed is lost, apart from what the caches keep."""
         for index in self.pins:
             cache.release(self.holder(index))
-        pool.release(self.blocks)
+        pool.release(self.held_blocks)
         self.pins.clear()
         self.blocks = []
+        self.unread = range(0)
         self.num_computed = self.num_cached_blocks = self.next_span = 0
         self.is_running = False
 

@@ -302,6 +302,8 @@ class Scheduler:
             seq.num_computed = end
             if not end % block_size and end > seq.num_cached_blocks * block_size:
                 seq.cache_blocks(self._kv_cache, end)  # async decode: its tokens were not known
+            if self.config.reach is not None:
+                seq.give_back_unread(self._kv_cache, self.config.reach)
             if seq.has_images_ahead:
                 seq.unpin_computed(self._encoder_cache)
             if request_id in unsampled:

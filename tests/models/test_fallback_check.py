@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from saccade import LLM, SamplingParams
 from saccade.checkpoint.hf_processor import raised
 from saccade.cli.main import main
 from saccade.errors import ConfigError
 from saccade.models.bridge import load
+from saccade.models.bridge.tail import Tail, tail_of
 from tests.helpers.families import family_fallback
 from tests.helpers.families.zoo import ZOO, second_half
 from tests.helpers.families.zoo.entry import BUDGET
@@ -83,3 +86,12 @@ def test_windows_matter_and_are_followed(tmp_path: Path) -> None:
         assert llm.engine.limits.max_model_len > 32
         outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
     assert [out.outputs[0].token_ids for out in outs] == [theirs.greedy(*pair, 12) for pair in asked]
+
+
+@pytest.mark.parametrize(("gain", "cap"), [(1.0, None), (1.0, 30.0), (0.5, None), (0.5, 30.0)])
+def test_what_becomes_of_logits_is_found_where_it_changes_little(gain: float, cap: float | None) -> None:
+    """A cap of 30 changes logits of 2 by less than what rounding may in 16 bits, and later ones by more."""
+    made = torch.linspace(-2, 2, 60).view(3, 20)
+    config = Namespace(final_logit_softcapping=30.0, output_multiplier=0.5)
+    found = tail_of(config, made, Tail(gain, cap)(made), tolerance=0.05)
+    assert (found.gain, found.cap, found.banned) == (gain, cap, None)

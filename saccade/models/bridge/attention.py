@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from saccade.models.bridge.errors import Unfit
-from saccade.models.layers.attention_rules import AttentionRule
+from saccade.models.layers.attention_rules import READ_AT_ONCE, AttentionRule
 from saccade.models.layers.forward_types import Attention
+from saccade.types.attention_reach import AttentionReach
 
 NAME = "saccade"  # in Transformers' registry
 _SINKS = ("s_aux", "sinks")
@@ -58,12 +60,13 @@ class LayerAttention:
     @contextmanager
     def of_step(self, attention: Attention, blocks: Tensor | None) -> Iterator[None]:
         """What Transformers' layers call in this step. `blocks` [T]: of its tokens, if there are any."""
+        prompts = cache(lambda: None if blocks is None else blocks.tolist())  # a device is asked once
 
         def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> Tensor:
             scaling = how.get("scaling") or getattr(module, "scaling", None)
             if scaling and scaling != self.scale:
                 q = q * (scaling / self.scale)
-            rule = self._rule(module, how, blocks)
+            rule = self._rule(module, how, blocks, prompts)
             self.rules[module.layer_idx] = rule
             layer = self._kv_layers[module.layer_idx]
             if rule.is_plain:
@@ -76,7 +79,22 @@ class LayerAttention:
         finally:
             _STEP.reset(token)
 
-    def _rule(self, module: Any, how: Mapping[str, Any], blocks: Tensor | None) -> AttentionRule:
+    @property
+    def reach(self) -> AttentionReach | None:
+        """None where a layer reads all that was computed."""
+        reaches = [self.rules.get(layer, AttentionRule()).reach for layer in self._kv_layers]
+        if None in reaches or not reaches:
+            return None
+        kinds = getattr(self.text.config, "layer_types", None) or ()
+        return AttentionReach(max(filter(None, reaches)) + READ_AT_ONCE - 1, _BESIDE_PROMPT in kinds)
+
+    def _rule(
+        self,
+        module: Any,
+        how: Mapping[str, Any],
+        blocks: Tensor | None,
+        prompts_of: Callable[[], list[int] | None],
+    ) -> AttentionRule:
         config = module.config
         kinds = getattr(config, "layer_types", None) or (None,) * len(self.text.layers)
         kind = kinds[module.layer_idx]
@@ -86,7 +104,7 @@ class LayerAttention:
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
         prompts = None
         if _BESIDE_PROMPT in kinds:
-            prompts = blocks
+            prompts = prompts_of()
             blocks = None
             window = config.sliding_window if kind == _BESIDE_PROMPT else None
         sees_blocks = window is not None or config.model_type not in _ONLY_SLIDING_SEES_BLOCKS

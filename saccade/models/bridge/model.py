@@ -31,6 +31,7 @@ from saccade.models.layers.ruled_decoder import RuledDecoder
 from saccade.models.layers.torch_attention import PagedAttention
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.preprocess import ImagePixels
+from saccade.types.attention_reach import AttentionReach
 from saccade.types.media import Geometry, Grid, Size
 
 
@@ -90,6 +91,10 @@ class ModelBridge:
         if not all(rule.is_interval for rule in self.attention.rules.values()):
             return "its attention sees a prompt and, apart from it, a window"
         return None
+
+    @property
+    def reach(self) -> AttentionReach | None:
+        return self.attention.reach
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         return self.prepare_on_host(image).to(self.device)

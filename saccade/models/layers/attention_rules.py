@@ -8,6 +8,7 @@ A rule is of a layer. `rule_attention` is the reference: one request, one mask a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from saccade.models.layers.torch_attention import AttentionBatch
 
 
+READ_AT_ONCE = 64  # keys, at most: kernels read whole tiles, also where a window begins inside
 _MAX_SCORES = 1 << 26  # held at a time: 256 MB in float32
 
 
@@ -27,7 +29,7 @@ class AttentionRule(NamedTuple):
     chunk: int | None = None  # tokens of a chunk: one sees its own alone
     blocks: Tensor | None = None  # [T]: the first token of each packed token's block
     is_block_whole: bool = False  # seen beyond the window, too
-    prompts: Tensor | None = None  # [T]: tokens of each packed token's prompt, which no window hides
+    prompts: Sequence[int] | None = None  # [T]: tokens of each packed token's prompt, which no window hides
     softcap: float | None = None  # scores are kept within it by tanh
     sinks: Tensor | None = None  # [heads]: a score that takes part in the softmax and has no value
 
@@ -41,13 +43,25 @@ class AttentionRule(NamedTuple):
         """Whether each query sees keys that lie side by side."""
         return self.prompts is None
 
-    def first_key(self, position: int, rows: slice) -> int:
-        """That queries at this position and after, in these packed rows, can see."""
+    @property
+    def reach(self) -> int | None:
+        """Tokens that one may see before the next, beside its prompt. None: all, or more than a window."""
+        return None if self.is_block_whole else min(filter(None, (self.window, self.chunk)), default=None)
+
+    def keys(self, start: int, end: int, rows: slice, device: torch.device) -> Tensor:
+        """[n]: positions before `end` that queries from `start` on, in these packed rows, can see. No others
+        are read: their blocks may be another request's by now."""
+        first = self._first_key(start, rows)
+        near = torch.arange(first, end, device=device)
+        if self.prompts is None:
+            return near
+        prompt = torch.arange(min(first, self.prompts[rows.start]), device=device)
+        return torch.cat([prompt, near])
+
+    def _first_key(self, position: int, rows: slice) -> int:
         if self.is_block_whole and self.blocks is not None:
             position = min(position, int(self.blocks[rows].min()))
-        first = 0
-        if self.window is not None and self.prompts is None:
-            first = max(0, position - self.window + 1)
+        first = 0 if self.window is None else max(0, position - self.window + 1)
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
 
@@ -74,8 +88,7 @@ def rule_attention(
     for i, length in enumerate(batch.query_lens):
         rows = slice(start, start + length)
         context = batch.seq_lens[i]
-        first = rule.first_key(context - length, rows)
-        keys = torch.arange(first, context, device=q.device)
+        keys = rule.keys(context - length, context, rows, q.device)
         slots = batch.block_tables[i][keys // batch.block_size] * batch.block_size + keys % batch.block_size
         mask = _visible(rule, keys, context - length, rows)
         k, v = (cache[slots].transpose(0, 1).to(q.dtype) for cache in (k_cache, v_cache))
@@ -88,14 +101,14 @@ def rule_attention(
 
 
 def _visible(rule: AttentionRule, keys: Tensor, start: int, rows: slice) -> Tensor:
-    """[queries, keys]. Queries are at `start` and after; keys are those of a context's end."""
+    """[queries, keys]. Queries are at `start` and after; keys are a context's last, and maybe a prompt."""
     queries = torch.arange(start, start + rows.stop - rows.start, device=keys.device)[:, None]
     mask = keys <= queries
     if rule.blocks is not None:
         _add_blocks(mask, rule.blocks[rows])
     if rule.window is not None:
         near = keys > queries - rule.window
-        mask &= near if rule.prompts is None else near | (keys < rule.prompts[rows][:, None])
+        mask &= near if rule.prompts is None else near | (keys < rule.prompts[rows.start])
     if rule.blocks is not None and rule.is_block_whole:
         _add_blocks(mask, rule.blocks[rows])
         mask |= (keys >= rule.blocks[rows][:, None]) & (keys <= queries)

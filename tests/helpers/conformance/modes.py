@@ -1,15 +1,18 @@
-"""The ways in which a server computes an answer: alone, from the cache, beside others, in chunks, after preemption."""
+"""The ways in which a server computes an answer: alone, from the cache, beside others, in chunks, preempted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save_file
 
 from saccade import LLM, SamplingParams
-from tests.helpers.conformance.theirs import Prompt, Theirs
+from saccade.outputs import RequestOutput
+from tests.helpers.conformance.theirs import Expected, Prompt, Theirs
+from tests.helpers.conformance.values import answer_difference, count_differences, input_differences
 from tests.helpers.families.quantize import quantize
 from tests.helpers.families.zoo import second_half
 from tests.helpers.families.zoo.entry import Entry
@@ -19,8 +22,12 @@ TOKENS = 12
 SIZES: Mapping[str, Any] = {"kv_cache_gb": 0.02, "use_tqdm": False, "max_model_len": 2048}
 CHUNK = 48  # tokens of a step: fewer than of most prompts
 
-Answers = list[list[int] | str]  # a prompt that is refused has a reason
-Mode = Callable[[LLM, Sequence[Any], SamplingParams], Answers]
+Mode = Callable[[LLM, Sequence[Prompt], SamplingParams], list[RequestOutput]]
+
+
+class Asked(NamedTuple):
+    prompt: Prompt
+    expected: Expected
 
 
 class Result(NamedTuple):
@@ -44,13 +51,40 @@ def prompts_of(entry: Entry) -> list[Prompt]:
     ]
 
 
-def alone(llm: LLM, prompts: Sequence[Any], sampling: SamplingParams) -> Answers:
-    return [answers(llm, [prompt], sampling)[0] for prompt in prompts]
+def alone(llm: LLM, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[RequestOutput]:
+    return [together(llm, [prompt], sampling)[0] for prompt in prompts]
 
 
-def answers(llm: LLM, prompts: Sequence[Any], sampling: SamplingParams) -> Answers:
-    outs = llm.generate(list(prompts), sampling, use_tqdm=False)
-    return [out.outputs[0].token_ids if out.error is None else str(out.error) for out in outs]
+def together(llm: LLM, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[RequestOutput]:
+    return llm.generate([prompt.ours for prompt in prompts], sampling, use_tqdm=False)
+
+
+def preempted(llm: LLM, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[RequestOutput]:
+    """Once all run there are no more KV blocks, so that one gives way to another."""
+    engine, scheduler = llm.engine, llm.engine.core.scheduler
+    before = scheduler.stats()["preemptions"]
+    outs: dict[str, RequestOutput] = {}
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt.ours, sampling)
+    while scheduler.stats()["waiting"]:
+        outs.update({out.request_id: out for out in engine.step()})
+    with _no_more_blocks(llm, prompts):
+        while engine.has_unfinished_requests():
+            outs.update({out.request_id: out for out in engine.step()})
+    assert scheduler.stats()["preemptions"] > before, "no request gave way to another"
+    return [outs[str(number)] for number in range(len(prompts))]
+
+
+@contextmanager
+def _no_more_blocks(llm: LLM, prompts: Sequence[Prompt]) -> Iterator[None]:
+    """Those that are free are taken away, as far as the longest request can still end alone."""
+    pool = llm.engine.core.scheduler._kv_cache
+    longest = max(len(llm.engine.processor.from_prompt(prompt.ours)) for prompt in prompts)
+    taken = pool.allocate(min(pool.num_available, pool.num_blocks - pool.blocks_for(longest + TOKENS)))
+    try:
+        yield
+    finally:
+        pool.release(taken)
 
 
 def compare(name: str, entry: Entry, folder: Path, stored_as: str | None = None) -> Result:
@@ -59,11 +93,11 @@ def compare(name: str, entry: Entry, folder: Path, stored_as: str | None = None)
         entry.build(folder)
         served = folder if stored_as is None else _quantized(folder, stored_as)
         theirs = Theirs(folder)
-        prompts, expected = _expected(entry, theirs)
+        asked = _asked(entry, theirs)
         bias = dict.fromkeys(theirs.banned, -100.0)
-        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logit_bias=bias)
-        found = list(_differences(served, entry, sampling, prompts, expected))
-    return Result([prompt.name for prompt in prompts], found)
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logit_bias=bias, logprobs=5)
+        found = list(_differences(served, entry, sampling, theirs, asked))
+    return Result([prompt.name for prompt, _ in asked], found)
 
 
 def _quantized(folder: Path, how: str) -> Path:
@@ -74,45 +108,39 @@ def _quantized(folder: Path, how: str) -> Path:
     return folder / how
 
 
-def _expected(entry: Entry, theirs: Theirs) -> tuple[list[Prompt], Answers]:
-    """What Transformers answers; a prompt that its own code fails on is left out, unless it is one of the first."""
-    prompts: list[Prompt] = []
-    expected: Answers = []
+def _asked(entry: Entry, theirs: Theirs) -> list[Asked]:
+    """With what Transformers answers. A prompt that its own code fails on is left out, unless one of the first."""
+    asked: list[Asked] = []
     for number, prompt in enumerate(prompts_of(entry)):
         try:
-            length = theirs.inputs(prompt)["input_ids"].shape[1]
-            answer = theirs.greedy(prompt, TOKENS)
+            expected = theirs.expected(prompt, TOKENS)
         except Exception:
             if number < 3:
                 raise
             continue
-        if length + TOKENS > entry.options.get("max_model_len", SIZES["max_model_len"]):
-            continue
-        prompts.append(prompt)
-        expected.append(answer)
-    return prompts, expected
+        if len(expected.ids) + TOKENS <= entry.options.get("max_model_len", SIZES["max_model_len"]):
+            asked.append(Asked(prompt, expected))
+    return asked
 
 
 def _differences(
-    folder: Path, entry: Entry, sampling: SamplingParams, prompts: Sequence[Prompt], expected: Answers
+    folder: Path, entry: Entry, sampling: SamplingParams, theirs: Theirs, asked: Sequence[Asked]
 ) -> Iterator[str]:
-    ours = [{"prompt": p.text, "multi_modal_data": {"image": p.images or None}} for p in prompts]
     sizes = {**SIZES, **entry.options}
     engines: list[tuple[dict[str, Any], list[tuple[str, Mode]]]] = [
-        (sizes, [("alone", alone), ("warm", alone), ("together, warm", answers)]),
-        ({**sizes, "enable_prefix_caching": False}, [("together", answers)]),
-        ({**sizes, "max_num_batched_tokens": CHUNK, "max_num_seqs": 3}, [("in chunks", answers)]),
+        (sizes, [("alone", alone), ("warm", alone), ("together, warm", together)]),
+        ({**sizes, "enable_prefix_caching": False}, [("together", together), ("preempted", preempted)]),
+        ({**sizes, "max_num_batched_tokens": CHUNK, "max_num_seqs": 3}, [("in chunks", together)]),
     ]
     for options, modes in engines:
         with LLM(str(folder), **options) as llm:
             for mode, run in modes:
-                for prompt, got, wanted in zip(prompts, run(llm, ours, sampling), expected, strict=True):
-                    if got != wanted:
-                        yield f"{mode}: {prompt.name} {_difference(got, wanted)}"
-
-
-def _difference(got: list[int] | str, wanted: list[int] | str) -> str:
-    if isinstance(got, str):
-        return got
-    same = next(i for i, pair in enumerate(zip(got, wanted, strict=True)) if pair[0] != pair[1])
-    return f"after {same} tokens"
+                outs = run(llm, [prompt for prompt, _ in asked], sampling)
+                for (prompt, expected), out in zip(asked, outs, strict=True):
+                    if difference := answer_difference(out, expected):
+                        yield f"{mode}: {prompt.name} {difference}"
+            if options is sizes:
+                for prompt, expected in asked:
+                    for difference in input_differences(llm, prompt, expected):
+                        yield f"{prompt.name}: {difference}"
+                yield from count_differences(llm, entry, theirs)

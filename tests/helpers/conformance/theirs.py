@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from saccade.checkpoint import hf_processor
+from saccade.models.bridge.model import decoder_of
 
 
 class Prompt:
@@ -20,6 +24,21 @@ class Prompt:
         self.name = name
         self.text = text
         self.images = list(images)
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        return {"prompt": self.text, "multi_modal_data": {"image": self.images or None}}
+
+
+class Expected(NamedTuple):
+    """Of a prompt, and of the greedy tokens after it."""
+
+    ids: list[int]  # of the prompt
+    embeds: Tensor  # [T, hidden]: what its decoder gets for the prompt
+    positions: Tensor | None  # [axes, T], as well; the last rows are those of RoPE
+    beside: Mapping[str, Tensor]  # by path: of the other arguments
+    tokens: list[int]
+    logprobs: Tensor  # [tokens, vocabulary]
 
 
 class Theirs:
@@ -46,13 +65,50 @@ class Theirs:
         kinds = {"token_type_ids": torch.zeros_like(ids)} if "token_type_ids" in known else {}
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **kinds}
 
-    @torch.inference_mode()
     def greedy(self, prompt: Prompt, tokens: int) -> list[int]:
+        return self.expected(prompt, tokens).tokens
+
+    @torch.inference_mode()
+    def expected(self, prompt: Prompt, tokens: int) -> Expected:
         inputs = self.inputs(prompt)
-        out = self.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens)
-        sequence: Tensor = out[0]
-        length = inputs["input_ids"].shape[1]
-        return list(sequence[-tokens:].tolist()) if len(sequence) != tokens + length else sequence[length:].tolist()
+        how = {"return_dict_in_generate": True, "output_logits": True}
+        with self._first_call() as call:
+            out = self.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, **how)
+        ids: list[int] = inputs["input_ids"][0].tolist()
+        found = call.get("position_ids")
+        positions = None if found is None else found.reshape(-1, len(ids))
+        logprobs = torch.cat(out.logits).float().log_softmax(-1)
+        said = out.sequences[0, -tokens:].tolist()
+        return Expected(ids, call["inputs_embeds"][0], positions, dict(leaves_of(call)), said, logprobs)
+
+    @contextmanager
+    def _first_call(self) -> Iterator[dict[str, Any]]:
+        """What its decoder is called with for a prompt, or its first layer, where it makes embeddings itself."""
+        text = decoder_of(self.model)
+        call: dict[str, Any] = {}
+
+        def decoder(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if not call and isinstance(named.get("inputs_embeds"), Tensor):
+                call.update(named)
+
+        def first_layer(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            hidden = positional[0] if positional else named["hidden_states"]
+            if not call:
+                call.update(inputs_embeds=hidden, position_ids=named.get("position_ids"))
+
+        hooks = [text.register_forward_pre_hook(decoder, with_kwargs=True)]
+        hooks += [layer.register_forward_pre_hook(first_layer, with_kwargs=True) for layer in text.layers[:1]]
+        try:
+            yield call
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def leaves_of(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for path, leaf in pytree.tree_flatten_with_path(dict(arguments))[0]:
+        if isinstance(leaf, Tensor):
+            yield pytree.keystr(path), leaf
 
 
 def _markers(tokenizer: Any, config: dict[str, Any]) -> set[int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
+from saccade.types.attention_reach import AttentionReach
 from saccade.types.request import NO_TENANT, Tenant
 from tests.helpers.engine.scheduling import FakeImage, Rig
 
@@ -43,6 +44,9 @@ CONFIGS = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "encode_layers_per_step": st.sampled_from([None, 1, 3]),
         "is_bounded": st.booleans(),
+        "reach": st.sampled_from(
+            [None, None, AttentionReach(1), AttentionReach(6), AttentionReach(6, has_prompt=True)]
+        ),
         "host_blocks": st.sampled_from([0, 0, 3, 20, 200]),
         "min_restored_blocks": st.sampled_from([1, 3]),
     }

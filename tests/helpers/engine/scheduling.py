@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,6 +127,7 @@ class FakeRunner:
         next_token: Callable[[str, int], int] = lambda request_id, position: 1_000 + position,
     ) -> None:
         self.block_size = config.block_size
+        self.reach = config.reach
         self.kv: dict[int, bytes] = {}
         self.host: dict[int, list[bytes]] = {}  # records of a block, by host block
         self.requests: dict[str, Request] = {}
@@ -228,7 +230,14 @@ class FakeRunner:
 
     def _reads_right(self, work: ScheduledWindow) -> bool:
         records = self.records[work.request_id]
-        return all(self.kv.get(self._slot(work.request_id, i)) == records[i] for i in range(work.end))
+        return all(self.kv.get(self._slot(work.request_id, i)) == records[i] for i in self._read(work))
+
+    def _read(self, work: ScheduledWindow) -> Iterable[int]:
+        if self.reach is None:
+            return range(work.end)
+        first = max(0, work.start - self.reach.tokens + 1)
+        prompt = len(self.requests[work.request_id].prompt) if self.reach.has_prompt else 0
+        return chain(range(min(first, prompt)), range(first, work.end))
 
     def _sample(self, work: ScheduledWindow) -> Sample:
         assert work.end == len(self.records[work.request_id]), "sampled before the last known token"

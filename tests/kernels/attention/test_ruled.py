@@ -10,7 +10,7 @@ import torch
 
 from saccade.kernels.attention.ruled import Interval, block_ends, ruled_attention, store_pairs
 from saccade.kernels.launch.varlen_tiles import Tiles
-from saccade.models.layers.attention_rules import AttentionRule, rule_attention
+from saccade.models.layers.attention_rules import READ_AT_ONCE, AttentionRule, rule_attention
 from saccade.models.layers.torch_attention import AttentionBatch, of_heads
 from tests.helpers.kernels.paged import DEVICE
 
@@ -86,3 +86,23 @@ def test_a_row_without_a_context_is_zero_and_stores_nothing(splits: int) -> None
     tables = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
     mixed = ruled_attention(q, *cache, tables, seq_lens, tiles, BLOCK_SIZE, 0.2, Interval(), splits=splits)
     assert bool(mixed[0].any()) and not bool(mixed[1].any())
+
+
+@pytest.mark.parametrize(("length", "splits"), [(1, 1), (1, 4), (30, 1)])
+def test_a_window_reads_nothing_from_further_back_than_a_tile(length: int, splits: int) -> None:
+    """Blocks there may be another request's by now, and NaN times a weight of zero is NaN."""
+    context, window = 600, 7
+    unread = (context - length - window + 2 - READ_AT_ONCE) // BLOCK_SIZE * BLOCK_SIZE
+    q = torch.randn(length, 4, 32, device=DEVICE)
+    keys, values = torch.randn(2, 38 * BLOCK_SIZE, 2, 32, device=DEVICE)
+    keys[:unread] = values[:unread] = torch.nan
+    tables = torch.arange(38, device=DEVICE)[None]
+    rule = AttentionRule(window=window)
+    batch = AttentionBatch([length], [context], tables, torch.empty(0), BLOCK_SIZE)
+    expected = rule_attention(q, keys, values, batch, 0.2, rule)
+    tiles = Tiles.of([length], 1 if length == 1 else 64, DEVICE)
+    seq_lens = torch.tensor([context], dtype=torch.int32, device=DEVICE)
+    paged = (keys, values, tables.int(), seq_lens, tiles, BLOCK_SIZE, 0.2)
+    found = ruled_attention(q, *paged, Interval(window=window), splits=splits)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert not expected.isnan().any()

@@ -17,7 +17,7 @@ SCALE = 0.3
 PROMPT = 14
 _ROW = [0, 1, 2, 2, 2, 2, 2, 7, 8, 9, 10, 10, 10, 13, *range(14, TOKENS)]  # pictures at 2 to 6 and 10 to 12
 BLOCKS = torch.tensor(_ROW)
-PROMPTS = torch.full((TOKENS,), PROMPT)
+PROMPTS = [PROMPT] * TOKENS
 
 
 def in_block(query: int, key: int) -> bool:

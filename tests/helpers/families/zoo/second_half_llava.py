@@ -15,6 +15,7 @@ from tests.helpers.families.zoo.second_half_makers import (
     SIGLIP,
     SQUARE,
     TOWER,
+    WINDOW,
     Id,
     family,
 )
@@ -37,7 +38,7 @@ def idefics2(*, splits: bool) -> Entry:
     return family(
         "idefics2",
         {
-            "text_config": MISTRAL,
+            "text_config": {**MISTRAL, "sliding_window": WINDOW},
             "vision_config": TOWER,
             "perceiver_config": PERCEIVER,
             "image_token_id": Id(IMAGE),
