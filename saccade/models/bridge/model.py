@@ -12,6 +12,8 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.hf_processor import placeholder
+from saccade.checkpoint.hf_video import form_of
+from saccade.errors import RequestError
 from saccade.models.bridge.attention import LayerAttention
 from saccade.models.bridge.entrance import Entrance
 from saccade.models.bridge.images import ImageInputs
@@ -20,6 +22,7 @@ from saccade.models.bridge.rope import follow_lengths
 from saccade.models.bridge.states import StateLayers, TokensBefore, of_group
 from saccade.models.bridge.tail import Tail
 from saccade.models.bridge.text_model import TextModel
+from saccade.models.bridge.videos import video_inputs
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.forward_types import Attention, Encoding, States
 from saccade.models.layers.hybrid_decoder import HybridDecoder
@@ -27,13 +30,14 @@ from saccade.models.layers.ruled_decoder import RuledDecoder
 from saccade.models.layers.torch_attention import PagedAttention
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.preprocess import ImagePixels
-from saccade.types.media import Geometry, Grid, Size
+from saccade.types.media import Clip, Geometry, Grid
 
 
 class ModelBridge:
     """`window`: tokens of the longest request."""
 
     is_random = False  # its weights: what it computes is not compared with much then
+    no_videos = "its processor of videos cannot be loaded in this process"  # or what the proof says
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class ModelBridge:
         self.head = model.get_output_embeddings() or model.get_decoder().get_output_embeddings()
         self.place = placeholder(processor, config)
         self.images = ImageInputs(processor, self.place, config.vision.patch_dim, dtype, device)
+        self.videos = video_inputs(processor, model.config, config.vision.patch_dim, dtype, device)
         hidden, width = config.text.hidden_size, config.text.embedding_size
         self.entrance = Entrance(model, self.text, hidden, width)
         linear = config.text.linear
@@ -85,12 +90,16 @@ class ModelBridge:
         return None
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        return self.prepare_on_host(image).to(self.device)
+        return self.prepare_on_host(image, geometry.clip).to(self.device)
 
-    def prepare_on_host(self, image: ImagePixels) -> Tensor:
+    def prepare_on_host(self, image: ImagePixels, clip: Clip | None = None) -> Tensor:
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image
         assert isinstance(pixels, np.ndarray), "what is not resized is decoded"
-        return self.images.rows(pixels)
+        if clip is None:
+            return self.images.rows(pixels)
+        if self.videos is None:
+            raise RequestError(f"this model's videos are not read here: {self.no_videos}", code="unsupported")
+        return self.videos.rows(pixels, clip)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         """Of blank patches."""
@@ -98,16 +107,26 @@ class ModelBridge:
 
     def encode_images(self, patches: Tensor, geometries: Sequence[Geometry]) -> Encoding:
         counts = [geometry.grid.patches for geometry in geometries]
-        return self._encode(patches, counts, [geometry.resized for geometry in geometries])
+        return self._encode(patches, counts, geometries)
 
-    def _encode(self, patches: Tensor, counts: Sequence[int], sizes: Sequence[Size | None]) -> Encoding:
+    def _encode(
+        self, patches: Tensor, counts: Sequence[int], geometries: Sequence[Geometry | None]
+    ) -> Encoding:
         """Pauses after each image, as Transformers' layers cannot be interrupted."""
         embeddings = []
-        for rows, size in zip(torch.split(patches, list(counts)), sizes, strict=True):
-            inputs = self.images.blank(len(rows)) if size is None else self.images.inputs(rows, size)
-            embeddings.append(self.images.frame.inside(self.entrance.rows(inputs)))
+        for rows, geometry in zip(torch.split(patches, list(counts)), geometries, strict=True):
+            embeddings.append(self.encoded(rows, geometry))
             yield 1
         return embeddings
+
+    def encoded(self, rows: Tensor, geometry: Geometry | None) -> Tensor:
+        if geometry is not None and geometry.clip is not None:
+            assert self.videos is not None, "its rows come from there"
+            inputs = self.videos.inputs(rows, form_of(geometry.resized, geometry.clip))
+            return cast(Tensor, self.videos.frame.inside(self.entrance.rows(inputs)))
+        images = self.images
+        inputs = images.blank(len(rows)) if geometry is None else images.inputs(rows, geometry.resized)
+        return cast(Tensor, images.frame.inside(self.entrance.rows(inputs)))
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
         """All but the decoder's and the head's: which of them a tower reads is not known. And the embeddings
