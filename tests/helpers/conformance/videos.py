@@ -123,7 +123,10 @@ def _differences(
     engines: list[tuple[Mapping[str, Any], dict[str, Any]]] = [
         (sizes, {"alone": alone, "warm": alone, "together, warm": answers}),
         ({**sizes, "enable_prefix_caching": False}, {"together": answers}),
-        ({**sizes, "max_num_batched_tokens": CHUNK, "encoder_budget": 1024, "max_num_seqs": 3}, {"in chunks": answers}),
+        (
+            {**sizes, "max_num_batched_tokens": CHUNK, "encoder_budget": SIZES["max_model_len"], "max_num_seqs": 3},
+            {"in chunks": answers},
+        ),
     ]
     for options, modes in engines:
         with LLM(str(folder), **options) as llm:
