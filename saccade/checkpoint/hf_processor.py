@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,7 +59,7 @@ def import_transformers(model_type: str) -> Any:
 
 
 def load_processor(path: Path, model_type: str) -> Any:
-    """The processor of images and text; that of videos is left out, as it needs torchvision."""
+    """The processor of images and text, and of videos where torchvision is there."""
     transformers = import_transformers(model_type)
     try:
         return _load(transformers, path)
@@ -78,6 +79,9 @@ def _load(transformers: Any, path: Path) -> Any:
     layout = layout_in(path)
     if layout is not None and layout.patch is not None:
         kind = in_patches(kind, layout.patch)
+    if layout is None and "video_processor" in kind.get_attributes():
+        with suppress(Exception):  # `hf_video.why_none` says the reason; pictures need none
+            parts["video_processor"] = transformers.AutoVideoProcessor.from_pretrained(path, **LOCAL)
     absent = [name for name in kind.get_attributes() if name not in parts]
     unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows any
     whole = type(kind.__name__, (kind,), unchecked)
@@ -156,9 +160,10 @@ def _settings(kind: Any, path: Path) -> dict[str, Any]:
     }
 
 
-def processed(processor: Any, text: str, *images: Image.Image) -> Any:
+def processed(processor: Any, text: str, *images: Image.Image, **videos: Any) -> Any:
     """One prompt with its images, as tensors by name. Some processors fail without tensors."""
-    how = {"text": [text], "images": list(images), "return_tensors": "pt", "add_special_tokens": False}
+    media = {"images": list(images), **videos} if images else videos
+    how = {"text": [text], "return_tensors": "pt", "add_special_tokens": False, **media}
     try:
         return processor(**how, return_mm_token_type_ids=True)
     except TypeError:  # not all know that argument
@@ -175,7 +180,7 @@ class Leaves(NamedTuple):
     @classmethod
     def of(cls, inputs: Mapping[str, Any]) -> Leaves:
         values, structure = _pytree().tree_flatten(dict(inputs))
-        return cls(values, [getattr(value, "is_floating_point", bool)() for value in values], structure)
+        return cls(values, list(map(_is_content, values)), structure)
 
     @property
     def content(self) -> list[Any]:
@@ -205,6 +210,11 @@ class Leaves(NamedTuple):
             [next(tensors) if yes else value for value, yes in pairs], self.structure
         )
         return inputs
+
+
+def _is_content(value: Any) -> bool:
+    """A row of numbers may be times; pixels have more dimensions."""
+    return bool(getattr(value, "is_floating_point", bool)()) and value.dim() > 1
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -275,8 +285,17 @@ class Frame(NamedTuple):
         return [*(() if has_before else self.before), *ids, *(() if has_after else self.after)]
 
 
-def frame_of(processor: Any, place: Placeholder) -> Frame:
-    """What is around an image that is alone, and not around one inside text."""
+def ids_of(processor: Any, text: str, images: int) -> tuple[int, ...]:
+    """Of a prompt with so many small images."""
+    inputs = processed(processor, text, *[Image.new("RGB", _TRIED)] * images)
+    return tuple(inputs["input_ids"][0].tolist())
+
+
+IdsOf = Callable[[Any, str, int], tuple[int, ...]]
+
+
+def frame_of(processor: Any, place: Placeholder, ids_of: IdsOf = ids_of) -> Frame:
+    """What is around an image that is alone, and not around one inside text; or around other media."""
     alone = ids_of(processor, place.written, 1)
     inside = ids_of(processor, f"a {place.written} b", 1)
     puts_space = ids_of(processor, f"{place.written}b", 1) == ids_of(processor, f"{place.written} b", 1)
@@ -284,11 +303,13 @@ def frame_of(processor: Any, place: Placeholder) -> Frame:
     for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
         if starts_of(inside, alone[start:end]):
             frame = Frame(alone[:start], alone[end:], place.wrapped, puts_space=puts_space)
-            return _beside_another(processor, place, frame, frame.inside(alone))
+            return _beside_another(processor, place, frame, frame.inside(alone), ids_of)
     return Frame((), (), place.wrapped, takes_many=False)
 
 
-def _beside_another(processor: Any, place: Placeholder, frame: Frame, alone: tuple[int, ...]) -> Frame:
+def _beside_another(
+    processor: Any, place: Placeholder, frame: Frame, alone: tuple[int, ...], ids_of: IdsOf
+) -> Frame:
     """The same, with the tokens of an image that two in a prompt do not share."""
     texts = (place.written + _BETWEEN + place.written, place.written * 2)
     try:
@@ -327,12 +348,6 @@ def gaps(processor: Any, place: Placeholder, frame: Frame, images: int) -> list[
         before.append(ids[start : end - frame.wrapped])
         start = end + len(image)
     return [*before, ids[start + frame.wrapped :]]
-
-
-def ids_of(processor: Any, text: str, images: int) -> tuple[int, ...]:
-    """Of a prompt with so many small images."""
-    inputs = processed(processor, text, *[Image.new("RGB", _TRIED)] * images)
-    return tuple(inputs["input_ids"][0].tolist())
 
 
 def starts_of(ids: Sequence[int], part: Sequence[int]) -> list[int]:

@@ -22,9 +22,10 @@ from saccade.options.engine import MediaPolicy, Options
 from saccade.processor import families
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.base import Family
-from saccade.processor.images import ImageLimits, limits_among, page_size
+from saccade.processor.images import ImageLimits, Images, limits_among, page_size
 from saccade.processor.video import Videos, video_bill_item
-from saccade.types.media import Size
+from saccade.processor.whole_videos import WholeVideos, videos_for
+from saccade.types.media import MediaItem, Size
 from saccade.types.prompt import VideoRun
 from saccade.util.plain_files import open_plain
 
@@ -173,16 +174,8 @@ def _start(file: str) -> bytes:
 
 def _count_video(file: str, options: Options) -> Count:
     """The bill with the default frames."""
-    if options.model is not None:
-        rules = families.video_rules_for(open_checkpoint(options.model, weights=False))
-    else:
-        rules = families.default_video_rules()
-    if rules is None:
-        raise RequestError("this model takes no videos", code="unsupported")
-    videos = Videos(rules, MediaPolicy.of(options), b"")
-    groups = videos.resolve(Video(Path(file), file), videos.options({}), b"")
-    run = VideoRun(0, len(groups.items), groups.frames, groups.key)
-    bill = video_bill_item(groups.items, run, options.block_size)
+    items, run = _video_items(Video(Path(file), file), options)
+    bill = video_bill_item(items, run, options.block_size)
     return Count(
         file=file,
         width=bill.width,
@@ -194,6 +187,21 @@ def _count_video(file: str, options: Options) -> Count:
         encoder_cache_bytes=0,
         pruned=bill.pruned,
     )
+
+
+def _video_items(video: Video, options: Options) -> tuple[Sequence[MediaItem], VideoRun]:
+    policy = MediaPolicy.of(options)
+    videos: Videos | WholeVideos | None = Videos(families.default_video_rules(), policy, b"")
+    if options.model is not None:
+        checkpoint = open_checkpoint(options.model, weights=False)
+        videos = videos_for(checkpoint, policy, Images(checkpoint, policy))
+    if videos is None:
+        raise RequestError("this model takes no videos", code="unsupported")
+    if isinstance(videos, WholeVideos):
+        item = videos.resolve(video, videos.options({}), b"")
+        return (item,), VideoRun(0, 1, item.num_frames, item.key)
+    groups = videos.resolve(video, videos.options({}), b"")
+    return groups.items, VideoRun(0, len(groups.items), groups.frames, groups.key)
 
 
 def table(counts: Sequence[Count]) -> str:

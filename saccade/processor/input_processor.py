@@ -18,7 +18,8 @@ from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.dialects.parser import OutputFormat, OutputFormats, output_formats
 from saccade.processor.documents import open_documents
 from saccade.processor.families import built_in_template
-from saccade.processor.families.base import BindsPrompt, FramesPrompt, HasMarkup, cross_attended
+from saccade.processor.families.base import BindsPrompt, Family, FramesPrompt, HasMarkup, cross_attended
+from saccade.processor.families.fallback import Fallback
 from saccade.processor.images import ImageInput, Images, PrefetchMedia, reads_text_only
 from saccade.processor.messages import Form, cleaned, cut_at_mark, form_of, mark_end, read_messages
 from saccade.processor.output import RequestOutputBuilder
@@ -29,12 +30,13 @@ from saccade.processor.tasks import check_task
 from saccade.processor.template import MAX_CHARS, RESERVED, SHOWN_CHARS
 from saccade.processor.template_pool import TemplatePool
 from saccade.processor.tokenizer import Tokenizer
-from saccade.processor.video import largest_item, split_kwargs, videos_for
+from saccade.processor.video import Videos, split_kwargs
 from saccade.processor.video_prompt import build_video_prompt
+from saccade.processor.whole_videos import WholeVideos, largest_item, videos_for
 from saccade.sampling_params import SamplingParams
 from saccade.types.bill import Bill
 from saccade.types.media import Geometry, Key, MediaItem
-from saccade.types.prompt import Prompt, Span
+from saccade.types.prompt import Prompt, Span, VideoRun
 
 _MAX_CHARS = 64 << 20  # of a rendered chat, whatever context config.json claims
 _MARKER_TOKENS = 16  # at the end of a prompt, where a marker of thinking may be
@@ -58,7 +60,7 @@ class Processor:
         self.images = Images(checkpoint, policy)
         self.policy = self.images.policy
         self.family = self.images.family
-        self.videos = videos_for(checkpoint, self.policy)  # None for a model that takes none
+        self.videos = videos_for(checkpoint, self.policy, self.images)  # None for a model that takes none
         self.tokenizer = Tokenizer(
             checkpoint.tokenizer_path,
             protect=self.family.placeholder_ids,
@@ -184,7 +186,7 @@ class Processor:
         if chat.images and not self.takes_images:
             raise reads_text_only(len(chat.images), chat.images[0].param)  # before the template fails on one
         if chat.videos and self.videos is None:
-            raise takes_no_video(chat.videos[0].param)
+            raise takes_no_video(self.family, chat.videos[0].param)
         if continue_final_message:
             mark_end(chat.messages)
         try:
@@ -301,11 +303,16 @@ class Processor:
             names = ", ".join(frames)
             message = f"{names} is for videos, but none was given"
             raise RequestError(message, param=f"mm_processor_kwargs.{min(frames)}")
-        expanded, spans = self._expand(ids, starts, items) if items else (ids, ())
         where = _where(zip(images, items, strict=True))
-        if videos:
+        runs: tuple[VideoRun, ...] = ()
+        if videos and isinstance(self.videos, WholeVideos):
+            whole = [self.videos.resolve(video, self.videos.options(frames), salt) for video in videos]
+            starts, items, runs = _merged(starts, items, np.flatnonzero(ids == self.videos.token_id), whole)
+            where |= _where(zip(videos, whole, strict=True))
+        expanded, spans = self._expand(ids, starts, items) if items else (ids, ())
+        if videos and isinstance(self.videos, Videos):
             placed = list(zip(spans, items, strict=True))
-            prompt = self._with_videos(expanded, placed, videos, frames, salt, text)
+            prompt = self._with_videos(self.videos, expanded, placed, videos, frames, salt, text)
             return replace(prompt, where={**prompt.where, **where})
         geometries = [item.geometry for item in items]
         positions, next_position = self.family.positions(expanded, spans, geometries)
@@ -318,6 +325,7 @@ class Processor:
             identity=identity(expanded, spans),
             salt=salt,
             text=text,
+            videos=runs,
             where=where,
         )
         return self.family.bound(prompt) if isinstance(self.family, BindsPrompt) else prompt
@@ -332,9 +340,9 @@ class Processor:
 
     def _check_videos(self, ids: Ids, num_videos: int) -> None:
         """Check that the placeholders match the videos, and the limit on videos."""
-        token = self.checkpoint.config.video_token_id
+        token = self.videos.token_id if self.videos else self.checkpoint.config.video_token_id
         if num_videos and self.videos is None:
-            raise takes_no_video()
+            raise takes_no_video(self.family)
         maximum = self.videos.max_per_prompt if self.videos else 0
         if num_videos > maximum:
             limit = f"at most {maximum} videos per prompt are allowed (limit_mm_per_prompt video={maximum})"
@@ -348,6 +356,7 @@ class Processor:
 
     def _with_videos(
         self,
+        resolver: Videos,
         ids: Ids,
         images: list[tuple[Span, MediaItem]],
         videos: list[Video],
@@ -355,11 +364,10 @@ class Processor:
         salt: bytes,
         text: str | None,
     ) -> Prompt:
-        assert self.videos is not None
-        rules = self.videos.rules
-        options = self.videos.options(frames)
+        rules = resolver.rules
+        options = resolver.options(frames)
         starts = np.flatnonzero(ids == rules.token_id).tolist()
-        groups = [self.videos.resolve(video, options, salt) for video in videos]
+        groups = [resolver.resolve(video, options, salt) for video in videos]
         layout = build_video_prompt(ids, images, starts, groups, rules, self._caption)
         parts = [(video, item) for video, group in zip(videos, groups, strict=True) for item in group.items]
         positions, next_position = layout.positions(rules.merge_size)
@@ -408,6 +416,24 @@ def _where(parts: Iterable[tuple[ImageInput | Video, MediaItem]]) -> dict[Key, s
     return where
 
 
-def takes_no_video(param: str | None = None) -> RequestError:
-    message = "this model takes no videos; send pictures, or ask a model that does"
+def _merged(
+    images: Ids, items: Sequence[MediaItem], videos: Ids, whole: Sequence[MediaItem]
+) -> tuple[Ids, list[MediaItem], tuple[VideoRun, ...]]:
+    """Placeholders of pictures and videos and their items, in prompt order, and which of them are videos."""
+    starts = np.concatenate([images, videos])
+    order = np.argsort(starts)
+    media = [[*items, *whole][index] for index in order]
+    runs = [
+        VideoRun(place, 1, item.num_frames, item.key)
+        for place, item in enumerate(media)
+        if item.kind == "video"
+    ]
+    return starts[order], media, tuple(runs)
+
+
+def takes_no_video(family: Family, param: str | None = None) -> RequestError:
+    reason = "this model takes no videos"
+    if isinstance(family, Fallback):
+        reason = str(family.videos)
+    message = f"{reason}; send pictures, or ask a model that does"
     return RequestError(message, code="unsupported", param=param)

@@ -21,10 +21,8 @@ from saccade.media.load import Loaded, load_image
 from saccade.media.video_probe import VideoInfo, check_video_seconds
 from saccade.media.video_sources import File, Video, load_video_source
 from saccade.options.engine import MediaPolicy
-from saccade.processor.checkpoint_files import Checkpoint
-from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling, VideoRules
-from saccade.processor.images import Images, bill_item, whole_number
+from saccade.processor.images import bill_item, whole_number
 from saccade.types.bill import BillItem
 from saccade.types.media import Geometry, Header, Key, MediaItem, Size, Still, short_key
 from saccade.types.prompt import VideoRun
@@ -32,7 +30,7 @@ from saccade.types.prompt import VideoRun
 REQUEST_KEYS = ("fps", "num_frames", "max_frames", "max_video_pixels", "video_pruning")
 """The keys of mm_processor_kwargs that concern videos."""
 DEFAULT_VIDEOS = 1
-_UNKNOWN_RATE = 24.0  # fps of a list of frames that comes without, as in the Hugging Face processors
+UNKNOWN_RATE = 24.0  # fps of a list of frames that comes without, as in the Hugging Face processors
 _FRAMES_PER_PASS = 4  # a video's frame is decoded in a fourth of the time that a JPEG takes
 _HIGHEST_RATE = 1000  # fps that a request may name
 
@@ -56,7 +54,7 @@ class FrameGroups(NamedTuple):
     key: Key
 
 
-def _passes(info: VideoInfo, group: Sequence[int]) -> int:
+def passes(info: VideoInfo, group: Sequence[int]) -> int:
     """Passes to decode a group, by frame of it: all since a key frame, if no decoder stands in between."""
     key = bisect_right(info.keys, info.stamps[group[0]])
     first = bisect_left(info.stamps, info.keys[key - 1]) if key else 0
@@ -70,18 +68,6 @@ class _SampledFrames(NamedTuple):
     rate: float
 
 
-def videos_for(checkpoint: Checkpoint, policy: MediaPolicy) -> Videos | None:
-    """None for a model without video."""
-    rules = video_rules_for(checkpoint)
-    return Videos(rules, policy, checkpoint.fingerprint) if rules else None
-
-
-def largest_item(images: Images, videos: Videos | None) -> Geometry | None:
-    """The most expensive image or frame group the limits allow; None when they allow none."""
-    sizes = (images.largest(), videos.largest() if videos else None)
-    return max((size for size in sizes if size), key=lambda size: size.slots, default=None)
-
-
 class Videos:
     """Resolves videos under one deployment's policy."""
 
@@ -93,6 +79,11 @@ class Videos:
     @property
     def max_per_prompt(self) -> int:
         return self.policy.limits.get("video", DEFAULT_VIDEOS)  # a limit on images says nothing about videos
+
+    @property
+    def token_id(self) -> int:
+        """The placeholder of a video."""
+        return self.rules.token_id
 
     @property
     def max_frames(self) -> int:
@@ -116,20 +107,13 @@ class Videos:
     def options(self, kwargs: Mapping[str, Any]) -> VideoOptions:
         """Options from mm_processor_kwargs, which may lower the deployment's limits but not raise them."""
         limits = self.pixel_limits
-        fps = kwargs.get("fps")
-        num_frames = whole_number(kwargs, "num_frames", self.max_frames, None)
-        if fps is not None:
-            if not is_number_within(fps, math.ulp(0), _HIGHEST_RATE):
-                message = f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {quoted(fps)}"
-                raise RequestError(message, param="mm_processor_kwargs.fps")
-            if num_frames is not None:
-                raise RequestError("give either fps or num_frames, not both", param="mm_processor_kwargs.fps")
+        fps, num_frames = asked_frames(kwargs, self.max_frames)
         highest = whole_number(kwargs, "max_frames", self.max_frames, self.max_frames)
         pixels = whole_number(kwargs, "max_video_pixels", limits.max_pixels, None)
         if pixels is not None:
             limits = self.rules.limits(pixels)
-        sampling = Sampling(float(self.policy.video.fps if fps is None else fps), highest, num_frames)
-        return VideoOptions(sampling, limits, None if fps is None else float(fps), self._pruning(kwargs))
+        sampling = Sampling(self.policy.video.fps if fps is None else fps, highest, num_frames)
+        return VideoOptions(sampling, limits, fps, self._pruning(kwargs))
 
     def _pruning(self, kwargs: Mapping[str, Any]) -> float:
         """A request may prune more tokens than the deployment does, not fewer."""
@@ -152,10 +136,7 @@ class Videos:
 
     def _of_file(self, file: File, options: VideoOptions, salt: bytes) -> FrameGroups:
         info = file.video_info
-        fps = options.sampling.fps
-        if fps > self.policy.video.fps:
-            message = f"fps is {fps:g}, but at most {self.policy.video.fps:g} are taken here (video_fps)"
-            raise RequestError(message, param="mm_processor_kwargs.fps")
+        check_fps(options.sampling.fps, self.policy)
         indices = self.rules.choose(len(info.stamps), info.rate, options.sampling)
         frames = _SampledFrames(tuple(indices.tolist()), len(info.stamps), info.rate)
         geometry = self._geometry(info.size, len(frames.indices), options)
@@ -163,8 +144,8 @@ class Videos:
         items = []
         for group, cut in self._decoded(frames.indices, geometry, options):
             stamps = tuple(info.stamps[index] for index in group)
-            passes = _passes(info, group)
-            header = Header(info.format, info.size, info.orientation, frames.total, "RGB", passes)
+            num_passes = passes(info, group)
+            header = Header(info.format, info.size, info.orientation, frames.total, "RGB", num_passes)
             key = self._key(cut, salt, digest, info.format.encode(), struct.pack(f"<{len(stamps)}q", *stamps))
             items.append(MediaItem(key, "video", file.data, header, cut, stamps=stamps))
         return self._groups(items, frames)
@@ -178,27 +159,22 @@ class Videos:
         for index in frames.indices:
             param = f"{video.param}[{index}]"
             loaded[index] = load_image(images[index], self.policy, param=param, allow_paths=video.allow_path)
-        size = _common_size(loaded)
+        size = common_size(loaded)
         geometry = self._geometry(size, len(frames.indices), options)
         groups = list(self._decoded(frames.indices, geometry, options))
         self._check_total(size, [loaded[index] for group, _ in groups for index in group])
         items = []
         for group, cut in groups:
             members = [loaded[index] for index in group]
-            stills = tuple(Still(len(frame.data), frame.header) for frame in members)
-            key = self._key(cut, salt, *(part for frame in members for part in _identifying(frame)))
-            passes = max(frame.header.passes for frame in members)
-            header = Header("frames", size, 1, len(members), "RGB", passes)
-            items.append(
-                MediaItem(key, "video", b"".join(f.data for f in members), header, cut, stills=stills)
-            )
+            key = self._key(cut, salt, *(part for frame in members for part in identifying(frame)))
+            items.append(item_of_stills(key, members, cut))
         return self._groups(items, frames)
 
     def _chosen(self, total: int, options: VideoOptions) -> _SampledFrames:
         """All frames unless the request says num_frames: a list of frames is sampled already."""
         if not total:
             raise RequestError("the video has no frames", code="invalid_video")
-        rate = options.fps or _UNKNOWN_RATE
+        rate = options.fps or UNKNOWN_RATE
         check_video_seconds(total / rate, self.policy)
         if options.sampling.num_frames is not None:
             indices = self.rules.choose(total, rate, options.sampling)
@@ -212,7 +188,7 @@ class Videos:
     def _check_total(self, size: Size, frames: Collection[Loaded]) -> None:
         """Compressed frames count against max_request_pixels, each as often as it is decoded."""
         count = sum(frame.header.format != "rgb" for frame in frames)
-        _check_pixels(size, count, self.policy.max_request_pixels, "in a request (max_request_pixels)")
+        check_pixels(size, count, self.policy.max_request_pixels, "in a request (max_request_pixels)")
 
     def _geometry(self, size: Size, count: int, options: VideoOptions) -> Geometry:
         """A whole group is in memory at once, so the limit of one image applies to it."""
@@ -220,7 +196,7 @@ class Videos:
         pruned = self.rules.pruned(geometry, options.pruning)
         is_compared = count > self.rules.group and pruned.cells is not None
         frames = self.rules.group + is_compared
-        _check_pixels(size, frames, self.policy.max_image_pixels, "at once (max_image_pixels)")
+        check_pixels(size, frames, self.policy.max_image_pixels, "at once (max_image_pixels)")
         return geometry
 
     def _grouped(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -270,6 +246,26 @@ def video_bill_item(items: Sequence[MediaItem], run: VideoRun, block_size: int) 
     )
 
 
+def asked_frames(kwargs: Mapping[str, Any], highest: int) -> tuple[float | None, int | None]:
+    """fps and num_frames of a request's mm_processor_kwargs: one of them, or neither."""
+    fps = kwargs.get("fps")
+    num_frames = whole_number(kwargs, "num_frames", highest, None)
+    if fps is None:
+        return None, num_frames
+    if not is_number_within(fps, math.ulp(0), _HIGHEST_RATE):
+        message = f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {quoted(fps)}"
+        raise RequestError(message, param="mm_processor_kwargs.fps")
+    if num_frames is not None:
+        raise RequestError("give either fps or num_frames, not both", param="mm_processor_kwargs.fps")
+    return float(fps), None
+
+
+def check_fps(fps: float, policy: MediaPolicy) -> None:
+    if fps > policy.video.fps:
+        message = f"fps is {fps:g}, but at most {policy.video.fps:g} are taken here (video_fps)"
+        raise RequestError(message, param="mm_processor_kwargs.fps")
+
+
 def split_kwargs(kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """mm_processor_kwargs of images, and those of videos."""
     if not isinstance(kwargs, Mapping):
@@ -278,18 +274,27 @@ def split_kwargs(kwargs: Any) -> tuple[Any, dict[str, Any]]:
     return {name: value for name, value in kwargs.items() if name not in REQUEST_KEYS}, video
 
 
-def _check_pixels(size: Size, frames: int, maximum: int, where: str) -> None:
+def check_pixels(size: Size, frames: int, maximum: int, where: str) -> None:
     pixels = size.width * size.height * frames
     if pixels > maximum:
         subject = f"{frames} frames of {size.width}x{size.height} have {pixels} pixels"
         raise RequestError(f"{subject}, and at most {maximum} are allowed {where}", code="video_too_large")
 
 
-def _identifying(frame: Loaded) -> tuple[bytes, ...]:
+def item_of_stills(key: Key, frames: Sequence[Loaded], geometry: Geometry) -> MediaItem:
+    """Of frames of one size that came one by one."""
+    stills = tuple(Still(len(frame.data), frame.header) for frame in frames)
+    passes = max(frame.header.passes for frame in frames)
+    header = Header("frames", frames[0].header.size, 1, len(frames), "RGB", passes)
+    data = b"".join(frame.data for frame in frames)
+    return MediaItem(key, "video", data, header, geometry, stills=stills)
+
+
+def identifying(frame: Loaded) -> tuple[bytes, ...]:
     return frame.header.format.encode(), struct.pack("<QQ", *frame.header.size), frame.data
 
 
-def _common_size(frames: Mapping[int, Loaded]) -> Size:
+def common_size(frames: Mapping[int, Loaded]) -> Size:
     (first, frame), *tail = frames.items()  # by index
     size = frame.header.size
     for other, frame in tail:

@@ -54,6 +54,15 @@ class Tiling(NamedTuple):
     joined: Size  # embeddings these become: the same size, or fewer where there would be too many
 
 
+class Clip(NamedTuple):
+    """A video that a model sees as one, and which of its frames."""
+
+    total: int  # frames that it has
+    rate: float | None  # of them a second; None: not known, of frames that came one by one
+    indices: tuple[int, ...]  # of the frames taken
+    fps: float | None = None  # frames a second that were asked for; None: the model's own processor chose
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """What a header becomes under a model's resolution policy. A pure function of size and policy."""
@@ -65,6 +74,7 @@ class Geometry:
     tiling: Tiling | None = None  # None: the tower sees the image as one
     cells: Size | None = None  # columns and rows of tokens before pruning to `slots`; None: not pruned
     overview: Size | None = None  # the whole image beside its tiles, where that has no fixed size
+    clip: Clip | None = None  # None: an image or a frame group
 
 
 class Still(NamedTuple):

@@ -10,7 +10,7 @@ from saccade.errors import ConfigError, RequestError
 from saccade.options.engine import MediaPolicy, Options
 from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.images import Images, limits_among, reads_text_only
-from saccade.processor.video import largest_item, videos_for
+from saccade.processor.whole_videos import largest_item, videos_for
 from saccade.types.media import Geometry, Size
 
 
@@ -122,7 +122,8 @@ def _check_limits(options: Options, workload: Workload) -> None:
 def largest_image(checkpoint: Checkpoint, options: Options) -> Geometry | None:
     """The most expensive image or frame group that the limits allow, for which an engine plans its memory."""
     policy = MediaPolicy.of(options)
-    return largest_item(Images(checkpoint, policy), videos_for(checkpoint, policy))
+    images = Images(checkpoint, policy)
+    return largest_item(images, videos_for(checkpoint, policy, images))
 
 
 def is_fixed_size(checkpoint: Checkpoint, options: Options) -> bool:

@@ -26,6 +26,7 @@ from saccade.models.bridge.proof import check_against_own_forward
 from saccade.models.bridge.published import weights_of
 from saccade.models.bridge.stored import has_experts
 from saccade.models.bridge.stored_load import Quantized, load_stored, quantize_layers
+from saccade.models.bridge.video_proof import check_videos
 from saccade.models.quantized.tensors import DequantizedTensors
 from saccade.models.tensor_files import StoredTensors, some
 from saccade.models.vision.backend import VisionOps
@@ -61,6 +62,7 @@ def load(
         bridge = ModelBridge(config, model.to(device).eval(), processor, device, dtype, window)
         bridge.is_random = tensors is None
         probes = check_against_own_forward(bridge)
+        check_videos(bridge)
     except ConfigError:
         raise
     except (Unfit, RequestError) as error:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.hf_processor import placeholder
+from saccade.checkpoint.hf_video import form_of
+from saccade.errors import RequestError
 from saccade.models.bridge.attention import LayerAttention
 from saccade.models.bridge.entrance import Entrance
 from saccade.models.bridge.images import ImageInputs
@@ -24,6 +26,7 @@ from saccade.models.bridge.states import StateLayers, TokensBefore, of_group
 from saccade.models.bridge.tail import Tail
 from saccade.models.bridge.text_model import TextModel
 from saccade.models.bridge.together import Together
+from saccade.models.bridge.videos import video_inputs
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.forward_types import Attention, Encoding, States
 from saccade.models.layers.hybrid_decoder import HybridDecoder
@@ -32,13 +35,14 @@ from saccade.models.layers.torch_attention import PagedAttention
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.types.attention_reach import AttentionReach
-from saccade.types.media import Geometry, Grid, Size
+from saccade.types.media import Clip, Geometry, Grid, Size
 
 
 class ModelBridge:
     """`window`: tokens of the longest request."""
 
     is_random = False  # its weights: what it computes is not compared with much then
+    no_videos = "its processor of videos cannot be loaded in this process"  # or what the proof says
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class ModelBridge:
         self.head = model.get_output_embeddings() or model.get_decoder().get_output_embeddings()
         self.place = placeholder(processor, config)
         self.images = ImageInputs(processor, self.place, config.vision.patch_dim, dtype, device)
+        self.videos = video_inputs(processor, model.config, config.vision.patch_dim, dtype, device)
         hidden, width = config.text.hidden_size, config.text.embedding_size
         self.entrance = Entrance(model, self.text, hidden, width)
         self.pauses = Pauses(device)
@@ -97,12 +102,16 @@ class ModelBridge:
         return self.attention.reach
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        return self.prepare_on_host(image).to(self.device)
+        return self.prepare_on_host(image, geometry.clip).to(self.device)
 
-    def prepare_on_host(self, image: ImagePixels) -> Tensor:
+    def prepare_on_host(self, image: ImagePixels, clip: Clip | None = None) -> Tensor:
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image
         assert isinstance(pixels, np.ndarray), "what is not resized is decoded"
-        return self.images.rows(pixels)
+        if clip is None:
+            return self.images.rows(pixels)
+        if self.videos is None:
+            raise RequestError(f"this model's videos are not read here: {self.no_videos}", code="unsupported")
+        return self.videos.rows(pixels, clip)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         """Of blank patches."""
@@ -110,31 +119,46 @@ class ModelBridge:
 
     def encode_images(self, patches: Tensor, geometries: Sequence[Geometry]) -> Encoding:
         counts = [geometry.grid.patches for geometry in geometries]
-        return self._encode(patches, counts, [geometry.resized for geometry in geometries])
+        return self._encode(patches, counts, geometries)
 
-    def _encode(self, patches: Tensor, counts: Sequence[int], sizes: Sequence[Size | None]) -> Encoding:
+    def _encode(
+        self, patches: Tensor, counts: Sequence[int], geometries: Sequence[Geometry | None]
+    ) -> Encoding:
         """Pauses after each layer over all images, or after each call of the tower."""
-        parts = iter(list(zip(torch.split(patches, list(counts)), sizes, strict=True)))
-        groups = [list(islice(parts, count)) for count in self._groups(sizes)]
+        parts = iter(list(zip(torch.split(patches, list(counts)), geometries, strict=True)))
+        groups = [list(islice(parts, count)) for count in self._groups(list(map(_size_of, geometries)))]
         encoded = partial(self._embeddings, groups)
         return (yield from self.pauses.running(encoded, len(groups)))
 
     def _groups(self, sizes: Sequence[Size | None]) -> Iterable[int]:
         return [1] * len(sizes) if self.together is None else self.together.groups(sizes)
 
-    def _embeddings(self, groups: list[list[tuple[Tensor, Size | None]]]) -> list[Tensor]:
+    def _embeddings(self, groups: list[list[tuple[Tensor, Geometry | None]]]) -> list[Tensor]:
         embeddings = []
         for group in groups:
-            inputs = [
-                self.images.blank(len(rows)) if size is None else self.images.inputs(rows, size)
-                for rows, size in group
-            ]
-            embeddings += self.rows_of(inputs, tuple(size for _, size in group))
+            if len(group) == 1:
+                embeddings.append(self.encoded(*group[0]))
+            else:
+                embeddings += self._encoded_together(group)
             if not self.pauses.has_layers:
                 self.pauses.after_layers(len(groups))
         return embeddings
 
-    def rows_of(self, inputs: Sequence[Mapping[str, Any]], sizes: tuple[Size | None, ...]) -> list[Tensor]:
+    def encoded(self, rows: Tensor, geometry: Geometry | None) -> Tensor:
+        if geometry is not None and geometry.clip is not None:
+            assert self.videos is not None, "its rows come from there"
+            inputs = self.videos.inputs(rows, form_of(geometry.resized, geometry.clip))
+            return cast(Tensor, self.videos.frame.inside(self.entrance.rows(inputs)))
+        images = self.images
+        inputs = images.blank(len(rows)) if geometry is None else images.inputs(rows, geometry.resized)
+        return self.rows_of([inputs], ())[0]
+
+    def _encoded_together(self, group: list[tuple[Tensor, Geometry | None]]) -> list[Tensor]:
+        sizes = [geometry.resized for _, geometry in group if geometry is not None]
+        pairs = zip(group, sizes, strict=True)
+        return self.rows_of([self.images.inputs(rows, size) for (rows, _), size in pairs], tuple(sizes))
+
+    def rows_of(self, inputs: Sequence[Mapping[str, Any]], sizes: tuple[Size, ...]) -> list[Tensor]:
         """Of images that go through the tower in one call."""
         if len(inputs) == 1:
             return [self.images.frame.inside(self.entrance.rows(inputs[0]))]
@@ -233,6 +257,11 @@ class ModelBridge:
         if isinstance(self.decoder, Decoder):
             return self.decoder.logits(hidden)
         return self.tail(self.head(hidden).float())
+
+
+def _size_of(geometry: Geometry | None) -> Size | None:
+    """None: it goes through the tower by itself. A blank image, a video."""
+    return None if geometry is None or geometry.clip is not None else geometry.resized
 
 
 def decoder_of(model: Any) -> Any:

@@ -77,7 +77,7 @@ class OwnTower(nn.Module):
         self.pauses = pauses
         self.has_tuple = False
         self.num_by_theirs = 0  # calls
-        self._images: tuple[Size | None, ...] = ()  # of a call of the model's own code with several
+        self._images: tuple[Size, ...] = ()  # of a call of the model's own code with several
         self._calls = 0  # in it
         self._lengths_of: dict[tuple[Any, ...], list[int]] = {}  # of sizes that came before
 
@@ -101,7 +101,7 @@ class OwnTower(nn.Module):
                 return (mixed,) if self.has_tuple else mixed
 
     @contextmanager
-    def encoding(self, images: tuple[Size | None, ...]) -> Iterator[None]:
+    def encoding(self, images: tuple[Size, ...]) -> Iterator[None]:
         """Several images together, of these sizes."""
         self._images, self._calls = images, 0
         try:

@@ -114,18 +114,18 @@ def _image_probe(model: ModelBridge) -> Probe:
     inputs = on_device(
         dict(processed(model.processor, f"a {model.place.written} b c d e", image)), model.device
     )
-    inputs = {name: _cast(value, model.dtype) for name, value in inputs.items()}
+    inputs = {name: cast(value, model.dtype) for name, value in inputs.items()}
     ids = inputs["input_ids"][0]
     model.entrance.learn(inputs)
     embeds = model.embed(ids)
     start, rows = _image_rows(model, image, ids.tolist())
     embeds[start : start + len(rows)] = rows
-    positions = _positions(model, inputs, ids)
+    positions = positions_of(model, inputs, ids)
     own = _own_logits(model, inputs)
-    return Probe(embeds, positions, own, _rounding(model, inputs, own), _cuts(model, len(ids), start))
+    return Probe(embeds, positions, own, rounding_of(model, inputs, own), _cuts(model, len(ids), start))
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -174,13 +174,13 @@ def _text_probe(model: ModelBridge) -> Probe:
     inputs = {"input_ids": ids[None]}
     if start:
         inputs["position_ids"] = torch.arange(start, start + len(ids), device=ids.device)[None]
-    positions = _positions(model, inputs, ids)
+    positions = positions_of(model, inputs, ids)
     own = _own_logits(model, inputs)
     embeds = model.embed(ids)
-    return Probe(embeds, positions, own, _rounding(model, inputs, own), _cuts(model, len(ids), 1))
+    return Probe(embeds, positions, own, rounding_of(model, inputs, own), _cuts(model, len(ids), 1))
 
 
-def _positions(model: ModelBridge, inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
+def positions_of(model: ModelBridge, inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
     """Of RoPE as its own forward makes them, then the rows of blocks and lengths."""
     own = model.entrance.arrive(inputs).get("position_ids")
     rope = torch.arange(len(ids), device=ids.device)[None] if own is None else own.reshape(-1, len(ids))
@@ -210,12 +210,12 @@ def _check_counted(rope: Tensor) -> None:
         raise Unfit("its positions do not count tokens, and it has no get_rope_index that says how they go")
 
 
-def _rounding(model: ModelBridge, inputs: Mapping[str, Any], expected: Tensor) -> float:
+def rounding_of(model: ModelBridge, inputs: Mapping[str, Any], expected: Tensor) -> float:
     """In 16 bits it may change which experts a token takes, and so its logits by far more than itself."""
     if model.dtype == torch.float32:
         return 0.0
     try:
-        other, _ = _own(model, inputs, _OTHER_ATTENTION)
+        other, _ = own(model, inputs, _OTHER_ATTENTION)
     except Exception:  # a model that has only one
         return 0.0
     difference = float((other - expected).abs().max() / expected[expected > NEVER].abs().max())
@@ -223,15 +223,13 @@ def _rounding(model: ModelBridge, inputs: Mapping[str, Any], expected: Tensor) -
 
 
 def _own_logits(model: ModelBridge, inputs: Mapping[str, Any]) -> Tensor:
-    logits, hidden = _own(model, inputs)
+    logits, hidden = own(model, inputs)
     plain = model.head(hidden).float()
     model.tail = tail_of(model.text.config, plain, logits, TOLERANCE[model.dtype])
     return logits
 
 
-def _own(
-    model: ModelBridge, inputs: Mapping[str, Any], attention: str | None = None
-) -> tuple[Tensor, Tensor]:
+def own(model: ModelBridge, inputs: Mapping[str, Any], attention: str | None = None) -> tuple[Tensor, Tensor]:
     """Logits, and the decoder's hidden states."""
     parameters = inspect.signature(model.model.forward).parameters
     arguments = {name: value for name, value in inputs.items() if name in parameters}

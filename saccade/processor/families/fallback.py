@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, Self
 
@@ -16,13 +18,16 @@ import numpy.typing as npt
 
 from saccade.checkpoint import hf_processor
 from saccade.checkpoint.hf_shapes import SizeRuns
+from saccade.checkpoint.hf_video import form_of, why_none
 from saccade.errors import RequestError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
 from saccade.processor.families.fallback_positions import PositionRules
+from saccade.processor.families.fallback_videos import FallbackVideos
 from saccade.types.media import Geometry, Grid, Size
 from saccade.types.prompt import Prompt, Span
 
+logger = logging.getLogger("saccade.processor")
 MAX_PIXELS = 25_000_000
 """Counting may take a blank image of the same size, so sizes have a bound of their own."""
 _KEPT = 4096  # sizes, of which all have at most so many tokens and other numbers
@@ -101,6 +106,7 @@ class Fallback:
     closing: re.Pattern[str]  # an image that a word follows at once
     tokens_each: int = 1  # that a prompt has for an image
     is_fixed_size: bool = True  # the processor applies pixel limits of its own
+    videos: FallbackVideos | str = ""  # or why it takes none
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
@@ -115,7 +121,7 @@ class Fallback:
         try:
             frame = hf_processor.frame_of(processor, place)
             runs = SizeRuns(processor, place.written)
-            ordinary = _counted(runs, frame, _ORDINARY)
+            ordinary = _counted(runs(_ORDINARY), frame)
         except Exception as error:
             size = f"{_ORDINARY.width}x{_ORDINARY.height}"
             reason = f"its processor fails on a picture of {size} pixels: {hf_processor.raised(error)}"
@@ -127,18 +133,20 @@ class Fallback:
             token_id,
             embedded,
             config.vision.patch_dim,
-            Counts(lambda size: _counted(runs, frame, size)),
+            Counts(lambda size: _counted(runs(size), frame)),
             settings,
             rules,
             frame,
             gaps,
             closing,
             place.tokens,
+            videos=_videos(processor, files.path, place, config.vision.patch_dim),
         )
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
-        return tuple({self.image_token_id, self.embedded_id or self.image_token_id})
+        video = () if isinstance(self.videos, str) else (self.videos.token_id,)
+        return tuple({self.image_token_id, self.embedded_id or self.image_token_id, *video})
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         return 1, MAX_PIXELS
@@ -166,7 +174,14 @@ class Fallback:
 
     def expand(self, geometry: Geometry) -> Expansion:
         """Every token takes an embedding: what a model puts between rows is not known."""
-        return Expansion(self.count(geometry.resized).token_ids.astype(np.int64), None)
+        return Expansion(self._counted(geometry).token_ids.astype(np.int64), None)
+
+    def _counted(self, geometry: Geometry) -> Counted:
+        if geometry.clip is None:
+            return self.count(geometry.resized)
+        assert not isinstance(self.videos, str), "a clip comes from its rules"
+        video: Counted = self.videos.count(form_of(geometry.resized, geometry.clip))
+        return video
 
     @property
     def grows(self) -> bool:
@@ -175,6 +190,8 @@ class Fallback:
     def framed(self, token_ids: npt.NDArray[np.int64], images: int) -> npt.NDArray[np.int64]:
         """With what the processor writes around images."""
         token_ids = self._with_one_each(token_ids)
+        if not isinstance(self.videos, str):
+            token_ids = self.videos.framed(token_ids, images)
         places = np.flatnonzero(token_ids == self.image_token_id)
         if not images or len(places) != images:  # which has an error of its own
             return token_ids
@@ -206,15 +223,31 @@ class Fallback:
     def positions(
         self, token_ids: TokenIds, spans: Sequence[Span], geometries: Sequence[Geometry]
     ) -> Positions:
-        images = [self.count(geometry.resized) for geometry in geometries]
+        images = [self._counted(geometry) for geometry in geometries]
         return self.rules.positions(np.asarray(token_ids, np.int64), spans, images)
 
     def bound(self, prompt: Prompt) -> Prompt:
         return self.rules.bound(prompt)
 
 
-def _counted(runs: SizeRuns, frame: hf_processor.Frame, size: Size) -> Counted:
-    inputs = runs(size)
+def _videos(
+    processor: Any, path: Path, place: hf_processor.Placeholder, patch_dim: int
+) -> FallbackVideos | str:
+    """What cannot be known of videos must not keep pictures from being served."""
+    reason = why_none(processor)
+    if reason is None:
+        try:
+            config = hf_processor.auto_config(path)
+            return FallbackVideos.of(processor, config, place, patch_dim, _counted)
+        except ValueError as error:
+            reason = str(error)
+        except Exception as error:  # of the processor
+            reason = f"its processor fails on a video: {hf_processor.raised(error)}"
+    logger.info("no videos are read: %s", reason)
+    return reason
+
+
+def _counted(inputs: Mapping[str, Any], frame: hf_processor.Frame) -> Counted:
     ids = frame.inside(inputs["input_ids"][0].numpy().astype(np.int32))
     kinds = next(
         (frame.inside(inputs[name][0].numpy().astype(np.int8)) for name in _KINDS if name in inputs), _NONE

@@ -28,6 +28,7 @@ from saccade.processor.families.base import Positions
 from saccade.types.prompt import Prompt, Span
 
 Ints = npt.NDArray[np.int64]
+_OTHER_NAMES = {"second_per_grids": "video_second_per_grid"}  # a parameter, and as processors call it
 
 
 class CountedImage(Protocol):
@@ -151,7 +152,11 @@ def _own_positions(rope_index: Any, ids: Ints, kinds: Ints, images: Sequence[Cou
 
 def _joined(torch: Any, images: Sequence[CountedImage], names: Iterable[str]) -> dict[str, Any]:
     """Grids and sizes of all images, one after the other."""
-    parts = {name: [image.arguments[name] for image in images if name in image.arguments] for name in names}
+    sources = {name: _OTHER_NAMES.get(name, name) for name in names}
+    parts = {
+        name: [image.arguments[other] for image in images if other in image.arguments]
+        for name, other in sources.items()
+    }
     return {name: torch.cat(part) for name, part in parts.items() if part}
 
 

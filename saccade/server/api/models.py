@@ -14,6 +14,7 @@ from saccade.processor.checkpoint_files import BUILTIN
 from saccade.processor.generation_config import shown_defaults
 from saccade.processor.images import LOW_DETAIL_PIXELS
 from saccade.processor.video import Videos
+from saccade.processor.whole_videos import WholeVideos
 from saccade.server.errors import ApiError
 from saccade.server.service import Service
 from saccade.types.media import Size
@@ -82,14 +83,16 @@ def _multimodal(service: Service) -> dict[str, Any]:
     }
 
 
-def video_card(videos: Videos) -> dict[str, Any]:
+def video_card(videos: Videos | WholeVideos) -> dict[str, Any]:
     policy = videos.policy.video
     return {
         "formats": VIDEO_FORMATS.replace(" and ", ", ").split(", ") if is_available() else [],
         "frame_types": FRAME_TYPES,  # read without PyAV
         "fps": policy.fps,
         "max_frames": videos.max_frames,
-        "max_pixels": videos.rules.limits(policy.max_pixels).max_pixels,
+        "max_pixels": (
+            videos.rules.limits(policy.max_pixels).max_pixels if isinstance(videos, Videos) else None
+        ),
         "max_bytes": policy.max_bytes,
         "max_seconds": policy.max_seconds,
         "pruning": policy.pruning,

@@ -51,6 +51,8 @@ def resize(
     image: Tensor, size: Sequence[int], interpolation: Any = InterpolationMode.BILINEAR, antialias: bool = True
 ) -> Tensor:
     batch = image.reshape(-1, *image.shape[-3:]).float()
+    if isinstance(interpolation, int):  # a number of Pillow's
+        interpolation = InterpolationMode[Image.Resampling(interpolation).name]
     smooth = interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
     found = functional.interpolate(batch, tuple(size), mode=interpolation.value, antialias=antialias and smooth)
     if not image.is_floating_point():
