@@ -16,8 +16,9 @@ from transformers.video_utils import VideoMetadata
 
 from saccade import LLM, SamplingParams
 from saccade.checkpoint import hf_processor
-from tests.helpers.conformance.modes import CHUNK, SIZES, TOKENS, Answers, Result, alone, answers
+from tests.helpers.conformance.modes import CHUNK, SIZES, TOKENS, Asked, Mode, Result, alone, preempted, together
 from tests.helpers.conformance.theirs import Prompt, Theirs
+from tests.helpers.conformance.values import answer_difference
 from tests.helpers.families.zoo import second_half, stand_in_videos
 from tests.helpers.families.zoo.entry import Entry
 from tests.helpers.families.zoo.videos import VideoEntry, add_video
@@ -34,6 +35,10 @@ class VideoPrompt(Prompt):
     def __init__(self, name: str, text: str, *images: Image.Image, video: bytes | np.ndarray) -> None:
         super().__init__(name, text, *images)
         self.video = video
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        return {"prompt": self.text, "multi_modal_data": {"image": self.images or None, "video": self.video}}
 
     def metadata(self) -> VideoMetadata | None:
         if not isinstance(self.video, bytes):
@@ -94,51 +99,39 @@ def compare(name: str, entry: Entry, video: VideoEntry, folder: Path) -> Result:
         entry.build(folder)
         add_video(video, folder)
         theirs = TheirsOnVideos(folder)
-        prompts, expected = _expected(prompts_of(entry, video.video), theirs, entry)
+        asked = _asked(prompts_of(entry, video.video), theirs, entry)
         bias = dict.fromkeys(theirs.banned, -100.0)
-        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logit_bias=bias)
-        return Result([p.name for p in prompts], list(_differences(folder, entry, sampling, prompts, expected)))
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logit_bias=bias, logprobs=5)
+        return Result([prompt.name for prompt, _ in asked], list(_differences(folder, entry, sampling, asked)))
 
 
-def _expected(prompts: Sequence[Prompt], theirs: Theirs, entry: Entry) -> tuple[list[Prompt], list[list[int]]]:
-    """What Transformers answers; a prompt that its own code fails on is left out, unless it is the first."""
-    found: list[tuple[Prompt, list[int]]] = []
+def _asked(prompts: Sequence[Prompt], theirs: Theirs, entry: Entry) -> list[Asked]:
+    """With what Transformers answers; a prompt that its own code fails on is left out, unless it is the first."""
+    asked: list[Asked] = []
     for prompt in prompts:
         try:
-            length = theirs.inputs(prompt)["input_ids"].shape[1]
-            answer = theirs.greedy(prompt, TOKENS)
+            expected = theirs.expected(prompt, TOKENS)
         except Exception:
             if prompt is prompts[0]:
                 raise
             continue
-        if length + TOKENS <= entry.options.get("max_model_len", SIZES["max_model_len"]):
-            found.append((prompt, answer))
-    return [prompt for prompt, _ in found], [answer for _, answer in found]
+        if len(expected.ids) + TOKENS <= entry.options.get("max_model_len", SIZES["max_model_len"]):
+            asked.append(Asked(prompt, expected))
+    return asked
 
 
-def _differences(
-    folder: Path, entry: Entry, sampling: SamplingParams, prompts: Sequence[Prompt], expected: Sequence[list[int]]
-) -> Iterator[str]:
+def _differences(folder: Path, entry: Entry, sampling: SamplingParams, asked: Sequence[Asked]) -> Iterator[str]:
     sizes = {**SIZES, **entry.options}
-    engines: list[tuple[Mapping[str, Any], dict[str, Any]]] = [
-        (sizes, {"alone": alone, "warm": alone, "together, warm": answers}),
-        ({**sizes, "enable_prefix_caching": False}, {"together": answers}),
-        (
-            {**sizes, "max_num_batched_tokens": CHUNK, "encoder_budget": SIZES["max_model_len"], "max_num_seqs": 3},
-            {"in chunks": answers},
-        ),
+    chunks = {"max_num_batched_tokens": CHUNK, "encoder_budget": SIZES["max_model_len"], "max_num_seqs": 3}
+    engines: list[tuple[Mapping[str, Any], dict[str, Mode]]] = [
+        (sizes, {"alone": alone, "warm": alone, "together, warm": together}),
+        ({**sizes, "enable_prefix_caching": False}, {"together": together, "preempted": preempted}),
+        ({**sizes, **chunks}, {"in chunks": together}),
     ]
     for options, modes in engines:
         with LLM(str(folder), **options) as llm:
             for mode, run in modes.items():
-                got: Answers = run(llm, [_asked(prompt) for prompt in prompts], sampling)
-                for prompt, ours, wanted in zip(prompts, got, expected, strict=True):
-                    if ours != wanted:
-                        yield f"{mode}: {prompt.name} {ours}"
-
-
-def _asked(prompt: Prompt) -> dict[str, Any]:
-    media: dict[str, Any] = {"image": prompt.images or None}
-    if isinstance(prompt, VideoPrompt):
-        media["video"] = prompt.video
-    return {"prompt": prompt.text, "multi_modal_data": media}
+                outs = run(llm, [prompt for prompt, _ in asked], sampling)
+                for (prompt, expected), out in zip(asked, outs, strict=True):
+                    if difference := answer_difference(out, expected):
+                        yield f"{mode}: {prompt.name} {difference}"
