@@ -40,7 +40,7 @@ def theirs(folder: Path) -> ModelBridge:
 def rows(model: ModelBridge) -> Tensor:
     """Embeddings of a picture."""
     noise = np.random.default_rng(3).integers(0, 256, (SIZE.height, SIZE.width, 3), np.uint8)
-    return model.entrance.rows(model.images.inputs(model.prepare_on_host(noise), SIZE))
+    return model.entrance.rows(model.images.inputs(model.images.rows(noise), SIZE))
 
 
 def towers(model: ModelBridge) -> list[OwnTower]:

@@ -24,7 +24,7 @@ from saccade.checkpoint.hf_processor import Leaves, Placeholder, frame_of, proce
 from saccade.checkpoint.hf_shapes import SizeRuns
 from saccade.errors import RequestError
 from saccade.models.bridge.errors import Unfit
-from saccade.models.vision.preprocess import Pixels
+from saccade.models.vision.preprocess import Pixels, Undecoded, resize
 from saccade.types.media import Size
 
 Made = Callable[[Pixels], dict[str, Any]]
@@ -47,12 +47,18 @@ class ImageInputs:
         self.dtype = dtype
         self.device = device
         self.frame = frame_of(processor, place)
+        resampling = getattr(processor.image_processor, "resample", None)
+        self._resampling = int(resampling if isinstance(resampling, int) else Image.Resampling.BICUBIC)
         self._runs = SizeRuns(processor, place.written)
         self._lock = Lock()  # of what is kept; images are prepared by several threads
         self._by_size: OrderedDict[Size, Leaves] = OrderedDict()  # without content, which is of one image
         self._blank: dict[Size, Tensor] = {}  # one, on the device
         self._on_device: Callable[[Size], Leaves] = lru_cache(maxsize=_PLACED)(self._placed)
         self._made = self._proven()
+
+    def rows_of(self, image: Pixels | Undecoded, size: Size) -> Tensor:
+        """Of an image that a deployment's limits make another size."""
+        return self.rows(resize(image, size, self._resampling))
 
     def rows(self, image: Pixels) -> Tensor:
         """[n, patch_dim] in host memory, pinned for a GPU: the content, padded to whole rows."""

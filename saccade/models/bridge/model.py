@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,12 +84,10 @@ class ModelBridge:
         return None
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        return self.prepare_on_host(image).to(self.device)
+        return self.prepare_on_host(image, geometry.resized).to(self.device)
 
-    def prepare_on_host(self, image: ImagePixels) -> Tensor:
-        pixels = image.cpu().numpy() if isinstance(image, Tensor) else image
-        assert isinstance(pixels, np.ndarray), "what is not resized is decoded"
-        return self.images.rows(pixels)
+    def prepare_on_host(self, image: ImagePixels, size: Size) -> Tensor:
+        return self.images.rows_of(image.cpu().numpy() if isinstance(image, Tensor) else image, size)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         """Of blank patches."""

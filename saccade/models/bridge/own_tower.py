@@ -135,7 +135,7 @@ def use_own_tower(model: ModelBridge, ops: VisionOps) -> str | None:
 
 def _inputs(model: ModelBridge, size: Size) -> dict[str, Any]:
     noise = np.random.default_rng(1).integers(0, 256, (size.height, size.width, 3), np.uint8)
-    return model.images.inputs(model.prepare_on_host(noise).to(model.device), size)
+    return model.images.inputs(model.images.rows(noise).to(model.device), size)
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
