@@ -259,7 +259,7 @@ def on_paper_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
     if is_ours(raw) or not has_rule(str(raw.get("model_type"))):
         return None
     config = model_config(plain_words(raw), generation)
-    return replace(config, is_bridged=True, is_on_paper=True)
+    return replace(config, raw=raw, is_bridged=True, is_on_paper=True)
 
 
 def _generation(path: Path, option: str) -> dict[str, Any]:
