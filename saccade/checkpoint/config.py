@@ -150,6 +150,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     raw: Mapping[str, Any] = field(repr=False)  # config.json, for fields of one family
     is_bridged: bool = False  # the model runs through Transformers' code
+    is_on_paper: bool = False  # and that library was not asked
 
 
 def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] = MappingProxyType({})) -> ModelConfig:

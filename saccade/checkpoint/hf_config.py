@@ -74,7 +74,7 @@ def readable(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING:
         raise refusal(kind, _unknown(raw, transformers.__version__))
     try:
-        return _translated(kind, raw, auto_config(path))
+        return translated(kind, raw, auto_config(path))
     except ConfigError:
         raise
     except Exception as error:
@@ -86,7 +86,8 @@ def _unknown(raw: Mapping[str, Any], version: str) -> str:
     return f"code that comes with a checkpoint is never run, and {reason}" if "auto_map" in raw else reason
 
 
-def _translated(kind: str, raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def translated(kind: str, raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """`config`: its attributes, as Transformers has them."""
     if kind in _REFUSED:
         raise refusal(kind, _REFUSED[kind])
     if getattr(config, "is_encoder_decoder", False):

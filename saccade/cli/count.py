@@ -124,7 +124,7 @@ def _family(model: str | None) -> tuple[Family, int]:
     """The family of the model, and the bytes of one embedding."""
     if model is None:
         return families.default_family(), 0
-    checkpoint = open_checkpoint(model, weights=False)
+    checkpoint = open_checkpoint(model, weights=False, on_paper=True)
     config = checkpoint.config
     family = families.family_for(config).from_checkpoint(checkpoint)
     return family, costs.embedding_bytes_per_slot(config.text, config.dtype)

@@ -13,7 +13,7 @@ from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.types.attention_reach import AttentionReach
-from saccade.types.media import Clip, Geometry, Grid
+from saccade.types.media import Clip, Geometry, Grid, Size
 
 if TYPE_CHECKING:
     from saccade.models.layers.decoder import Decoder
@@ -92,8 +92,8 @@ class EncodesBySize(Protocol):
 class PreparesOnHost(Protocol):
     """A model whose images are prepared by the CPU whatever its device is."""
 
-    def prepare_on_host(self, image: ImagePixels, clip: Clip | None = None) -> Tensor:
-        """As `prepare`, but in host memory: pinned, where the model's device is a GPU."""
+    def prepare_on_host(self, image: ImagePixels, size: Size, clip: Clip | None = None) -> Tensor:
+        """As `prepare` to this size, but in host memory: pinned, where the model's device is a GPU."""
 
 
 @runtime_checkable

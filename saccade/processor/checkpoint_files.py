@@ -16,6 +16,7 @@ from saccade.checkpoint import files, hf_config, layouts
 from saccade.checkpoint.config import ModelConfig, check_values, model_config
 from saccade.checkpoint.hf_processor import refusal
 from saccade.checkpoint.late_interaction import TOKEN_DIM, unwrapped
+from saccade.checkpoint.plain_config import plain_words
 from saccade.checkpoint.schema import IMAGES, PROCESSOR, Table
 from saccade.checkpoint.settings import setting
 from saccade.errors import ConfigError
@@ -23,6 +24,7 @@ from saccade.media.hashing import digest_of
 from saccade.options.engine import Options
 from saccade.processor import late_interaction
 from saccade.processor.families import FAMILIES, built_in_template, is_known, is_ours
+from saccade.processor.families.counting_rules import has_rule
 from saccade.processor.tasks import Task, task_of
 from saccade.util.plain_files import open_plain
 
@@ -70,12 +72,14 @@ def open_checkpoint(
     *,
     weights: bool = True,
     is_local: bool = False,
+    on_paper: bool = False,
     options: Options = Options(),  # noqa: B008 (immutable)
 ) -> Checkpoint:
     """Open a folder, a hub id, or with None or its name the model inside the package.
 
     `weights=False` needs no weight files: dummy weights, counting. `options` may put others in place of the
     checkpoint's tokenizer, chat template, generation config and values. `is_local`: nothing is downloaded.
+    `on_paper`: Transformers is not asked about a model that has a counting rule.
     """
     hub = Hub(options.revision, options.download_dir, is_local)
     path = BUILTIN if model is None else _locate(model, weights, hub)
@@ -91,7 +95,7 @@ def open_checkpoint(
     if not is_ours(raw) and (options.hf_overrides or tokenizer_path != path):
         reason = "Transformers reads the files of this family itself"
         raise ConfigError(f"hf_overrides and tokenizer cannot be used: {reason}; change a copy of {path}")
-    config = _config(path, raw, generation)
+    config = _config(path, raw, generation, on_paper=on_paper)
     images, video, processor = _media_settings(path, is_checked=is_known(config))
     nested = processor.pop("image_processor", None)
     nested_video = processor.pop("video_processor", None)
@@ -234,8 +238,12 @@ def _check_complete(path: Path, weights: bool) -> None:
             raise ConfigError(f"{path} is half-downloaded: {reason}; download it again")
 
 
-def _config(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def _config(
+    path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any], *, on_paper: bool
+) -> ModelConfig:
     """Transformers reads that of a family which is not in our table."""
+    if on_paper and (config := on_paper_config(raw, generation)):
+        return config
     kind = raw.get("model_type")
     if not isinstance(kind, str) or is_ours(raw):
         return model_config(raw, generation)
@@ -244,6 +252,14 @@ def _config(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -
         return replace(model_config(ours, generation), is_bridged=True)
     except ConfigError as error:
         raise refusal(kind, str(error)) from None
+
+
+def on_paper_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig | None:
+    """Of a model that runs through Transformers and has a counting rule."""
+    if is_ours(raw) or not has_rule(str(raw.get("model_type"))):
+        return None
+    config = model_config(plain_words(raw), generation)
+    return replace(config, raw=raw, is_bridged=True, is_on_paper=True)
 
 
 def _generation(path: Path, option: str) -> dict[str, Any]:

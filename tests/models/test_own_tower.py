@@ -42,7 +42,7 @@ def theirs(folder: Path) -> ModelBridge:
 def rows(model: ModelBridge) -> Tensor:
     """Embeddings of a picture."""
     noise = np.random.default_rng(3).integers(0, 256, (SIZE.height, SIZE.width, 3), np.uint8)
-    return model.entrance.rows(model.images.inputs(model.prepare_on_host(noise), SIZE))
+    return model.entrance.rows(model.images.inputs(model.images.rows(noise), SIZE))
 
 
 def together(model: ModelBridge, sizes: tuple[Size, ...]) -> tuple[list[Tensor], int]:
@@ -50,7 +50,7 @@ def together(model: ModelBridge, sizes: tuple[Size, ...]) -> tuple[list[Tensor],
     parts, geometries = [], []
     for size in sizes:
         pixels = np.random.default_rng(size.width).integers(0, 256, (size.height, size.width, 3), np.uint8)
-        parts.append(model.prepare_on_host(pixels))
+        parts.append(model.prepare_on_host(pixels, size))
         geometries.append(Geometry(size, Grid(1, len(parts[-1]), 1), 1, 1))
     steps = model.encode_images(torch.cat(parts), geometries)
     with mock.patch.object(model.entrance, "rows", wraps=model.entrance.rows) as calls:

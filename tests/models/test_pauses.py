@@ -127,7 +127,7 @@ def test_steps_between_layers_change_no_embedding_and_are_not_changed(family: st
     patches, geometries, expected = [], [], []
     for size in SIZES:
         pixels = noise.integers(0, 256, (size.height, size.width, 3), np.uint8)
-        patches.append(model.prepare_on_host(pixels))
+        patches.append(model.prepare_on_host(pixels, size))
         inputs = model.images.inputs(patches[-1], size)
         expected.append(model.images.frame.inside(model.entrance.rows(inputs)))
         slots = len(expected[-1])

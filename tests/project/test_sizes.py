@@ -14,7 +14,7 @@ MAX_FILE = 500
 BUDGETS = {  # lines of a folder of saccade/; "": its own files. Raised only in a commit that says why
     "": 1_930,
     "apps": 5_520,
-    "checkpoint": 3_200,
+    "checkpoint": 3_260,
     "cli": 2_330,
     "engine": 5_000,
     "helpers": 520,
@@ -22,7 +22,7 @@ BUDGETS = {  # lines of a folder of saccade/; "": its own files. Raised only in 
     "media": 3_800,
     "models": 13_200,
     "options": 1_300,
-    "processor": 8_830,
+    "processor": 9_740,
     "runner": 8_820,
     "scheduler": 4_090,
     "server": 9_900,

@@ -12,7 +12,7 @@ from typing import Any
 
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
-from saccade.processor.checkpoint_files import Checkpoint, open_checkpoint, overridden
+from saccade.processor.checkpoint_files import Checkpoint, on_paper_config, open_checkpoint, overridden
 
 _CARDS = Path(__file__).with_name("model_cards.json")
 _SUFFIX = r"(-(instruct|thinking|chat|hf|ov|base|\d{4}))*"  # of published names that share a size
@@ -24,7 +24,7 @@ def find_model(name: str) -> Checkpoint:
     if card is not None:
         return read_card(card)
     try:
-        return open_checkpoint(name, weights=False, is_local=True)
+        return open_checkpoint(name, weights=False, is_local=True, on_paper=True)
     except ConfigError as error:
         raise ConfigError(f"{error}; `saccade plan` alone lists the built-in cards") from None
 
@@ -37,9 +37,10 @@ def read_card(name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> C
     """A card as a checkpoint without files. `changes` to its config.json give shapes beside the published."""
     card = _cards()["cards"][name]
     family = _cards()["families"][card["family"]]
+    raw = overridden(overridden(family["config"], card["config"]), changes)
     return Checkpoint(
         path=Path(name),
-        config=model_config(overridden(overridden(family["config"], card["config"]), changes)),
+        config=on_paper_config(raw, {}) or model_config(raw),
         image_processor=family["image_processor"],
         video_processor=family.get("video_processor", {}),
         processor=family.get("processor", {}),

@@ -24,7 +24,7 @@ from saccade.checkpoint.hf_processor import Frame, Leaves, Placeholder, frame_of
 from saccade.checkpoint.hf_shapes import SizeRuns
 from saccade.errors import RequestError
 from saccade.models.bridge.errors import Unfit
-from saccade.models.vision.preprocess import Pixels
+from saccade.models.vision.preprocess import Pixels, Undecoded, resize
 from saccade.types.media import Size
 
 Made = Callable[[Pixels], dict[str, Any]]
@@ -119,8 +119,14 @@ class ImageInputs(MediaInputs[Size]):
         super().__init__(runs, frame_of(processor, place), patch_dim, dtype, device)
         self.processor = processor
         self.place = place
+        resampling = getattr(processor.image_processor, "resample", None)
+        self._resampling = int(resampling if isinstance(resampling, int) else Image.Resampling.BICUBIC)
         self._blank: dict[Size, Tensor] = {}  # one, on the device
         self._made = self._proven()
+
+    def rows_of(self, image: Pixels | Undecoded, size: Size) -> Tensor:
+        """Of an image that a deployment's limits make another size."""
+        return self.rows(resize(image, size, self._resampling))
 
     def rows(self, image: Pixels) -> Tensor:
         return self.packed(self._leaves(self._made, image))

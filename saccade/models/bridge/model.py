@@ -102,15 +102,15 @@ class ModelBridge:
         return self.attention.reach
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        return self.prepare_on_host(image, geometry.clip).to(self.device)
+        return self.prepare_on_host(image, geometry.resized, geometry.clip).to(self.device)
 
-    def prepare_on_host(self, image: ImagePixels, clip: Clip | None = None) -> Tensor:
+    def prepare_on_host(self, image: ImagePixels, size: Size, clip: Clip | None = None) -> Tensor:
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image
-        assert isinstance(pixels, np.ndarray), "what is not resized is decoded"
         if clip is None:
-            return self.images.rows(pixels)
+            return self.images.rows_of(pixels, size)
         if self.videos is None:
             raise RequestError(f"this model's videos are not read here: {self.no_videos}", code="unsupported")
+        assert isinstance(pixels, np.ndarray), "frames are decoded"
         return self.videos.rows(pixels, clip)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:

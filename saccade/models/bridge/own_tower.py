@@ -201,7 +201,7 @@ def _num_values(part: nn.Module) -> int:
 
 def _inputs(model: ModelBridge, size: Size) -> dict[str, Any]:
     noise = np.random.default_rng(1).integers(0, 256, (size.height, size.width, 3), np.uint8)
-    return model.images.inputs(model.prepare_on_host(noise).to(model.device), size)
+    return model.images.inputs(model.images.rows(noise).to(model.device), size)
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

@@ -137,7 +137,7 @@ def _image_rows(model: ModelBridge, image: Image.Image, ids: list[int]) -> tuple
     starts = starts_of(ids, alone)
     if not starts:
         raise Unfit("its processor writes a picture in other tokens where text is around it")
-    patches = model.prepare(np.asarray(image), _ANY)
+    patches = model.images.rows(np.asarray(image)).to(model.device)
     encoding = model.encode_images(patches, [_geometry(len(patches), len(alone))])
     while True:
         try:
@@ -149,9 +149,6 @@ def _image_rows(model: ModelBridge, image: Image.Image, ids: list[int]) -> tuple
 
 def _geometry(patches: int, tokens: int) -> Geometry:
     return Geometry(_SIZE, Grid(1, patches, 1), tokens, tokens)
-
-
-_ANY = _geometry(1, 1)  # `prepare` ignores it
 
 
 def _cuts(model: ModelBridge, length: int, image: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from saccade.processor.families.mistral3 import Mistral3
 from saccade.processor.families.mllama import Mllama
 from saccade.processor.families.qwen2_vl import Qwen2VL
 from saccade.processor.families.qwen_vl import QwenVL
+from saccade.processor.families.ruled import Ruled
 from saccade.processor.families.text import Text
 
 _QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -83,8 +84,10 @@ def video_rules_for(files: Files) -> VideoRules | None:
 
 
 def family_for(config: ModelConfig) -> type[Family]:
-    """The family's rules, or the fallback through Transformers' own processor."""
-    return FAMILIES[name_of(config)] if is_known(config) else Fallback
+    """The family's rules, or the fallback through Transformers' own processor; on paper a counting rule."""
+    if is_known(config):
+        return FAMILIES[name_of(config)]
+    return Ruled if config.is_on_paper else Fallback
 
 
 def is_known(config: ModelConfig) -> bool:

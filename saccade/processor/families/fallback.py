@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +22,14 @@ from saccade.checkpoint.hf_video import form_of, why_none
 from saccade.errors import RequestError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
+from saccade.processor.families.counting_proof import Count, Counted, proven
+from saccade.processor.families.counting_rules import MAX_PIXELS, Rule, rule_of
 from saccade.processor.families.fallback_positions import PositionRules
 from saccade.processor.families.fallback_videos import FallbackVideos
 from saccade.types.media import Geometry, Grid, Size
 from saccade.types.prompt import Prompt, Span
 
 logger = logging.getLogger("saccade.processor")
-MAX_PIXELS = 25_000_000
-"""Counting may take a blank image of the same size, so sizes have a bound of their own."""
 _KEPT = 4096  # sizes, of which all have at most so many tokens and other numbers
 _KEPT_VALUES = 16_000_000
 _ORDINARY = Size(512, 384)
@@ -43,22 +43,10 @@ _TALL = [Size(height, width) for width, height in _WIDE]
 _TRIED = [*_WIDE, *_TALL, Size(64, 64), Size(512, 512), Size(2048, 2048)]
 
 
-class Counted(NamedTuple):
-    token_ids: npt.NDArray[np.int32]  # of the expanded image
-    kinds: npt.NDArray[np.int8]  # of each token, as its processor tells text from images; empty: it does not
-    values: int  # that the tower reads
-    arguments: Mapping[str, Any]  # of its model's positions: grids and sizes
-
-    @property
-    def weight(self) -> int:
-        """Numbers that it keeps, about."""
-        return len(self.token_ids) + sum(map(_numbers, self.arguments.values()))
-
-
 class Counts:
     """What each size becomes, once. A size that the processor does not take is kept, too."""
 
-    def __init__(self, count: Callable[[Size], Counted]) -> None:
+    def __init__(self, count: Count) -> None:
         self._count = count
         self._kept: OrderedDict[Size, Counted | None] = OrderedDict()
         self._weight = 0
@@ -87,10 +75,10 @@ class Counts:
             if size in self._kept:  # another thread's, meanwhile
                 return
             self._kept[size] = counted
-            self._weight += counted.weight if counted else 1
+            self._weight += _weight(counted)
             while len(self._kept) > 1 and (len(self._kept) > _KEPT or self._weight > _KEPT_VALUES):
                 _, oldest = self._kept.popitem(last=False)
-                self._weight -= oldest.weight if oldest else 1
+                self._weight -= _weight(oldest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +93,8 @@ class Fallback:
     gaps: Callable[[int], list[tuple[int, ...]]]  # tokens before each of so many images, and after the last
     closing: re.Pattern[str]  # an image that a word follows at once
     tokens_each: int = 1  # that a prompt has for an image
-    is_fixed_size: bool = True  # the processor applies pixel limits of its own
     videos: FallbackVideos | str = ""  # or why it takes none
+    rule: Rule | None = None  # that counts in place of the processor
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
@@ -121,7 +109,7 @@ class Fallback:
         try:
             frame = hf_processor.frame_of(processor, place)
             runs = SizeRuns(processor, place.written)
-            ordinary = _counted(runs(_ORDINARY), frame)
+            ordinary = counted_from(runs(_ORDINARY), frame)
         except Exception as error:
             size = f"{_ORDINARY.width}x{_ORDINARY.height}"
             reason = f"its processor fails on a picture of {size} pixels: {hf_processor.raised(error)}"
@@ -129,11 +117,18 @@ class Fallback:
         rules = PositionRules.of(files.path, config, ordinary)
         gaps = lru_cache(64)(lambda images: hf_processor.gaps(processor, place, frame, images))
         closing = re.compile(re.escape(place.token) + r"(?=[^\s<])")
+
+        def count(size: Size) -> Counted:
+            return counted_from(runs(size), frame)
+
+        rule, names = rule_of(files), rules.names & ordinary.arguments.keys()
+        ids = tuple(token for token in (embedded, token_id) if token is not None)
+        quick = proven(rule, count, ids, names) if rule else None
         return cls(
             token_id,
             embedded,
             config.vision.patch_dim,
-            Counts(lambda size: _counted(runs(size), frame)),
+            Counts(quick or count),
             settings,
             rules,
             frame,
@@ -141,6 +136,7 @@ class Fallback:
             closing,
             place.tokens,
             videos=_videos(processor, files.path, place, config.vision.patch_dim),
+            rule=rule if quick else None,
         )
 
     @property
@@ -148,11 +144,17 @@ class Fallback:
         video = () if isinstance(self.videos, str) else (self.videos.token_id,)
         return tuple({self.image_token_id, self.embedded_id or self.image_token_id, *video})
 
+    @property
+    def is_fixed_size(self) -> bool:
+        """The processor applies pixel limits of its own, or none."""
+        return self.rule is None or self.rule.limits is None
+
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        return 1, MAX_PIXELS
+        return (1, MAX_PIXELS) if self.rule is None else self.rule.policy(min_pixels, max_pixels)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
-        return base.tag({"processor": self.settings})
+        limits = () if self.is_fixed_size else (min_pixels, max_pixels)
+        return base.tag({"processor": self.settings, "limits": limits})
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
         base.check_aspect_ratio(size)
@@ -160,6 +162,8 @@ class Fallback:
             pixels = f"the picture is {size.width}x{size.height} pixels, and at most {MAX_PIXELS} are allowed"
             message = f"{pixels} for a model that is served through Transformers"
             raise RequestError(message, code="image_too_large")
+        if self.rule is not None:
+            size = self.rule.limited(size, min_pixels, max_pixels)
         counted = self.count(size)
         tokens = len(counted.token_ids)
         return Geometry(size, Grid(1, -(-counted.values // self.patch_dim), 1), tokens, tokens)
@@ -238,7 +242,7 @@ def _videos(
     if reason is None:
         try:
             config = hf_processor.auto_config(path)
-            return FallbackVideos.of(processor, config, place, patch_dim, _counted)
+            return FallbackVideos.of(processor, config, place, patch_dim, counted_from)
         except ValueError as error:
             reason = str(error)
         except Exception as error:  # of the processor
@@ -247,7 +251,12 @@ def _videos(
     return reason
 
 
-def _counted(inputs: Mapping[str, Any], frame: hf_processor.Frame) -> Counted:
+def _weight(counted: Counted | None) -> int:
+    """Numbers that it keeps, about."""
+    return len(counted.token_ids) + sum(map(_numbers, counted.arguments.values())) if counted else 1
+
+
+def counted_from(inputs: Mapping[str, Any], frame: hf_processor.Frame) -> Counted:
     ids = frame.inside(inputs["input_ids"][0].numpy().astype(np.int32))
     kinds = next(
         (frame.inside(inputs[name][0].numpy().astype(np.int8)) for name in _KINDS if name in inputs), _NONE

@@ -60,6 +60,13 @@ class PositionRules:
         positions, _ = _own_positions(rope_index, ids, _kinds(ids, [(0, image)]), [image])
         return cls(rope_index, len(positions), blocks, config.text.rope_switch)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Arguments of the model's own code."""
+        if self.rope_index is None:
+            return frozenset()
+        return frozenset(inspect.signature(self.rope_index).parameters)
+
     def positions(self, ids: Ints, spans: Sequence[Span], images: Sequence[CountedImage]) -> Positions:
         kinds = _kinds(ids, list(zip((span.start for span in spans), images, strict=True)))
         if self.rope_index is None or not spans:

@@ -122,12 +122,18 @@ def fit(size: Size, side: int, min_pixels: int, max_pixels: int, *, frames: int 
     rounded = Size(round(width / side) * side, round(height / side) * side)
     pixels = round(frames / group) * group * rounded.width * rounded.height
     if pixels > max_pixels:
-        scale = math.sqrt(frames * height * width / max_pixels)
-        return Size(*(max(side, math.floor(length / scale / side) * side) for length in size))
-    if pixels < min_pixels:
-        scale = math.sqrt(min_pixels / (frames * height * width))
-        return Size(*(math.ceil(length * scale / side) * side for length in size))
-    return rounded
+        return shrunk(size, side, max_pixels, frames)
+    return enlarged(size, side, min_pixels, frames) if pixels < min_pixels else rounded
+
+
+def shrunk(size: Size, side: int, max_pixels: int, frames: int = 1) -> Size:
+    scale = math.sqrt(frames * size.height * size.width / max_pixels)
+    return Size(*(max(side, math.floor(length / scale / side) * side) for length in size))
+
+
+def enlarged(size: Size, side: int, min_pixels: int, frames: int = 1) -> Size:
+    scale = math.sqrt(min_pixels / (frames * size.height * size.width))
+    return Size(*(math.ceil(length * scale / side) * side for length in size))
 
 
 def largest_fit(side: int, min_pixels: int, max_pixels: int) -> Size:

@@ -35,7 +35,7 @@ class PixelUpload:
     def __call__(self, image: Pixels | Tensor, geometry: Geometry) -> Tensor:
         """A tensor is on the device already, and complete."""
         if isinstance(self.model, PreparesOnHost):
-            rows = self.model.prepare_on_host(image, geometry.clip)
+            rows = self.model.prepare_on_host(image, geometry.resized, geometry.clip)
             return self._complete(lambda: rows.to(self._device, non_blocking=True))
         staged = image if isinstance(image, Tensor) else _staged(image)
         return self._complete(

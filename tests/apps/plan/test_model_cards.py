@@ -45,6 +45,12 @@ PUBLISHED = {  # billions of parameters, as the hub counts those of the files
     "Qwen/Qwen3-30B-A3B": 30.5,
     "Qwen/Qwen-7B": 7.72,
     "deepseek-ai/DeepSeek-V2-Lite": 15.7,
+    "google/gemma-3-4b": 4.30,
+    "google/gemma-3-12b": 12.2,
+    "google/gemma-3-27b": 27.4,
+    "zai-org/GLM-4.5V": 108,
+    "OpenGVLab/InternVL3_5-8B": 8.53,
+    "HuggingFaceTB/SmolVLM2-2.2B": 2.25,
 }
 
 
@@ -58,7 +64,7 @@ def test_a_card_has_as_many_parameters_as_the_published_model(name: str) -> None
 @pytest.mark.parametrize("name", card_names())
 def test_every_card_is_of_a_known_family_with_a_dtype(name: str) -> None:
     config = read_card(name).config
-    assert is_known(config)
+    assert is_known(config) or config.is_on_paper
     assert costs.dtype_bytes(config.dtype) == 2
 
 

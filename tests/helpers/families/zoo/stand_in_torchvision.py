@@ -23,8 +23,12 @@ from torch import Tensor
 from torch.nn import functional
 
 MODULES = {  # where Transformers looks for a class, and the file that has it
+    "cohere2_vision": "image_processing_cohere2_vision.Cohere2VisionImageProcessor",
+    "gemma4_unified": "image_processing_gemma4_unified.Gemma4UnifiedImageProcessor",
     "inkling": "image_processing_inkling.InklingImageProcessor",
     "inkling2": "image_processing_inkling2.Inkling2ImageProcessor",
+    "lfm2_vl": "image_processing_lfm2_vl.Lfm2VlImageProcessor",
+    "llama4": "image_processing_llama4.Llama4ImageProcessor",
     "kimi_k25": "image_processing_kimi_k25.Kimi_K25ImageProcessor",
     "molmo2": "image_processing_molmo2.Molmo2ImageProcessor",
     "nemotron_h_omni": "image_processing_nemotron_h_omni.NemotronH_Omni_Reasoning_V3ImageProcessor",
@@ -51,7 +55,7 @@ def resize(
     image: Tensor, size: Sequence[int], interpolation: Any = InterpolationMode.BILINEAR, antialias: bool = True
 ) -> Tensor:
     batch = image.reshape(-1, *image.shape[-3:]).float()
-    if isinstance(interpolation, int):  # a number of Pillow's
+    if not isinstance(interpolation, InterpolationMode):  # Pillow's number
         interpolation = InterpolationMode[Image.Resampling(interpolation).name]
     smooth = interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
     found = functional.interpolate(batch, tuple(size), mode=interpolation.value, antialias=antialias and smooth)
