@@ -65,6 +65,8 @@ def test_a_quantised_family_answers_as_transformers_does_with_what_it_means(
 
 def test_the_page_lists_every_family_of_the_zoo() -> None:
     assert names_in(PAGE) == ZOO.keys()
+    readme = (PAGE.parents[1] / "README.md").read_text("utf-8")
+    assert f"| others | {len(ZOO) - len(REFUSED)} more through Transformers" in readme
 
 
 @pytest.mark.parametrize("name", [_case(name) for name in REFUSED])

@@ -28,6 +28,8 @@ TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("counting_table.j
 _MARK = re.compile(r"<[^<>\n]+>|\n+|[^<\n]+")
 _ORDINARY = Size(512, 384)
 _KEPT = 4096  # sizes
+_MAX_TILES = 1000
+_TILES = ("dynamic_hd", "max_patches", "max_slice_nums", "max_tiles")  # settings
 MAX_PIXELS = 25_000_000
 """Of a picture: where no rule counts, a blank one of its size does."""
 
@@ -126,6 +128,8 @@ class Rule:
 
     def _image_of(self, size: Size) -> RuledImage:
         cut = self._cut(size, self.images)
+        if cut.columns * cut.rows > _MAX_TILES:
+            raise refused(size)
         if total := self.settings.get("total"):
             return RuledImage(cut.resized, cut.area, (Run("", _TOTALS[total](self, cut, size)),), "")
         layout = dict(self.settings)
@@ -135,7 +139,10 @@ class Rule:
 
     def _pieces(self, layout: Settings, cut: Cut) -> Iterator[str | int]:
         def text(name: str, **numbers: int) -> str:
-            return str(layout.get(name, "")).format(**numbers)
+            found = str(layout.get(name, ""))
+            for place, number in numbers.items():
+                found = found.replace(f"{{{place}}}", str(number))
+            return found
 
         each = self.tokens(cut.tile)
         whole: list[str | int] = []
@@ -247,6 +254,9 @@ def _image_settings(row: Settings, settings: Settings, fixed: Settings) -> dict[
     for name, values in row.get("known", {}).items():
         if (value := merged.get(name, values[0])) not in values:
             raise ConfigError(f"the image processor says {name}={value}, for which there is no counting rule")
+    for name in _TILES:
+        if row["cut"] != "padded" and isinstance(tiles := merged.get(name), int) and tiles > _MAX_TILES:
+            raise ConfigError(f"the image processor says {name}={tiles}, and at most {_MAX_TILES} are counted")
     if settings.get("do_resize") is False:
         raise ConfigError("the image processor says do_resize=false, for which there is no counting rule")
     if row["cut"] == "rounded":

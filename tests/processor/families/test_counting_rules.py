@@ -101,6 +101,7 @@ def test_a_rule_that_differs_is_dropped_with_a_line(folders: dict[str, Path], ca
         ({"image_processor_type": "OtherImageProcessor"}, "'OtherImageProcessor' has no counting rule"),
         ({"do_resize": False}, "do_resize=false"),
         ({"patch_size": "small"}, "settings are not those that"),
+        ({"max_patches": 10**9}, "max_patches=1000000000, and at most 1000 are counted"),  # grids of so many
     ],
 )
 def test_settings_that_a_rule_does_not_know_are_refused(
