@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -36,8 +37,8 @@ def finish(steps: Generator[int, None, T], counts: list[int]) -> T:
             return value
 
 
-def tower_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "saccade-tower"]
+def tower_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "saccade-tower"}
 
 
 def tower(pauses: Pauses, layers: int) -> nn.Sequential:
@@ -53,7 +54,7 @@ def test_a_tower_pauses_after_each_layer_over_all_images(images: int) -> None:
     x = torch.randn(images, 4)
     counts: list[int] = []
     found = finish(pauses.running(lambda: [layers(row) for row in x], images), counts)
-    assert counts == [1] * 5 and not tower_threads()
+    assert counts == [1] * 5
     torch.testing.assert_close(torch.stack(found), layers(x))
 
 
@@ -85,12 +86,27 @@ def test_a_run_that_nobody_finishes_ends() -> None:
 
     steps = pauses.running(work, 1)
     next(steps)
-    assert len(tower_threads()) == 1
     del steps
-    assert ends == ["freed"] and not tower_threads()
+    assert ends == ["freed"]
     unstarted = pauses.running(work, 1)
     del unstarted
-    assert ends == ["freed"] and not tower_threads()
+    assert ends == ["freed"]
+    held = pauses.running(work, 1)
+    next(held)
+    counts: list[int] = []
+    finish(pauses.running(work, 1), counts)  # although another run was held
+    assert ends == ["freed"] * 3 and counts == [1] * 3
+
+
+def test_the_thread_ends_with_its_model() -> None:
+    before = tower_threads()
+    pauses = Pauses(CPU)
+    assert finish(pauses.running(lambda: 5, 1), []) == finish(pauses.running(lambda: 5, 1), []) == 5
+    (thread,) = tower_threads() - before
+    del pauses
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_an_error_of_a_layer_reaches_who_waits() -> None:
@@ -99,7 +115,9 @@ def test_an_error_of_a_layer_reaches_who_waits() -> None:
     steps = pauses.running(lambda: layers(torch.ones(5)), 1)
     with pytest.raises(RuntimeError, match="shape"):
         next(steps)
-    assert not tower_threads()
+    counts: list[int] = []
+    finish(pauses.running(lambda: layers(torch.ones(4)), 1), counts)
+    assert counts == [1, 1]
 
 
 def loaded(folder: Path) -> ModelBridge:

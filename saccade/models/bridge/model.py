@@ -136,10 +136,7 @@ class ModelBridge:
     def _embeddings(self, groups: list[list[tuple[Tensor, Geometry | None]]]) -> list[Tensor]:
         embeddings = []
         for group in groups:
-            if len(group) == 1:
-                embeddings.append(self.encoded(*group[0]))
-            else:
-                embeddings += self._encoded_together(group)
+            embeddings += self._encoded_together(group) or [self.encoded(*one) for one in group]
             if not self.pauses.has_layers:
                 self.pauses.after_layers(len(groups))
         return embeddings
@@ -154,9 +151,17 @@ class ModelBridge:
         return self.rows_of([inputs], ())[0]
 
     def _encoded_together(self, group: list[tuple[Tensor, Geometry | None]]) -> list[Tensor]:
-        sizes = [geometry.resized for _, geometry in group if geometry is not None]
-        pairs = zip(group, sizes, strict=True)
-        return self.rows_of([self.images.inputs(rows, size) for (rows, _), size in pairs], tuple(sizes))
+        """Nothing for one, and where these cannot stand side by side, unlike those that were tried."""
+        if len(group) == 1:
+            return []
+        sizes = tuple(geometry.resized for _, geometry in group if geometry is not None)
+        try:
+            inputs = [self.images.inputs(rows, size) for (rows, _), size in zip(group, sizes, strict=True)]
+            return self.rows_of(inputs, sizes)
+        except Exception as error:  # of any code of the model
+            if isinstance(error, MemoryError) or "memory" in str(error):
+                raise
+            return []
 
     def rows_of(self, inputs: Sequence[Mapping[str, Any]], sizes: tuple[Size, ...]) -> list[Tensor]:
         """Of images that go through the tower in one call."""

@@ -6,7 +6,7 @@ The model's own code makes patches before them, and merges what they return.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ _LINEARS = ("qkv", "out", "up", "down")
 _OF_A_TOKEN = 2  # what rounding may change of one, compared with the largest value of all
 _MAX_KNOWN = 256  # kinds of calls with several images, of which lengths are kept
 _SIZES = (Size(300, 211), Size(640, 480))  # of pictures that are compared
+_OTHER = Size(37, 90)  # which some cut into another number of tiles
 
 
 class LayerCall(NamedTuple):
@@ -169,17 +170,18 @@ def use_own_tower(model: ModelBridge, ops: VisionOps) -> str | None:
 
 def _together(model: ModelBridge, images: Sequence[Mapping[str, Any]]) -> Together | None:
     """The first way in which a call with several images gives each what it has alone; None: there is none."""
-    alone = [model.rows_of([image], ())[0] for image in images]
+    trials = dict(zip(_SIZES, images, strict=True))
+    with suppress(Exception):  # not every processor takes it
+        trials[_OTHER] = _inputs(model, _OTHER)
+    alone = {size: model.rows_of([image], ())[0] for size, image in trials.items()}
     for way in KINDS:
         model.together = way
-        numbers = [0, 1] if way.takes_sizes else [0, 0]
+        sizes = tuple(trials) if way.takes_sizes else _SIZES[:1] * 2
         try:
-            rows = model.rows_of(
-                [images[number] for number in numbers], tuple(_SIZES[number] for number in numbers)
-            )
+            rows = model.rows_of([trials[size] for size in sizes], sizes)
         except Exception:  # of any kind, where shapes do not fit
             continue
-        pairs = zip(rows, (alone[number] for number in numbers), strict=True)
+        pairs = zip(rows, (alone[size] for size in sizes), strict=True)
         if max(_difference(*pair) for pair in pairs) <= _OF_A_TOKEN * TOLERANCE[model.dtype]:
             return way
     return None

@@ -94,9 +94,7 @@ class Fusion:
             self._fuse("RMS norms", module, norms)
         if are_experts(module):
             experts = list(fused_experts(module))
-            self._fuse(
-                "experts", module, experts, *(given for one in experts[:1] for given in one.examples())
-            )
+            self._fuse("experts", module, experts, lambda: list(experts[0].examples()))
         if is_matrix(getattr(module, "down_proj", None)):
             self._fuse_mlp(module)
         if all(hasattr(module, linear) for linear in _QKV):
@@ -109,14 +107,14 @@ class Fusion:
         kind: str,
         module: nn.Module,
         candidates: Sequence[Callable[..., Tensor]],
-        *examples: tuple[Tensor, ...],
+        examples: Callable[[], Sequence[tuple[Tensor, ...]]] | None = None,
     ) -> None:
-        """The first that computes the same of each example, else of a few random rows."""
+        """The first that computes the same of each example: a few random rows, if nothing else."""
         self._found[kind] += 1
         reason: str | None = "other parts"
+        examples = examples or (lambda: [self._rows(module)])
         for forward in candidates:
-            differences = (_difference(module, forward, given) for given in examples or [self._rows(module)])
-            reason = next(filter(None, differences), None)
+            reason = _difference(module, forward, examples)
             if reason is None:
                 self._forwards[module] = forward
                 self._fused[kind] += 1
@@ -131,9 +129,12 @@ class Fusion:
         if both is None:
             self._fuse("MLPs", mlp, ())
             return
-        usual = self._rows(mlp)
-        large = large_rows(partial(self._linear, both), usual[0].shape[-1], usual[0])
-        self._fuse("MLPs", mlp, self._mlps(mlp, both), usual, (large[None],))
+
+        def examples() -> list[tuple[Tensor]]:
+            (usual,) = self._rows(mlp)
+            return [(usual,), (large_rows(partial(self._linear, both), usual.shape[-1], usual)[None],)]
+
+        self._fuse("MLPs", mlp, self._mlps(mlp, both), examples)
 
     def _mlps(self, mlp: Any, both: Plain) -> Sequence[_Forward]:
         down = self._weight_of([mlp.down_proj])
@@ -302,10 +303,13 @@ def _rows_of(module: nn.Module, like: Tensor) -> Tensor:
     return (rows * torch.tensor([1.0, 1e-3, 3.0])[:, None])[None].to(weight)
 
 
-def _difference(module: nn.Module, forward: Callable[..., Tensor], given: Sequence[Tensor]) -> str | None:
+def _difference(
+    module: nn.Module, forward: Callable[..., Tensor], examples: Callable[[], Sequence[Sequence[Tensor]]]
+) -> str | None:
     """None: they agree."""
     try:
-        return None if _are_close(forward(*given), module(*given)) else _OTHER
+        agree = all(_are_close(forward(*given), module(*given)) for given in examples())
+        return None if agree else _OTHER
     except Exception as error:  # anything: it is of another kind
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 

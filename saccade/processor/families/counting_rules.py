@@ -256,7 +256,9 @@ def _image_settings(row: Settings, settings: Settings, fixed: Settings) -> dict[
             raise ConfigError(f"the image processor says {name}={value}, for which there is no counting rule")
     for name in _TILES:
         if row["cut"] != "padded" and isinstance(tiles := merged.get(name), int) and tiles > _MAX_TILES:
-            raise ConfigError(f"the image processor says {name}={tiles}, and at most {_MAX_TILES} are counted")
+            raise ConfigError(
+                f"the image processor says {name}={tiles}, and at most {_MAX_TILES} are counted"
+            )
     if settings.get("do_resize") is False:
         raise ConfigError("the image processor says do_resize=false, for which there is no counting rule")
     if row["cut"] == "rounded":
