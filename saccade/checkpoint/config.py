@@ -16,7 +16,7 @@ from saccade.checkpoint.defaults import LANGUAGE_TYPE, TEXT_DEFAULTS, TOWER_DEFA
 from saccade.checkpoint.late_interaction import TOKEN_DIM
 from saccade.checkpoint.moe_config import MoEConfig, first_of, moe_config
 from saccade.checkpoint.schema import CONFIG, GENERATION, Table, first_wrong
-from saccade.checkpoint.settings import setting
+from saccade.checkpoint.settings import setting, without_nulls
 from saccade.checkpoint.token_blocks import Blocks
 from saccade.errors import ConfigError
 
@@ -27,7 +27,6 @@ def check_values(file: str, values: Mapping[str, Any], table: Table) -> None:
         raise ConfigError(f"{file}: {wrong}")
 
 
-_NULL_IS_MEANT = {"sliding_window", "q_lora_rank", "num_key_value_heads", "head_dim"}  # null has a meaning
 _NOT_OF_TEXT = {"text_config", "language_config", "vision_config", "model_type"}
 
 
@@ -162,18 +161,9 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] = Mapping
     try:
         check_values("config.json", raw, CONFIG)
         check_values("generation_config.json", generation, GENERATION)
-        return _read(model_type, *normalize(_without_nulls(raw), generation))
+        return _read(model_type, *normalize(without_nulls(raw), generation))
     except ConfigError as error:
         raise ConfigError(f"{error} (model_type {model_type!r})") from None
-
-
-def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without nulls, which would hide a default, except where null has a meaning."""
-    values: dict[str, Any] = {}
-    for name, value in raw.items():
-        if value is not None or name in _NULL_IS_MEANT:
-            values[name] = _without_nulls(value) if isinstance(value, Mapping) else value
-    return values
 
 
 def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from saccade.checkpoint.layout import Fields, Layout, Split, picked, without_code
+from saccade.checkpoint.schema import FLAG, SIDE, WIDTH, Table, first_wrong
+from saccade.checkpoint.settings import without_nulls
 from saccade.errors import ConfigError
 
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
@@ -20,6 +22,11 @@ def _must(architecture: str, fields: Fields, name: str, value: Any) -> None:
     if fields.get(name, value) != value:
         reason = f"{name} is {fields[name]!r}, and only {value!r} is supported"
         raise ConfigError(f"config.json: {reason} for the architecture {architecture}")
+
+
+def _check(fields: Fields, table: Table, inside: str = "") -> None:
+    if wrong := first_wrong(fields, table, inside):
+        raise ConfigError(f"config.json: {wrong}")
 
 
 # --- InternVL 2.5, 3 and 3.5 --------------------------------------------------------------------------------
@@ -347,7 +354,8 @@ _DOTS_TOWER = {  # of its config class
 
 def _dots_ocr(raw: Fields) -> dict[str, Any]:
     """A family of ours: Qwen2's decoder under a tower of its own."""
-    vision = {**_DOTS_TOWER, **without_code(raw.get("vision_config") or {})}
+    raw = without_nulls(raw)
+    vision = {**_DOTS_TOWER, **without_code(raw.get("vision_config", {}))}
     for name, value in {"is_causal": False, "temporal_patch_size": 1}.items():
         _must(raw["architectures"][0], vision, name, value)
     text = {name: value for name, value in without_code(raw).items() if name != "vision_config"}
@@ -378,19 +386,21 @@ _SIGLIP = {
 
 def _minicpm_v(raw: Fields) -> dict[str, Any]:
     """A family of ours: a tower with as many positions as a picture of `image_size` would have patches."""
+    raw = without_nulls(raw)
     version = raw.get("version")
     if version not in _MINICPM_DECODERS:
         versions = ", ".join(map(str, _MINICPM_DECODERS))
         reason = f"version is {version!r}, and only {versions} are supported"
         raise ConfigError(f"config.json: {reason} for the architecture {raw['architectures'][0]}")
-    vision = {**_SIGLIP, **without_code(raw.get("vision_config") or {})}
-    queries = raw.get("query_num", 64)
+    vision = {**_SIGLIP, **without_code(raw.get("vision_config", {}))}
+    _check(raw, {"image_size": SIDE, "query_num": WIDTH, "drop_vision_last_layer": FLAG})
+    _check(vision, {"patch_size": SIDE, "image_size": SIDE}, "vision_config.")
     tower = {
         **{name: value for name, value in vision.items() if name != "image_size"},
         "model_type": "siglip_navit",
         "num_hidden_layers": vision["num_hidden_layers"] - raw.get("drop_vision_last_layer", True),
         "num_position_embeddings": (vision["image_size"] // vision["patch_size"]) ** 2,
-        "n_queries": queries,
+        "n_queries": raw.get("query_num", 64),
         "spatial_merge_size": 4,  # patches of a view by its embeddings, about
         "window_size": raw.get("image_size", 448),  # attention stays inside a view
         "fullatt_block_indexes": [],

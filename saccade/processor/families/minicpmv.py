@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.checkpoint.tokenizer_json import all_tokens
+from saccade.checkpoint.tokenizer_json import added_tokens, all_tokens
 from saccade.errors import ConfigError
 from saccade.processor.families import base
 from saccade.processor.families.base import Expansion, Files
@@ -26,6 +26,8 @@ from saccade.types.media import Geometry, Grid, Size, Tiling
 
 _WRITTEN = re.compile(re.escape("(<image>./</image>)"))
 _NAMES = ("<unk>", "<image>", "</image>", "<slice>", "</slice>")
+_WORDS = {"n_queries", "num_position_embeddings", "window_size"}  # of a config.json of the architecture
+_NUMBER = ("<image_id>", "</image_id>")
 _LINES = ("Ċ", "\n", "<0x0A>")  # names of a line feed
 
 
@@ -36,6 +38,7 @@ class Marks(NamedTuple):
     image: tuple[int, int]  # before and after the whole
     slice: tuple[int, int]
     line: int  # a line feed between rows of slices
+    number: tuple[int, ...] = ()  # before and after the number of an image
 
 
 _UNKNOWN = Marks(0, (1, 2), (3, 4), 5)  # of a folder without a tokenizer: counting needs none
@@ -62,8 +65,16 @@ class MiniCPMV:
         if vision is None:
             raise ConfigError("config.json has no vision_config, so this model takes no pictures")
         settings = files.image_processor
-        queries = files.config.raw["vision_config"]["n_queries"]
-        ours = {"patch_size": vision.patch_size, "image_feature_size": queries}
+        tower = files.config.raw["vision_config"]
+        if not tower.keys() >= _WORDS or "text_config" not in files.config.raw:
+            names = files.config.raw.get("architectures")
+            raise ConfigError(f"config.json: architectures is {names!r:.80}, but ['MiniCPMV'] is needed")
+        queries = tower["n_queries"]
+        ours = {
+            "patch_size": vision.patch_size,
+            "image_feature_size": queries,
+            "scale_resolution": tower["window_size"],
+        }
         base.check_agreement("preprocessor_config.json", settings, ours)
         base.check_does(settings, "slice_mode", "pictures must be resized to whole patches")
         return cls(
@@ -82,7 +93,7 @@ class MiniCPMV:
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
-        return (self.marks.embedded,)
+        return (self.marks.embedded, *self.marks.image, *self.marks.slice, *self.marks.number)
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         """Limits on all slices together. A view always has its size, so there is no minimum."""
@@ -187,12 +198,13 @@ def _read_marks(folder: Path) -> Marks:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return _UNKNOWN
-    ids = all_tokens(file)
-    lines = [ids[name] for name in _LINES if name in ids]
+    ids, everything = added_tokens(file), all_tokens(file)  # texts become marks, and are kept from it
+    lines = [everything[name] for name in _LINES if name in everything]
     absent = [name for name in _NAMES if name not in ids]
     if absent or not lines:
         raise ConfigError(
             f"tokenizer.json has no token {[*absent, *_LINES][0]!r}, which prompts need; add it"
         )
     embedded, *ends = (ids[name] for name in _NAMES)
-    return Marks(embedded, (ends[0], ends[1]), (ends[2], ends[3]), lines[0])
+    number = tuple(ids[name] for name in _NUMBER if name in ids)
+    return Marks(embedded, (ends[0], ends[1]), (ends[2], ends[3]), lines[0], number)

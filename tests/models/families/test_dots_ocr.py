@@ -22,6 +22,7 @@ from tests.helpers.media.images import make_photo
 pytestmark = pytest.mark.transformers
 
 PHOTOS = [make_photo(112, 84, 1), make_photo(60, 130, 2)]
+NO_EPS: list[Any] = ["x", {}, [], -1, float("inf")]
 TEXT = f"{family.IMAGE}Read it. {family.IMAGE}And this."
 
 
@@ -81,6 +82,31 @@ def test_a_config_of_the_other_architecture_without_defaults_is_read_alike(tmp_p
 
     short = open_checkpoint(str(edited(tmp_path, shorten))).config
     assert (short.text, short.vision, short.image_token_id) == (whole.text, whole.vision, whole.image_token_id)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        *(("rms_norm_eps", value, "a number of at least 0") for value in NO_EPS),
+        ("use_bias", "x", "true or false"),
+        ("post_norm", 1, "true or false"),
+    ],
+)
+def test_a_field_of_the_tower_of_another_kind_is_refused(
+    folder: Path, tmp_path: Path, name: str, value: Any, needed: str
+) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    edited(tmp_path, lambda raw: raw["vision_config"].update({name: value}))
+    with pytest.raises(ConfigError, match=rf"vision_config\.{name} is .*, but {needed} is needed"):
+        open_checkpoint(str(tmp_path), weights=False)
+
+
+def test_null_is_the_default(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    names = ("is_causal", "rms_norm_eps", "temporal_patch_size", "use_bias", "post_norm", "spatial_merge_size")
+    edited(tmp_path, lambda raw: raw["vision_config"].update(dict.fromkeys(names)))
+    nulls = open_checkpoint(str(tmp_path), weights=False).config.raw["vision_config"]
+    assert (nulls["rms_norm_eps"], nulls["spatial_merge_size"]) == (1e-5, 2)
 
 
 def test_a_causal_tower_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.transformers
 
 PHOTOS = [make_photo(112, 84, 1), make_photo(60, 130, 2)]
 TEXT = f"{family.IMAGE}\nRead it. {family.IMAGE}And this."
+MARKS = [f"<{end}{name}>" for name in ("image", "slice", "image_id") for end in ("", "/")]
 PUBLISHED = ROWS["minicpmv"].rules
 sides = st.one_of(st.integers(1, 64), st.integers(1, 2000), st.integers(1, 60_000))
 
@@ -128,6 +130,71 @@ def test_other_versions_are_refused_with_the_value(folder: Path, tmp_path: Path,
         open_checkpoint(str(tmp_path), weights=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": None}, "architectures is None, but ['MiniCPMV'] is needed"),
+        ({"architectures": "MiniCPMV"}, "architectures is 'MiniCPMV', but ['MiniCPMV'] is needed"),
+        ({"architectures": ["MiniCPM"]}, "architectures is ['MiniCPM'], but ['MiniCPMV'] is needed"),
+        ({"query_num": -1}, "query_num is -1, but a whole number"),
+        ({"drop_vision_last_layer": 0.5}, "drop_vision_last_layer is 0.5, but true or false is needed"),
+        ({"drop_vision_last_layer": -1}, "drop_vision_last_layer is -1, but true or false is needed"),
+        ({"vision_config": {"image_size": -1}}, "vision_config.image_size is -1, but a whole number from 1"),
+        ({"vision_config": {"patch_size": 0}}, "vision_config.patch_size is 0, but a whole number from 1"),
+    ],
+    ids=str,
+)
+def test_a_config_that_says_nonsense_is_refused_by_the_names_it_has(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    edited(family.build(tmp_path), lambda raw: raw.update(changes))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Subject(tmp_path)
+
+
+@pytest.mark.parametrize("vision", [{}, {"n_queries": 64}], ids=str)
+def test_without_architectures_a_config_is_refused(tmp_path: Path, vision: dict[str, int]) -> None:
+    def shorten(raw: dict[str, Any]) -> None:
+        del raw["architectures"]
+        raw["vision_config"].update(vision)
+
+    edited(family.build(tmp_path), shorten)
+    with pytest.raises(ConfigError, match=r"architectures is None, but \['MiniCPMV'\] is needed"):
+        Subject(tmp_path)
+
+
+def test_null_is_the_default(tmp_path: Path) -> None:
+    names = ("query_num", "drop_vision_last_layer", "image_size", "vision_config")
+    edited(family.build(tmp_path), lambda raw: raw.update(dict.fromkeys(names)))
+    nulls = open_checkpoint(str(tmp_path)).config.raw
+
+    def shorten(raw: dict[str, Any]) -> None:
+        for name in names:
+            del raw[name]
+
+    short = open_checkpoint(str(edited(tmp_path, shorten))).config.raw
+    assert nulls["vision_config"] == short["vision_config"]
+    assert nulls["vision_config"]["n_queries"] == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scale_resolution": 112}, r"says scale_resolution=112, but config\.json says 56"),
+        ({"scale_resolution": 60_000}, "scale_resolution is 60000, but a whole number from 1 to 4096"),
+        ({"max_slice_nums": 65}, "max_slice_nums is 65, but a whole number from 1 to 64"),
+    ],
+    ids=str,
+)
+def test_views_of_another_size_and_too_many_slices_are_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    file = family.build(tmp_path) / "preprocessor_config.json"
+    file.write_text(json.dumps({**family.PIXELS, **changes}))
+    with pytest.raises(ConfigError, match=said):
+        Subject(tmp_path)
+
+
 def test_images_that_are_not_sliced_are_refused(tmp_path: Path) -> None:
     file = family.build(tmp_path) / "preprocessor_config.json"
     file.write_text(json.dumps({**family.PIXELS, "slice_mode": False}))
@@ -140,6 +207,36 @@ def test_a_vocabulary_without_a_mark_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("<slice>", "<other>"))
     with pytest.raises(ConfigError, match=r"tokenizer\.json has no token '<slice>'"):
         Subject(tmp_path)
+
+
+def test_a_mark_that_is_no_added_token_is_refused(tmp_path: Path) -> None:
+    """Texts would not become it, or could not be kept from it."""
+    file = family.build(tmp_path) / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    token = next(token for token in spec["added_tokens"] if token["content"] == "<slice>")
+    spec["added_tokens"].remove(token)
+    spec["model"]["vocab"]["<slice>"] = token["id"]
+    file.write_text(json.dumps(spec))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json has no token '<slice>'"):
+        Subject(tmp_path)
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_chat_cannot_write_marks(tmp_path: Path, is_special: bool) -> None:
+    file = family.build(tmp_path) / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    for token in spec["added_tokens"]:
+        if token["content"] in (*MARKS, "<unk>"):
+            token["special"] = is_special
+    file.write_text(json.dumps(spec))
+    subject = Subject(tmp_path)
+    asked = [{"type": "image", "image": PHOTOS[0]}, {"type": "text", "text": f"see {family.IMAGE} {''.join(MARKS)}"}]
+    chat = subject.processor.from_chat([{"role": "user", "content": asked}])
+    plain = [{"type": "image", "image": PHOTOS[0]}, {"type": "text", "text": "see"}]
+    ids = [subject.processor.tokenizer.token_id(name) for name in (*MARKS, "<unk>")]
+    expected = subject.processor.from_chat([{"role": "user", "content": plain}]).token_ids
+    assert [i for i in chat.token_ids if i in ids] == [i for i in expected if i in ids]
+    assert f"see {family.IMAGE} {''.join(MARKS)}" in subject.processor.tokenizer.decode(chat.token_ids, False)
 
 
 def test_parts_of_a_message_are_lines_and_images_are_numbered_through_a_chat(subject: Subject) -> None:
