@@ -100,7 +100,7 @@ def checkpoints_made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Where tests.helpers.families.made_once keeps them: for all workers."""
     base = tmp_path_factory.getbasetemp()
     folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    os.environ["SACCADE_TEST_CHECKPOINTS"] = str(folder / "checkpoints")
+    os.environ["CHECKPOINTS_OF_TESTS"] = str(folder / "checkpoints")
 
 
 @pytest.fixture(scope="session")

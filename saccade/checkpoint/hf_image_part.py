@@ -29,12 +29,12 @@ class ImagePart:
 
     def __call__(self, pixels: Pixels) -> dict[str, Any]:
         """Inputs of the model that the pixels become, and maybe more."""
-        given: Any = pixels if pixels.flags.writeable else pixels.copy()  # or torch warns
+        argument: Any = pixels if pixels.flags.writeable else pixels.copy()  # or torch warns
         if min(pixels.shape[:2]) < _MIN_SIDE:
-            given = Image.fromarray(pixels)
+            argument = Image.fromarray(pixels)
         for _ in range(self._depth):
-            given = [given]
-        return dict(self._images(given, **self._how))
+            argument = [argument]
+        return dict(self._images(argument, **self._how))
 
 
 def _call_of(processor: Any, written: str) -> tuple[int, Mapping[str, Any]]:
@@ -50,10 +50,10 @@ def _call_of(processor: Any, written: str) -> tuple[int, Mapping[str, Any]]:
 
     listening.image_processor.__class__ = type(kind.__name__, (kind,), {"__call__": listen})
     processed(listening, written, Image.new("RGB", (64, 64)))
-    ((given, how),) = calls
+    ((images, how),) = calls
     depth = 0
-    while isinstance(given, (list, tuple)):
-        (given,) = given
+    while isinstance(images, (list, tuple)):
+        (images,) = images
         depth += 1
     return depth, how
 

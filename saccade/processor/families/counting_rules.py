@@ -60,16 +60,16 @@ class Rule:
         self.row = _row("models", kind)
         settings = dict(processor_settings(files.path) or files.processor)
         images = settings.pop("image_processor", None) or files.image_processor
-        named = str(images.get("image_processor_type") or self.row["images"])
-        name = named.removesuffix("Fast").removesuffix("Pil")
+        whole_name = str(images.get("image_processor_type") or self.row["images"])
+        name = whole_name.removesuffix("Fast").removesuffix("Pil")
         if name not in TABLE["image_processors"]:
-            raise ConfigError(f"image processor {named!r} has no counting rule (model_type {kind!r})")
-        known = self.row.get("processors", ())
-        if known and (other := settings.get("processor_class", known[0])) not in known:
+            raise ConfigError(f"image processor {whole_name!r} has no counting rule (model_type {kind!r})")
+        processors = self.row.get("processors", ())
+        if processors and (other := settings.get("processor_class", processors[0])) not in processors:
             raise ConfigError(f"processor {other!r} has no counting rule (model_type {kind!r})")
         self.images = _image_settings(_row("image_processors", name), images, self.row.get("fixed", {}))
-        own = {name: value for name, value in settings.items() if name in self.row and value is not None}
-        self.settings = {**self.images, **self.row, **own}
+        changes = {name: value for name, value in settings.items() if name in self.row and value is not None}
+        self.settings = {**self.images, **self.row, **changes}
         self._cut = CUTS[self.images["cut"]]
         self._made = lru_cache(_KEPT)(self._image_of)
         try:
@@ -110,8 +110,8 @@ class Rule:
         lowest, highest = self.limits
         low, high = base.limits(min_pixels, max_pixels, lowest, highest)
         if high < lowest or low > highest:
-            own = f"this model's image processor makes {lowest} to {highest} pixels of a picture"
-            raise ConfigError(f"{own}, and {low} to {high} are asked for; change the limits")
+            limits = f"this model's image processor makes {lowest} to {highest} pixels of a picture"
+            raise ConfigError(f"{limits}, and {low} to {high} are asked for; change the limits")
         return max(low, lowest), min(high, highest)
 
     def limited(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
@@ -119,10 +119,10 @@ class Rule:
         if self.limits is None:
             return size
         lowest, highest = self.limits
-        made = self(size).resized
+        resized = self(size).resized
         if (lowest, highest) == (min_pixels, max_pixels):
             return size
-        if min_pixels <= made.width * made.height <= max_pixels:
+        if min_pixels <= resized.width * resized.height <= max_pixels:
             return size
         return fit(size, self.side, max(lowest, min_pixels), min(highest, max_pixels))
 
@@ -139,10 +139,10 @@ class Rule:
 
     def _pieces(self, layout: Settings, cut: Cut) -> Iterator[str | int]:
         def text(name: str, **numbers: int) -> str:
-            found = str(layout.get(name, ""))
+            words = str(layout.get(name, ""))
             for place, number in numbers.items():
-                found = found.replace(f"{{{place}}}", str(number))
-            return found
+                words = words.replace(f"{{{place}}}", str(number))
+            return words
 
         each = self.tokens(cut.tile)
         whole: list[str | int] = []

@@ -18,6 +18,7 @@ from saccade.engine.ipc import messages
 from saccade.errors import RequestError
 from saccade.options.engine import Options, SchedulerConfig
 from saccade.sampling_params import SamplingParams
+from saccade.types.attention_reach import AttentionReach
 from saccade.types.events import TokenEvent, Usage
 from saccade.types.latency import LatencyProfile, StepTime
 from saccade.types.media import Geometry, Grid, Header, MediaItem, Size
@@ -120,6 +121,7 @@ values: dict[Any, Any] = {
     int | None: st.none() | counts,
     float: seconds,
     LatencyProfile | None: st.none() | paces,
+    AttentionReach | None: st.none() | st.builds(AttentionReach, counts, st.booleans()),
     StepTime | None: st.none() | st.builds(StepTime, seconds, seconds, seconds),
 }
 limits = st.builds(SchedulerConfig, **{name: values[kind] for name, kind in get_type_hints(SchedulerConfig).items()})

@@ -12,7 +12,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-FOLDER = "SACCADE_TEST_CHECKPOINTS"  # the variable with the folder of this run; without it each is made anew
+FOLDER = "CHECKPOINTS_OF_TESTS"  # the variable with the folder of this run; without it each is made anew
 
 
 def made_once(build: Callable[..., Path]) -> Callable[..., Path]:

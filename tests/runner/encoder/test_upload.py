@@ -28,7 +28,7 @@ def test_pictures_that_the_host_prepares_are_prepared_at_once(monkeypatch: pytes
     both = Barrier(2)
 
     class OnHost:
-        def prepare_on_host(self, image: Any, clip: Any = None) -> torch.Tensor:
+        def prepare_on_host(self, image: Any, size: Any, clip: Any = None) -> torch.Tensor:
             both.wait(timeout=20)  # under the upload's lock the second would never come
             return torch.from_numpy(image).flatten()
 
