@@ -197,7 +197,7 @@ def test_topics_are_not_kept_by_the_process_that_publishes(
 ) -> None:
     before = memory()
     hostile = HostileReader(endpoints.publish, b"SUB")
-    named = topics(1_000, 500)
+    named = topics(1_500, 500)
     for begin in range(0, len(named), 100):
         hostile.send(*named[begin : begin + 100])
         publisher.publish(CLEARED)

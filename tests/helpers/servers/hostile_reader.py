@@ -28,7 +28,8 @@ class HostileReader:
             heard += len(self._socket.recv(256))
 
     def send(self, *frames: bytes) -> None:
-        """Until the other side has had enough."""
+        """Until the other side has had enough: then it takes no more."""
+        self._socket.settimeout(2.0)
         with suppress(OSError):
             for begin in range(0, len(frames), 100):
                 self._socket.sendall(b"".join(frames[begin : begin + 100]))
