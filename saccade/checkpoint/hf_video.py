@@ -69,14 +69,20 @@ def video_place(processor: Any, config: Any) -> Placeholder:
 
 
 def video_frame(processor: Any, place: Placeholder) -> Frame:
-    frame = frame_of(processor, place, _ids_of)
+    frame = frame_of(processor, place, _ids_of)._replace(wrapped=0)  # the ends are the video's: see below
     if (frame.lead, frame.trail) != (0, 0):  # a number, say: a video that is alone always has the same
         return frame._replace(lead=0, trail=0, takes_many=False, is_joined=False)
     return frame
 
 
 def absorbed_ends(processor: Any, place: Placeholder) -> tuple[int, ...]:
-    """Two tokens around a video in a prompt, if its processor writes nothing for them."""
+    """Two tokens around a video in a prompt that come with it: a model may tell them from other text, too.
+
+    Or its processor writes nothing for them.
+    """
+    if place.wrapped:
+        first, *_, last = processor.tokenizer.encode(place.written, add_special_tokens=False)
+        return first, last
     ends = [getattr(processor, f"vision_{end}_token", None) for end in ("start", "end")]
     if None in ends:
         return ()
