@@ -14,7 +14,7 @@ MAX_FILE = 500
 BUDGETS = {  # lines of a folder of saccade/; "": its own files. Raised only in a commit that says why
     "": 1_930,
     "apps": 5_520,
-    "checkpoint": 3_260,
+    "checkpoint": 3_270,
     "cli": 2_330,
     "engine": 5_000,
     "helpers": 520,
