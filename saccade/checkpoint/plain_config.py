@@ -66,10 +66,10 @@ def _with_defaults(part: str, values: Any, kind: str | None) -> dict[str, Any]:
     defaults = _DEFAULTS[part].get(kind)
     if defaults is None:
         raise ConfigError(f"config.json has a part of model_type {kind!r}, whose defaults are not known here")
-    given = {name: value for name, value in values.items() if value is not None}
+    fields = {name: value for name, value in values.items() if value is not None}
     if "image_size" not in defaults:  # its tower takes any size
-        given.pop("image_size", None)
-    merged = {**defaults, **given}
+        fields.pop("image_size", None)
+    merged = {**defaults, **fields}
     if "global_head_dim" in merged:  # a row of the cache holds the widest head
         layers = merged.get("per_layer_config", {"": {"head_dim": merged.pop("global_head_dim")}}).values()
         merged["head_dim"] = max(merged["head_dim"], *(layer.get("head_dim", 0) for layer in layers))

@@ -284,10 +284,10 @@ def best_canvas(size: Size, settings: Settings) -> Cut:
     sides = np.array([size.height, size.width], np.float32)
     scales = (canvases.astype(np.float32) / sides).min(axis=1)
     large = scales[scales >= 1]
-    chosen = scales.max(initial=0)
+    best = scales.max(initial=0)
     if not settings["resize_to_max_canvas"]:
-        chosen = large.min(initial=chosen)
-    height, width = min(canvases[scales == chosen].tolist(), key=math.prod)
+        best = large.min(initial=best)
+    height, width = min(canvases[scales == best].tolist(), key=math.prod)
     columns = width // tile.width
     rows = height // tile.height
     return _with_overview(tile, columns, rows)

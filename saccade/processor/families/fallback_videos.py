@@ -93,9 +93,9 @@ class FallbackVideos:
         try:
             indices = self.runs.chosen(size, total, rate, choice)
         except Exception:  # a processor may raise anything about a video
-            named = "".join(f" with {name}={value:g}" for name, value in choice.items())
+            words = "".join(f" with {name}={value:g}" for name, value in choice.items())
             what = f"the video has {total} frames of {size.width}x{size.height} at {rate:g} a second"
-            message = f"{what}, of which the model's own processor takes none{named}"
+            message = f"{what}, of which the model's own processor takes none{words}"
             raise RequestError(message, code="invalid_video") from None
         return Clip(total, rate, tuple(min(index, total - 1) for index in indices), choice.get("fps"))
 
